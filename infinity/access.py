@@ -1,0 +1,242 @@
+"""Weights and optimizer state from outside the training loop: read, modified, exported.
+
+Knows units, records and weights at rest; must not be used while updates are pending (the engine flushes first).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.device import ComputeDevice
+from infinity.errors import ModelError
+from infinity.holding import ModelHolding
+from infinity.layout import Chunk, Piece, Slot
+from infinity.pager import Pager
+from infinity.records import Lease, RecordStore
+from infinity.unit import Unit
+from infinity.update import ParameterState
+from infinity.weights import WeightStore
+
+
+class StateAccess:
+    """Reads and changes what rests in the tiers, parameter by parameter, in bounded memory."""
+
+    def __init__(self, holding: ModelHolding, pager: Pager, records: RecordStore, weights: WeightStore | None,
+                 device: ComputeDevice, states: dict[tuple[int, int], ParameterState], chunks: Sequence[Sequence[Chunk]],
+                 compute_dtype: torch.dtype) -> None:
+        self._holding = holding
+        self._pager = pager
+        self._records = records
+        self._weights = weights
+        self._device = device
+        self._states = states
+        self._chunks = chunks
+        self._is_fp32 = compute_dtype == torch.float32
+
+    # ----------------------------------------------------------------------------------------------------- initialising
+
+    def store(self, unit: Unit, originals: Sequence[torch.Tensor]) -> None:
+        """Bring a unit under the engine: weights cast into its flat buffer and stored, main weights into the records.
+
+        Args:
+            unit: its ``flat`` is allocated and empty.
+            originals: the parameters' values as passed to `initialize`, one per slot.
+        """
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} has no flat buffer")
+        base = unit.flat.tensor()
+        base.zero_()
+        for slot, original in zip(unit.layout.slots, originals, strict=True):
+            unit.view(base, slot).copy_(original)
+        self._write_weights(unit, base)
+        if self._is_fp32 and self._weights is not None:
+            return
+        for chunk in self._chunks[unit.index]:
+            lease = self._open(unit, chunk)
+            main = lease.workspace.main
+            for piece in chunk.pieces:
+                original = _in_memory_order(originals[piece.slot.index], piece.slot)
+                main[piece.offset : piece.offset + piece.numel].copy_(original[piece.start : piece.stop])
+            lease.write_back([], main_only=True)
+
+    def _write_weights(self, unit: Unit, base: torch.Tensor) -> None:
+        if self._weights is None:
+            return
+        if base.device.type != "cpu":
+            base = base.cpu()
+        self._weights.write_all(unit, base).wait()
+
+    def _open(self, unit: Unit, chunk: Chunk) -> Lease:
+        lease = self._records.open(unit, chunk, is_blocking=True)
+        if lease is None:
+            raise RuntimeError("a blocking lease gave nothing")
+        lease.wait()
+        return lease
+
+    # ---------------------------------------------------------------------------------------------------------- reading
+
+    def _pieces(self, unit: Unit, slot: Slot) -> Iterator[tuple[Chunk, Piece]]:
+        for chunk in self._chunks[unit.index]:
+            for piece in chunk.pieces:
+                if piece.slot.index == slot.index:
+                    yield chunk, piece
+
+    def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
+        unit, slot = self._holding.locate(parameter)
+        result = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=torch.float32)
+        if self._is_fp32 or not slot.spec.is_trainable:
+            return result.copy_(self._pager.copy_of(unit, slot))
+        self._collect(unit, slot, {"": result})
+        return result
+
+    def has_state(self, parameter: torch.Tensor) -> bool:
+        """Whether an update or a load has given the parameter optimizer state."""
+        unit, slot = self._holding.locate(parameter)
+        state = self._states.get((unit.index, slot.index))
+        return state is not None and not state.is_fresh
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
+        unit, slot = self._holding.locate(parameter)
+        state = self._states.get((unit.index, slot.index))
+        if state is None or state.is_fresh:
+            return {}
+        tensors = {name: torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=torch.float32)
+                   for name in self._names(unit, state)}
+        self._collect(unit, slot, tensors)
+        scalars = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()}
+        return {**scalars, **tensors}
+
+    def _names(self, unit: Unit, state: ParameterState) -> Sequence[str]:
+        return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
+
+    def _collect(self, unit: Unit, slot: Slot, targets: Mapping[str, torch.Tensor]) -> None:
+        for chunk, piece in self._pieces(unit, slot):
+            lease = self._open(unit, chunk)
+            try:
+                for name, target in targets.items():
+                    source = lease.workspace.states[name] if name else lease.workspace.main
+                    _flat(target)[piece.start : piece.stop].copy_(source[piece.offset : piece.offset + piece.numel])
+            finally:
+                lease.discard()
+
+    # --------------------------------------------------------------------------------------------------------- modifying
+
+    def load_state(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state of a parameter. Per-element tensors have the parameter's shape; the rest is scalar."""
+        unit, slot = self._holding.locate(parameter)
+        state = self._states[unit.index, slot.index]
+        names = self._records.names_of(unit)
+        tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
+        state.scalars = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                         for name, value in values.items() if name not in tensors}
+        state.is_fresh = not values
+        state.names = tuple(tensors) if values else None
+        flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
+        for chunk, piece in self._pieces(unit, slot):
+            lease = self._open(unit, chunk)
+            for name, flat in flats.items():
+                target = lease.workspace.states[name]
+                target[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
+            lease.write_back([])
+
+    def store_modified(self, unit: Unit, changed: Sequence[Slot]) -> None:
+        """The weights of ``changed`` were changed in the open flat buffer: store them, and their main weights.
+
+        A main weight whose cast still equals the model weight keeps its low bits; another becomes the new weight.
+        """
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} is not resident")
+        base = unit.flat.tensor()
+        self._write_weights(unit, base)
+        if self._is_fp32:
+            return
+        indices = {slot.index for slot in changed}
+        for chunk in self._chunks[unit.index]:
+            pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
+            if not pieces:
+                continue
+            weights = unit.trainable_view(base)[chunk.start : chunk.stop]
+            lease = self._open(unit, chunk)
+            main = lease.workspace.main
+            for piece in pieces:
+                span = slice(piece.offset, piece.offset + piece.numel)
+                new = weights[span].to(main.device)
+                integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
+                is_kept = main[span].to(new.dtype).view(integer) == new.view(integer)
+                main[span] = torch.where(is_kept, main[span], new.float())
+            lease.write_back([])
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """The parameters hold their full weights inside the ``with`` block; what was changed there is stored."""
+        gathering = self.gather(parameters)
+        try:
+            yield
+        finally:
+            self.scatter(gathering)
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Unit, dict[int, int]]]:
+        """Open the parameters' units and keep them open. Returns what `scatter` needs."""
+        units: dict[int, Unit] = {}
+        for parameter in parameters:
+            if not self._holding.holds(parameter):
+                raise ModelError(f"a parameter of shape {tuple(parameter.shape)} belongs to another model or engine")
+            unit, _ = self._holding.locate(parameter)
+            units[unit.index] = unit
+        gathering: list[tuple[Unit, dict[int, int]]] = []
+        try:
+            for unit in units.values():
+                with self._pager.held([unit]):
+                    unit.num_active += 1  # held for longer than this block
+                    gathering.append((unit, self._checksums(unit)))
+        except BaseException:
+            for unit, _ in gathering:
+                self._let_go(unit)
+            raise
+        return gathering
+
+    def scatter(self, gathering: Sequence[tuple[Unit, dict[int, int]]]) -> None:
+        """The counterpart of `gather`."""
+        for unit, before in gathering:
+            after = self._checksums(unit)
+            changed = [slot for slot in unit.layout.slots if before[slot.index] != after[slot.index]]
+            try:
+                if changed:
+                    self.store_modified(unit, changed)
+            finally:
+                self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        unit.num_active = max(unit.num_active - 1, 0)
+        if not unit.num_active:
+            unit.close()
+
+    def _checksums(self, unit: Unit) -> dict[int, int]:
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} is not resident")
+        base = unit.flat.tensor().cpu()
+        return {
+            slot.index: zlib.crc32(
+                base[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize].numpy())
+            for slot in unit.layout.slots
+        }
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """1-D, the elements in the order in which the slot stores them."""
+    if tuple(tensor.stride()) == slot.spec.stride and tuple(tensor.shape) == slot.spec.shape:
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
+    return _flat(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))

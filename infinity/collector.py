@@ -1,0 +1,158 @@
+"""Notices when a unit's gradients are complete in backward.
+
+Counts calls of modules and firings of autograd's hooks; must not know what happens to the gradients.
+
+[Note: complete]
+Outside of reentrant checkpointing autograd adds up all contributions to a leaf and fires its hook once per backward. A
+reentrant checkpoint runs a backward of its own inside the backward, so a parameter that is used in several of them fires
+several times, and only ``p.grad`` holds the sum, rounded the way autograd rounds it. So: a unit is complete when every
+parameter that is expected to fire has fired, where
+  * expected are those that fired in the micro-batch before (all, in the first one);
+  * the rule holds only if each can fire just once: its module was called once in this forward and nobody else owns the
+    parameter, or it fired once in the micro-batch before, with the same number of calls.
+All others are complete when backward ends. A parameter that fires though it was not expected is delivered at the end
+too. One that fires after it was delivered is an error: the gradient that was delivered was not whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from infinity.errors import LateGradientError
+from infinity.layout import Slot
+from infinity.parameter import plain_grad, set_plain_grad
+from infinity.unit import Unit
+
+Key = tuple[int, int]
+"""Unit index, slot index."""
+
+
+class GradientCollector:
+    """Delivers each unit's gradients of one micro-batch, at most twice: when it is complete, and leftovers at the end."""
+
+    def __init__(self, units: Sequence[Unit], num_owners: Mapping[Key, int],
+                 deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None], step: Callable[[], int]) -> None:
+        """
+        Args:
+            units: all units, by index.
+            num_owners: (unit, slot) -> number of modules that have the parameter as their own.
+            deliver: takes a unit and the gradients of some of its parameters, which it owns from then on.
+            step: the number of the present step, for messages.
+        """
+        self._units = list(units)
+        self._num_owners = num_owners
+        self._deliver = deliver
+        self._step = step
+        self._calls: dict[Key, int] = {}
+        self._fired: dict[int, dict[int, int]] = {}
+        self._delivered: set[Key] = set()
+        self._history: dict[Key, tuple[int, int]] | None = None
+        self._never_early: set[Key] = set()
+        self._expected: dict[int, frozenset[int] | None] = {}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(unit, slot))
+            for unit in self._units
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+            if slot.spec.is_trainable
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, unit: Unit, slot: Slot) -> Callable[[torch.Tensor], None]:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            self._on_gradient(unit, slot)
+
+        return on_gradient
+
+    def note_call(self, unit: Unit, slots: Sequence[Slot]) -> None:
+        """A module that owns these parameters is called in a training forward."""
+        for slot in slots:
+            key = (unit.index, slot.index)
+            self._calls[key] = self._calls.get(key, 0) + 1
+
+    def _on_gradient(self, unit: Unit, slot: Slot) -> None:
+        key = (unit.index, slot.index)
+        fired = self._fired.setdefault(unit.index, {})
+        fired[slot.index] = fired.get(slot.index, 0) + 1
+        if key in self._delivered:
+            self._never_early.add(key)
+            raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
+        if unit.index not in self._expected:
+            self._expected[unit.index] = self._expect(unit)
+        expected = self._expected[unit.index]
+        if expected is not None and slot.index in expected and expected <= fired.keys():
+            self._complete(unit)
+
+    def _expect(self, unit: Unit) -> frozenset[int] | None:
+        """The slots that will fire, each once; None if one of them may fire more often."""
+        expected: list[int] = []
+        for slot in unit.layout.slots:
+            if not slot.spec.is_trainable or slot.numel == 0:
+                continue
+            key = (unit.index, slot.index)
+            calls = self._calls.get(key, 0)
+            if self._history is None:
+                fires_once = calls == 1 and self._num_owners.get(key, 0) == 1
+            else:
+                fires, calls_then = self._history.get(key, (0, 0))
+                if fires == 0:
+                    continue
+                fires_once = fires == 1 and calls == calls_then
+            if not fires_once or key in self._never_early:
+                return None
+            expected.append(slot.index)
+        return frozenset(expected)
+
+    def _complete(self, unit: Unit) -> None:
+        gradients: dict[Slot, torch.Tensor] = {}
+        for index in self._fired.get(unit.index, {}):
+            slot, parameter = unit.layout.slots[index], unit.parameters[index]
+            gradient = plain_grad(parameter)
+            if gradient is not None:
+                gradients[slot] = gradient.detach()
+                set_plain_grad(parameter, None)
+                self._delivered.add((unit.index, index))
+        if gradients:
+            self._deliver(unit, gradients)
+
+    @property
+    def has_fired(self) -> bool:
+        """Whether any gradient has come since the last `finish` or `reset`."""
+        return bool(self._fired)
+
+    def finish(self) -> None:
+        """Backward has ended: deliver what is left, and expect the same the next time."""
+        for index in list(self._fired):
+            self._complete(self._units[index])
+        if self._fired:
+            self._history = {
+                (unit, slot): (fires, self._calls.get((unit, slot), 0))
+                for unit, slots in self._fired.items() for slot, fires in slots.items()
+            }
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new micro-batch; gradients not yet delivered stay in ``p.grad``."""
+        self._calls.clear()
+        self._fired.clear()
+        self._delivered.clear()
+        self._expected.clear()
+
+    def drop(self) -> None:
+        """Begin a new micro-batch and drop what autograd has accumulated."""
+        self.reset()
+        for unit in self._units:
+            for parameter in unit.parameters:
+                _clear(parameter)
+
+
+def _clear(parameter: nn.Parameter) -> None:
+    if plain_grad(parameter) is not None:
+        set_plain_grad(parameter, None)

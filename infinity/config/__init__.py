@@ -1,0 +1,30 @@
+"""The DeepSpeed JSON config, read once at the border.
+
+`load_config` is all that is needed; what it returns holds plain numbers, paths and small frozen sections.
+
+    config = load_config("configs/zero3_nvme.json", overrides={"infinity.host_memory_budget": "2GB"})
+    print(config.describe())
+"""
+
+from infinity.config.load import ConfigSource, load_config
+from infinity.config.resolved import (
+    Decision,
+    InfinityConfig,
+    InfinitySection,
+    IOSection,
+    OffloadSection,
+    OptimizerSection,
+    SchedulerSection,
+)
+
+__all__ = [
+    "ConfigSource",
+    "Decision",
+    "IOSection",
+    "InfinityConfig",
+    "InfinitySection",
+    "OffloadSection",
+    "OptimizerSection",
+    "SchedulerSection",
+    "load_config",
+]

@@ -1,0 +1,96 @@
+"""The batch sizes: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from infinity.config.resolved import Decision
+from infinity.errors import BatchSizeError
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """All three; `train` and `micro` are None when the data loader decides them."""
+
+    train: int | None
+    micro: int | None
+    accumulation: int
+    decisions: tuple[Decision, ...]
+
+
+def resolve_batch_sizes(
+    train: int | None, micro: int | None, accumulation: int | None, *, auto: Collection[str], world_size: int
+) -> BatchSizes:
+    """Fill in what is missing, as DeepSpeed does; what it leaves undivided is an error here.
+
+    Args:
+        train: samples per step, or None.
+        micro: samples per backward and process, or None.
+        accumulation: backwards per step, or None.
+        auto: names of the keys whose value is "auto": they may stay open.
+        world_size: number of processes.
+
+    Raises:
+        BatchSizeError: the sizes contradict each other, or say nothing.
+    """
+    given = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
+    if train is None and micro is None:
+        if TRAIN not in auto and MICRO not in auto:
+            raise BatchSizeError(
+                "the config names no batch size",
+                cure=f"Set {MICRO} (samples per backward) or {TRAIN} (samples per step); "
+                '"auto" takes what the data loader gives',
+            )
+        accumulation = accumulation or 1
+    elif micro is not None:
+        if train is None:
+            accumulation = accumulation or 1
+            train = micro * accumulation * world_size
+        elif accumulation is None:
+            accumulation = _divide(train, {MICRO: micro, "processes": world_size})
+        elif train != micro * accumulation * world_size:
+            expected = micro * accumulation * world_size
+            raise BatchSizeError(
+                f"{TRAIN} = {train} is not {MICRO} * {ACCUMULATION} * processes = "
+                f"{micro} * {accumulation} * {world_size} = {expected}",
+                cure=f"Set {TRAIN} to {expected}, or leave one of the three out",
+            )
+    else:
+        assert train is not None
+        accumulation = accumulation or 1
+        micro = _divide(train, {ACCUMULATION: accumulation, "processes": world_size})
+    resolved = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
+    decisions = tuple(
+        Decision(key, value if value is not None else "of the data loader", _decided_by(given[key], key in auto, value))
+        for key, value in resolved.items()
+    )
+    return BatchSizes(train, micro, accumulation, decisions)
+
+
+def _divide(train: int, divisors: dict[str, int]) -> int:
+    product = 1
+    for divisor in divisors.values():
+        product *= divisor
+    if train % product == 0:
+        return train // product
+    lower = train // product * product
+    nearest = f"{lower} or {lower + product}" if lower else f"{product}"
+    names = " * ".join(divisors)
+    values = " * ".join(map(str, divisors.values()))
+    raise BatchSizeError(
+        f"{TRAIN} = {train} cannot be divided by {names} = {values} = {product}",
+        cure=f"Set {TRAIN} to {nearest}, or change {next(iter(divisors))}",
+    )
+
+
+def _decided_by(given: int | None, is_auto: bool, value: int | None) -> str:
+    if given is not None:
+        return "config"
+    if value is None:
+        return '"auto"' if is_auto else "follows from the data loader"
+    return '"auto", from the other batch sizes' if is_auto else "from the other batch sizes"

@@ -1,0 +1,302 @@
+"""The whole DeepSpeed config, and our own block `infinity`: models of the JSON.
+
+Every key that DeepSpeed 0.19 knows is here, and those of earlier versions that are still found in files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from infinity.config.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
+from infinity.config.offload_blocks import AioBlock, ZeroBlock
+from infinity.config.quantities import parse_bytes, parse_count, parse_names, parse_number
+
+DEFAULT_GRADIENT_CLIPPING = 1.0
+"""What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
+
+_ONE_PROCESS = "no effect: it concerns communication between processes, and there is one process"
+_TORCH_CHECKPOINT = (
+    "no effect: it concerns deepspeed.checkpointing only; switch activation checkpointing on in the model "
+    "(model.gradient_checkpointing_enable() or torch.utils.checkpoint)"
+)
+_CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
+_PROFILING = "no effect: there is no such profiler here; engine.report and torch.profiler tell where time goes"
+_MONITOR = "no effect: metrics are not sent anywhere; engine.report holds those of each step"
+_LOGGING = "no effect: use Python's logging, e.g. logging.getLogger('infinity').setLevel(...)"
+_EAGER = "no effect: the model runs as it is, uncompiled"
+_ANY_OPTIMIZER = "no effect: every optimizer that treats each element by itself is accepted, and checked at start"
+_SCALING = "no effect: bf16 has the range of fp32, so no loss scaling is needed"
+_FLOAT_TYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+
+
+def _steps_per_print(value: object) -> object:
+    # accelerate writes Infinity to silence the line.
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    return parse_count(value) or None
+
+
+def _float_type(value: object) -> str:
+    name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
+    if name is None:
+        raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")
+    return name
+
+
+def _strictness(value: object) -> object:
+    return False if value == "warn" else value
+
+
+class OptimizerBlock(Block):
+    """`optimizer`."""
+
+    type: str
+    params: Untyped = None
+    legacy_fusion: Annotated[Flag, NoEffect(_ANY_OPTIMIZER, silent=(False,))] = False
+
+
+class SchedulerBlock(Block):
+    """`scheduler`."""
+
+    type: str
+    params: Untyped = None
+
+
+class Bf16Block(Block):
+    """`bf16`. Also takes the loss scaling keys of `fp16`, which many files repeat here."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
+
+    enabled: Flag = False
+    check_grad_overflow: Annotated[
+        Flag, NoEffect("no effect: steps are not skipped; a loss that is not finite is reported with its step")
+    ] = True
+    immediate_grad_update: Annotated[
+        Flag, NoEffect("no effect: main gradients are always accumulated in fp32 as they arrive")
+    ] = True
+    bf16_master_weights_and_grads: Annotated[
+        Flag, Refused("main weights and main gradients are fp32", "Set it to false")
+    ] = False
+    bf16_optimizer_states: Annotated[Flag, Refused("optimizer state is fp32", "Set it to false")] = False
+    auto_cast: Annotated[Flag, Refused("inputs are taken as they come", "Cast the inputs in the data loader")] = False
+    loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
+    initial_scale_power: Annotated[Number, NoEffect(_SCALING)] = 0
+    loss_scale_window: Annotated[Number, NoEffect(_SCALING)] = 0
+    hysteresis: Annotated[Number, NoEffect(_SCALING)] = 0
+    consecutive_hysteresis: Annotated[Flag, NoEffect(_SCALING)] = False
+    min_loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
+
+
+class DataTypesBlock(Block):
+    """`data_types`. What does not fit `bf16` is refused when the compute dtype is known."""
+
+    grad_accum_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None,
+        BeforeValidator(_float_type),
+        Refused("gradients are accumulated in fp32", 'Set it to "fp32" or remove it', allowed=("fp32",)),
+    ] = None
+    param_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    buffer_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    keep_in_fp32_modules: Annotated[
+        tuple[str, ...],
+        BeforeValidator(parse_names),
+        Refused("buffers get the compute dtype, as module.to(dtype) leaves them", "Remove it", allowed=((),)),
+    ] = ()
+
+
+class InfinityBlock(Block):
+    """`infinity`: what DeepSpeed has no key for."""
+
+    host_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    page_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    prefetch: Flag = True
+    units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
+    strict: Annotated[Flag, BeforeValidator(_strictness)] = True
+    update: Literal["auto", "in_backward", "step"] = "auto"
+    io_deadline_seconds: Annotated[Number, Field(gt=0)] = 120.0
+    direct_io: Flag = True
+
+
+_OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
+
+
+class TensorParallelSizeBlock(Block):
+    """`tensor_parallel.tp`."""
+
+    tp_size: _OneRank = 1
+    tp_grain_size: Annotated[Count, NoEffect(_ONE_PROCESS, silent=(1,))] = 1
+
+
+class TensorParallelBlock(Block):
+    """`tensor_parallel`."""
+
+    autotp_size: _OneRank = 1
+    tp_size: _OneRank = 1
+    tp: TensorParallelSizeBlock = TensorParallelSizeBlock()
+    dtype: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    tp_overlap_comm: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+    vocab_parallel_lm_head: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+    vocab_parallel_ce_backend: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    partition_config: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    preset_model: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    keep_module_on_host: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+
+
+class PipelineBlock(Block):
+    """`pipeline`."""
+
+    stages: Annotated[
+        Count, Refused("pipeline parallelism is not implemented", 'Set it to 1 or "auto"', allowed=(0, 1))
+    ] = 1
+    partition: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    seed_layers: Annotated[Flag, Refused("layers are initialised by the model itself", "Set it to false")] = False
+    activation_checkpoint_interval: Annotated[Count, NoEffect(_TORCH_CHECKPOINT, silent=(0,))] = 0
+    pipe_partitioned: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
+    grad_partitioned: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
+    use_reentrant: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT)] = True
+
+
+class RootBlock(Block):
+    """The top level."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
+
+    train_batch_size: Annotated[Count | None, Field(gt=0)] = None
+    train_micro_batch_size_per_gpu: Annotated[Count | None, Field(gt=0)] = None
+    gradient_accumulation_steps: Annotated[Count | None, Field(gt=0)] = None
+    optimizer: OptimizerBlock | None = None
+    scheduler: SchedulerBlock | None = None
+    gradient_clipping: Annotated[
+        float,
+        BeforeValidator(parse_number),
+        Field(ge=0),
+        NotNull(
+            "null does not say whether gradients are clipped", "Write 0 to switch clipping off, or the largest norm"
+        ),
+    ] = DEFAULT_GRADIENT_CLIPPING
+    bf16: Bf16Block = Bf16Block()
+    data_types: DataTypesBlock = DataTypesBlock()
+    zero_optimization: ZeroBlock = ZeroBlock()
+    aio: AioBlock = AioBlock()
+    steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = None
+    wall_clock_breakdown: Flag = False
+    dataloader_drop_last: Flag = False
+    infinity: InfinityBlock = InfinityBlock()
+
+    # ---- what would change the numbers
+
+    fp16: Annotated[
+        Untyped,
+        Keys.of(
+            "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+            "min_loss_scale fp16_master_weights_and_grads"
+        ),
+        Refused("fp16 with its loss scaling is not implemented yet", 'Use "bf16": {"enabled": true}'),
+    ] = None
+    amp: Annotated[
+        Untyped,
+        Refused("Apex mixed precision does not work with paged parameters", 'Use "bf16": {"enabled": true}'),
+    ] = None
+    torch_autocast: Annotated[
+        Untyped,
+        Keys.of("enabled dtype lower_precision_safe_modules"),
+        Refused("the engine does not run the model under autocast yet", 'Use "bf16": {"enabled": true}'),
+    ] = None
+    managed_gradient_accumulation: Annotated[
+        Flag,
+        Refused(
+            "engine.step() updates at the boundary that gradient_accumulation_steps sets",
+            "Remove it, and use the plain loop loss.backward(); optimizer.step(), where every step is an update",
+            allowed=(True,),
+        ),
+    ] = True
+    gradient_allreduce_op: Annotated[
+        Literal["mean", "sum"], Refused("gradients are averaged", 'Set it to "mean"', allowed=("mean",))
+    ] = "mean"
+    sparse_gradients: Annotated[Flag, Refused("gradients are dense", "Set it to false")] = False
+    sequence_parallel_size: Annotated[
+        Count, Refused("sequence parallelism is not implemented", "Set it to 1", allowed=(0, 1))
+    ] = 1
+    tensor_parallel: TensorParallelBlock = TensorParallelBlock()
+    pipeline: PipelineBlock = PipelineBlock()
+    expert_parallel: Annotated[Untyped, Refused("expert parallelism is not implemented", "Remove it")] = None
+    compression_training: Annotated[Untyped, Refused("compression is not implemented", "Remove it")] = None
+    weight_quantization: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
+    quantize_training: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
+    sparse_attention: Annotated[
+        Untyped, Refused("the model's own attention is used", "Remove it, and choose attention in the model")
+    ] = None
+    progressive_layer_drop: Annotated[
+        Untyped, Keys.of("enabled theta gamma"), Refused("layers are never dropped", "Remove it")
+    ] = None
+    curriculum_learning: Annotated[
+        Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
+    ] = None
+    data_efficiency: Annotated[
+        Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
+    ] = None
+    eigenvalue: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
+    elasticity: Annotated[Untyped, Refused("it would choose the batch size", "Remove it, and set train_batch_size")] = (
+        None
+    )
+    hybrid_engine: Annotated[Untyped, Refused("generation during training is not implemented", "Remove it")] = None
+
+    # ---- speed, memory, logging
+
+    activation_checkpointing: Annotated[
+        Untyped,
+        Keys.of(
+            "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "
+            "synchronize_checkpoint_boundary profile contiguous_checkpointing"
+        ),
+        NoEffect(_TORCH_CHECKPOINT),
+    ] = None
+    checkpoint: Annotated[
+        Untyped,
+        Keys.of(
+            "tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer "
+            "async_io"
+        ),
+        NoEffect(_CHECKPOINTS),
+    ] = None
+    nebula: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
+    datastates_ckpt: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
+    zero_allow_untested_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = True
+    zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = False
+    prescale_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    gradient_predivide_factor: Annotated[Number, NoEffect(_ONE_PROCESS, silent=(1.0,))] = 1.0
+    communication_data_type: Annotated[str, NoEffect(_ONE_PROCESS)] = "fp32"
+    seq_parallel_communication_data_type: Annotated[str, NoEffect(_ONE_PROCESS)] = "fp32"
+    fp32_allreduce: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    disable_allgather: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    use_data_before_expert_parallelism: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    comms_logger: Annotated[Untyped, Keys.of("enabled verbose prof_all debug prof_ops"), NoEffect(_ONE_PROCESS)] = None
+    compile: Annotated[Untyped, NoEffect(_EAGER)] = None
+    graph_harvesting: Annotated[Flag, NoEffect(_EAGER, silent=(False,))] = False
+    autotuning: Annotated[Untyped, NoEffect("no effect: nothing is tuned by trial runs")] = None
+    timers: Annotated[Untyped, Keys.of("throughput"), NoEffect(_PROFILING)] = None
+    flops_profiler: Annotated[
+        Untyped,
+        Keys.of("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+        NoEffect(_PROFILING),
+    ] = None
+    memory_breakdown: Annotated[Flag, NoEffect(_PROFILING, silent=(False,))] = False
+    dump_state: Annotated[Flag, NoEffect(_LOGGING, silent=(False,))] = False
+    log_level: Annotated[str, NoEffect(_LOGGING)] = ""
+    disable_python_gc: Annotated[
+        Flag, NoEffect("no effect: Python's garbage collector is left alone", silent=(False,))
+    ] = False
+    vocabulary_size: Annotated[Count, NoEffect("no effect: DeepSpeed uses it for a hint about alignment")] = 0
+    tensorboard: Annotated[Untyped, Keys.of("enabled output_path job_name"), NoEffect(_MONITOR)] = None
+    csv_monitor: Annotated[Untyped, Keys.of("enabled output_path job_name"), NoEffect(_MONITOR)] = None
+    wandb: Annotated[Untyped, Keys.of("enabled group team project"), NoEffect(_MONITOR)] = None
+    comet: Annotated[
+        Untyped,
+        Keys.of("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+        NoEffect(_MONITOR),
+    ] = None

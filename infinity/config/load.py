@@ -1,0 +1,88 @@
+"""`load_config`: from what the user has to an `InfinityConfig`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infinity.config.block import Findings
+from infinity.config.overrides import override
+from infinity.config.reading import apply_rules, read_strictness, tidy, validate
+from infinity.config.resolve import resolve
+from infinity.config.resolved import InfinityConfig
+from infinity.config.text import read_file, read_text
+from infinity.config.vocabulary import nearest
+from infinity.errors import ConfigError, ConfigSyntaxError, UnknownConfigKeyError
+from infinity.schedules import schedule_parameters
+
+logger = logging.getLogger(__name__)
+
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | InfinityConfig
+
+
+def load_config(
+    source: ConfigSource,
+    *,
+    world_size: int = 1,
+    overrides: Mapping[str, Any] | None = None,
+    check_storage: bool = True,
+) -> InfinityConfig:
+    """Read, validate and decide a config.
+
+    Args:
+        source: path of a JSON file, the JSON itself (a text that begins with `{`), a dict, or a finished config, which
+            is returned as it is.
+        world_size: number of processes that train together.
+        overrides: values that replace those of `source`, by dotted key, e.g. `{"aio.block_size": "4MiB"}`; None removes
+            a key.
+        check_storage: whether directories have to exist and be writable.
+
+    Raises:
+        ConfigError: of the kind that fits; nothing has been written by then.
+    """
+    if isinstance(source, InfinityConfig):
+        if overrides:
+            raise ConfigError("overrides cannot be applied to a finished config. Pass them when it is loaded")
+        return source
+    findings = Findings()
+    tidied = tidy(_read(source), findings)
+    if overrides:
+        override(tidied, overrides, findings)
+    _drop_unknown_scheduler_params(tidied, findings)
+    if findings.unknown:
+        error = UnknownConfigKeyError(findings.unknown)
+        if read_strictness(tidied):
+            raise error
+        logger.warning("%s", error)
+    root = validate(tidied)
+    apply_rules(root, findings)
+    return resolve(root, findings, world_size=world_size, check_storage=check_storage)
+
+
+def _read(source: object) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return read_text(source)
+    if isinstance(source, str | os.PathLike):
+        return read_file(Path(source))
+    cure = "Give the path of a JSON file, a dict, or JSON text"
+    raise ConfigSyntaxError("config", f"a {type(source).__name__} is none", cure=cure)
+
+
+def _drop_unknown_scheduler_params(tidied: dict[str, Any], findings: Findings) -> None:
+    """The schedules' constructors know the names. An optimizer's are checked where its class is looked up."""
+    block = tidied.get("scheduler")
+    if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+        return
+    params = block.get("params")
+    if not isinstance(params, dict):
+        return
+    known = schedule_parameters(block["type"])
+    for name in [name for name in params if name not in known]:
+        near = nearest(name, known)
+        findings.unknown.append((f"scheduler.params.{name}", near and f"scheduler.params.{near}"))
+        del params[name]

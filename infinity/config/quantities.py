@@ -1,0 +1,88 @@
+"""Numbers, sizes and flags as people write them in config files, made exact or refused.
+
+Every function takes whatever stands in the JSON, and raises `ValueError` with words that fit behind the key's name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import PurePath
+
+_SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_FACTORS: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}{suffix}": 1000**power for power, prefix in enumerate("kmgt", 1) for suffix in ("", "b")},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def parse_number(value: object) -> float:
+    """A finite number; texts such as "1e-4" count, since YAML front ends produce them."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("must be a number")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError("must be a number") from None
+    except OverflowError:  # an integer beyond all floats
+        raise ValueError("must be a finite number") from None
+    if not math.isfinite(number):
+        raise ValueError("must be a finite number")
+    return number
+
+
+def parse_count(value: object) -> int:
+    """A whole number; 4.0 and 1e9 are whole, 4.5 is not."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    number = parse_number(value)
+    if number != int(number):
+        raise ValueError("must be a whole number")
+    return int(number)
+
+
+def parse_rounded(value: object) -> int:
+    """A number of elements. Fractions are rounded: `auto` tools write things like 0.9 * hidden_size**2."""
+    return round(parse_number(value))
+
+
+def parse_bytes(value: object) -> int:
+    """A positive number of bytes: an integer, or a text such as "2GB" (2e9), "2GiB" (2 * 2**30), "384 MB" or "1.5g"."""
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        factor = _FACTORS.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise ValueError('must be a size such as "2GB" (2e9 bytes), "2GiB" (2 * 2**30 bytes) or a number of bytes')
+        num_bytes = round(parse_number(match[1].replace("_", "")) * factor)
+    else:
+        num_bytes = parse_rounded(value)
+    if num_bytes <= 0:
+        raise ValueError("must be more than 0 bytes")
+    return num_bytes
+
+
+def parse_flag(value: object) -> bool:
+    """True or false, also as text ("true": DeepSpeed's own tuning tool writes it so) or as 0 and 1."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in _FLAGS:
+        return _FLAGS[value.strip().lower()]
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    raise ValueError("must be true or false")
+
+
+def parse_names(value: object) -> tuple[str, ...]:
+    """A text (or path) or a list of them, always as a tuple."""
+    values = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(item, str | PurePath) and str(item) for item in values):
+        raise ValueError("must be a text or a list of texts")
+    return tuple(map(str, values))
+
+
+def is_auto(value: object) -> bool:
+    """Whether the value is "auto": it is to be decided from elsewhere."""
+    return isinstance(value, str) and value.strip().lower() == "auto"

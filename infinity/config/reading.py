@@ -1,0 +1,192 @@
+"""A raw dict to a validated `RootBlock`, and everything there is to say about it.
+
+Three passes, each knowing dotted paths: names (unknown keys, other spellings, "auto", null, comments), types (by
+pydantic), and rules (what has no effect, what is refused).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from infinity.config.block import Block, Findings, Keys, NotNull, Rule, Untyped
+from infinity.config.blocks import RootBlock
+from infinity.config.legacy import modernise
+from infinity.config.quantities import is_auto, parse_flag
+from infinity.config.vocabulary import child_block, suggest
+from infinity.errors import ConfigValueError
+
+_COMMENT_KEY = re.compile(r"\$schema|\$?_*comments?\d*|//.*|#.*", re.IGNORECASE)
+
+
+def tidy(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """The first pass: a dict that has only known keys under their present names, and no "auto" and no null.
+
+    What was dropped is in `findings`.
+    """
+    return _tidy_block(RootBlock, modernise(raw, findings), "", findings)
+
+
+def validate(tidied: Mapping[str, Any]) -> RootBlock:
+    """The second pass: types and ranges.
+
+    Raises:
+        ConfigValueError: names the first key that is wrong, and lists the others.
+    """
+    try:
+        return RootBlock.model_validate(tidied)
+    except ValidationError as error:
+        raise _translate(error) from error
+
+
+def apply_rules(block: Block, findings: Findings, path: str = "") -> None:
+    """The third pass: notes keys without effect in `findings`, and refuses what cannot be ignored.
+
+    Raises:
+        UnsupportedConfigError: a feature that would change the numbers is switched on.
+    """
+    if not block.is_active():
+        return
+    for name, field in type(block).model_fields.items():
+        if name not in block.model_fields_set:
+            continue
+        value = getattr(block, name)
+        for item in field.metadata:
+            if isinstance(item, Rule):
+                item.apply(path + name, value, findings)
+        if isinstance(value, Block):
+            apply_rules(value, findings, f"{path}{name}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+def _tidy_block(cls: type[Block], raw: Mapping[str, Any], path: str, findings: Findings) -> dict[str, Any]:
+    tidied: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value in _entries(raw, path):
+        name = cls.renamed.get(key, key)
+        if name not in cls.model_fields:
+            findings.unknown.append((path + key, suggest(path, key, (*cls.model_fields, *cls.renamed))))
+            continue
+        kept = _tidy_value(cls.model_fields[name], value, path + name, findings)
+        if kept is None:
+            continue
+        if name in tidied and tidied[name] != kept:
+            problem = f"it contradicts {path}{origins[name]} = {tidied[name]!r}, another name of the same key"
+            raise ConfigValueError(path + key, value, problem, cure="Keep one of them")
+        if key != name:
+            findings.note(path + key, f"another name of {path}{name}, taken as that")
+        tidied[name] = kept
+        origins[name] = key
+    return tidied
+
+
+def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) -> Any:
+    """The value without what is to be dropped in it; None when all of it is."""
+    if is_auto(value):
+        findings.auto.append(path)
+        return None
+    if value is None:
+        for item in field.metadata:
+            if isinstance(item, NotNull):
+                raise ConfigValueError(path, value, item.problem, cure=item.cure)
+        return None
+    child = child_block(field.annotation)
+    is_dict = field.annotation == Untyped
+    if isinstance(value, bool) and (is_dict or (child is not None and "enabled" in child.model_fields)):
+        value = {"enabled": value}
+    if not isinstance(value, Mapping):
+        return value
+    if child is not None:
+        return _tidy_block(child, value, f"{path}.", findings)
+    if is_dict:
+        for item in field.metadata:
+            if isinstance(item, Keys):
+                _check_names(item.names, value, f"{path}.", findings)
+        return _tidy_dict(value, f"{path}.", findings)
+    return value
+
+
+def _check_names(known: tuple[str, ...], raw: Mapping[str, Any], path: str, findings: Findings) -> None:
+    for key, _ in _entries(raw, path):
+        if key not in known:
+            findings.unknown.append((path + key, suggest(path, key, known)))
+
+
+def _tidy_dict(raw: Mapping[str, Any], path: str, findings: Findings) -> dict[str, Any]:
+    """A block without a model. A switch left to "auto" is off: nothing here is ever switched on by itself."""
+    tidied: dict[str, Any] = {}
+    for key, value in _entries(raw, path):
+        if is_auto(value):
+            findings.auto.append(path + key)
+            if key == "enabled":
+                tidied[key] = False
+        elif isinstance(value, Mapping):
+            tidied[key] = _tidy_dict(value, f"{path}{key}.", findings)
+        else:
+            tidied[key] = value
+    return tidied
+
+
+def _entries(raw: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        if not isinstance(key, str):
+            raise ConfigValueError(f"{path}{key}", value, "the key is not a text", cure="Keys of a config are texts")
+        if not _COMMENT_KEY.fullmatch(key):
+            yield key, value
+
+
+# ---------------------------------------------------------------------------------------------------------------- types
+
+
+def _translate(error: ValidationError) -> ConfigValueError:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    key = _key(first["loc"])
+    value = None if first["type"] == "missing" else first["input"]
+    others = [f"'{_key(problem['loc'])}'" for problem in problems[1:]]
+    also = f" (also wrong: {', '.join(others)})" if others else ""
+    problem, cure = _describe(first["type"], first["msg"], first.get("ctx", {}), value)
+    return ConfigValueError(key, value, problem + also, cure=cure)
+
+
+def _describe(kind: str, message: str, context: Mapping[str, Any], value: object) -> tuple[str, str]:
+    if kind == "value_error":
+        return str(context["error"]), "Correct it"
+    if kind == "missing":
+        return "it is missing", "Add it, or remove the block that it belongs to"
+    if kind == "literal_error":
+        # pydantic words it "'none', 'cpu' or 'nvme'".
+        choices = re.findall(r"'([^']*)'", str(context["expected"]))
+        near = get_close_matches(str(value), choices, n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else f"Take one of {', '.join(map(repr, choices))}"
+        return "no such choice", hint
+    if kind in ("model_type", "dict_type"):
+        return "must be an object", "Write { ... }"
+    if kind == "string_type":
+        return "must be a text", "Put it in double quotes"
+    bounds = {"greater_than": "more than", "greater_than_equal": "at least", "less_than_equal": "at most"}
+    if kind in bounds:
+        limit = next(iter(context.values()))
+        return f"must be {bounds[kind]} {limit}", "Correct it"
+    return message, "Correct it"
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def read_strictness(tidied: Mapping[str, Any]) -> bool:
+    """`infinity.strict`, before types are checked: it says what an unknown key means."""
+    block = tidied.get("infinity")
+    value = block.get("strict", True) if isinstance(block, Mapping) else True
+    try:
+        return value != "warn" and parse_flag(value)
+    except ValueError:
+        return True

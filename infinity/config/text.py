@@ -1,0 +1,76 @@
+"""Text of a config file to a dict: JSON, with comments and trailing commas allowed.
+
+People write comments (`//`, `#`, `/* */`) and trailing commas into these files because DeepSpeed lets them. They are
+blanked out here before the standard parser sees the text, so that its line and column stay those of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigSyntaxError
+
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
+_CURE = "Comments and trailing commas are allowed; keys and texts need double quotes, and yes and no are true and false"
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which of its keys stood there twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.duplicates = [key for key, num in Counter(key for key, _ in pairs).items() if num > 1]
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Content of a config file."""
+    try:
+        # utf-8-sig: editors on Windows put a byte order mark in front.
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        cure = "Give the path of an existing JSON file, or the config itself as a dict"
+        raise ConfigSyntaxError(f"config file '{path}'", "it does not exist", cure=cure) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigSyntaxError(f"config file '{path}'", str(error), cure="Give a readable JSON file") from error
+    return read_text(text, source=f"config file '{path}'")
+
+
+def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
+    """Content of a config given as text.
+
+    Raises:
+        ConfigSyntaxError: with line and column, or with the dotted path of a key that stands there twice.
+    """
+    plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    try:
+        content = json.loads(plain, object_pairs_hook=_Object)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ConfigSyntaxError(source, f"{error.msg} at {place}", cure=_CURE) from error
+    if not isinstance(content, dict):
+        raise ConfigSyntaxError(source, f"it holds a {type(content).__name__}, not an object", cure="Begin it with {")
+    _refuse_duplicates(content, "", source)
+    return content
+
+
+def _blank(match: re.Match[str]) -> str:
+    token = match[0]
+    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)
+
+
+def _refuse_duplicates(value: object, path: str, source: str) -> None:
+    if isinstance(value, _Object):
+        if value.duplicates:
+            key = path + value.duplicates[0]
+            raise ConfigSyntaxError(source, f"key '{key}' stands there twice", cure="Keep one of them", key=key)
+        for name, item in value.items():
+            _refuse_duplicates(item, f"{path}{name}.", source)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_duplicates(item, f"{path}{index}.", source)

@@ -1,0 +1,243 @@
+"""The compute device: flat buffers, copies between host and device, and the order between streams.
+
+Everything that only a GPU needs is in this file. On the CPU the same calls exist and do nothing, or copy at once.
+Knows bytes and streams; must not know units, parameters or files.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from swapper import AlignedRegion
+
+
+class FlatBuffer(Protocol):
+    """The memory of one unit. It stays allocated until the last tensor over it has died."""
+
+    num_bytes: int
+
+    def tensor(self) -> torch.Tensor:
+        """uint8 tensor of shape (num_bytes,) over the memory. Its storage keeps the memory alive."""
+        ...
+
+    @property
+    def has_views(self) -> bool:
+        """Whether anybody still holds a tensor over this memory, however derived (autograd's saved views included)."""
+        ...
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back; it goes when the last view has died."""
+        ...
+
+
+class HostFlatBuffer:
+    """A page-aligned region of host memory.
+
+    [Note: counting views without private API] Every tensor over the region shares one storage, and that storage holds
+    one reference to the numpy array it was made from. A weak reference to the array therefore tells whether any
+    tensor over the region is alive, including the views that autograd keeps inside its graph.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._region = AlignedRegion(num_bytes)
+        self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
+
+    def tensor(self) -> torch.Tensor:
+        array = self._array() if self._array is not None else None
+        if array is None:
+            array = self._region.array()
+            self._array = weakref.ref(array)
+        return torch.from_numpy(array)
+
+    @property
+    def has_views(self) -> bool:
+        return self._array is not None and self._array() is not None
+
+    @property
+    def address(self) -> int:
+        return self._region.address
+
+    def release(self) -> None:
+        self._region.release()
+
+
+class _CudaExporter:
+    """Lends CUDA memory to torch through the CUDA array interface, so that a weak reference can count the borrowers."""
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self.base = base
+        self.__cuda_array_interface__ = {
+            "shape": (base.numel(),),
+            "typestr": "|u1",
+            "data": (base.data_ptr(), False),
+            "version": 3,
+        }
+
+
+class CudaFlatBuffer:
+    """A block of the caching allocator. Allocated and freed on the compute stream, so reuse follows its order."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._base: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._device = device
+        self._exporter: weakref.ref[_CudaExporter] | None = None
+        self._address = self._base.data_ptr()
+
+    def tensor(self) -> torch.Tensor:
+        exporter = self._exporter() if self._exporter is not None else None
+        if exporter is None:
+            if self._base is None:
+                raise RuntimeError("the flat buffer has been released")
+            exporter = _CudaExporter(self._base)
+            self._exporter = weakref.ref(exporter)
+        return torch.as_tensor(exporter, device=self._device)
+
+    @property
+    def has_views(self) -> bool:
+        return self._exporter is not None and self._exporter() is not None
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    def release(self) -> None:
+        self._base = None
+
+
+Fence = Any
+"""What `upload`, `download` and `mark` return: a CUDA event on a GPU, None on the CPU."""
+
+
+class ComputeDevice:
+    """The CPU as compute device: host memory is device memory, and every copy is complete when the call returns."""
+
+    shares_host_memory = True
+    """Whether the swapper can read straight into a flat buffer."""
+    pin: Callable[[int, int], Callable[[], None]] | None = None
+    """Registers host memory with the driver: ``pin(address, num_bytes)`` returns the function that undoes it."""
+
+    def __init__(self, torch_device: torch.device | None = None) -> None:
+        self.torch_device = torch_device or torch.device("cpu")
+
+    def allocate_flat(self, num_bytes: int) -> FlatBuffer:
+        """Uninitialised memory for one unit."""
+        return HostFlatBuffer(num_bytes)
+
+    def mark(self) -> Fence:
+        """A point in the compute stream: everything launched so far."""
+        return None
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        """Copy host to device without waiting, after ``after``; ``source`` must stay untouched until the fence is done."""
+        target.copy_(source)
+        return None
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
+        """Copy device to host, after ``after``; returns when ``target`` holds the data."""
+        target.copy_(source)
+
+    def is_done(self, fence: Fence) -> bool:
+        """Whether everything before the fence has finished."""
+        return True
+
+    def synchronize(self, fence: Fence) -> None:
+        """The calling thread waits for the fence. For background threads; never for the thread that trains."""
+
+    def compute_waits_for(self, fence: Fence) -> None:
+        """The compute stream waits for the fence; the host does not."""
+
+
+class SeparateHostDevice(ComputeDevice):
+    """The CPU treated as if its memory were a GPU's: everything goes through pages. For tests of the staged path."""
+
+    shares_host_memory = False
+
+
+class CudaDevice(ComputeDevice):
+    """One GPU. Copies in each direction have a stream of their own; compute waits for events, the host does not."""
+
+    shares_host_memory = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device)
+        self._uploads = torch.cuda.Stream(torch_device)
+        self._downloads = torch.cuda.Stream(torch_device)
+        self.pin = _register_with_driver
+
+    def allocate_flat(self, num_bytes: int) -> FlatBuffer:
+        return CudaFlatBuffer(num_bytes, self.torch_device)
+
+    def mark(self) -> Fence:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        with torch.cuda.stream(self._uploads):
+            if after is not None:
+                self._uploads.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._uploads)
+        return event
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
+        with torch.cuda.stream(self._downloads):
+            if after is not None:
+                self._downloads.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            # The caching allocator must not hand the gradient's memory out again before this copy has run.
+            source.record_stream(self._downloads)
+            event = torch.cuda.Event()
+            event.record(self._downloads)
+        event.synchronize()
+
+    def is_done(self, fence: Fence) -> bool:
+        return fence is None or bool(fence.query())
+
+    def synchronize(self, fence: Fence) -> None:
+        if fence is not None:
+            fence.synchronize()
+
+    def compute_waits_for(self, fence: Fence) -> None:
+        if fence is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(fence)
+
+
+def _register_with_driver(address: int, num_bytes: int) -> Callable[[], None]:
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+
+    def unregister() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return unregister
+
+
+def device_for(torch_device: torch.device) -> ComputeDevice:
+    """The compute device of a torch device: CPU or CUDA."""
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device)
+    return ComputeDevice(torch_device)
+
+
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """2-norm of one whole gradient in fp32, as ``torch.nn.utils.get_total_norm`` takes it per tensor. 0-dim fp32 tensor.
+
+    A bf16 gradient gives the same bits as its fp32 copy would, without the copy.
+    """
+    if gradient.is_cuda:
+        return torch._foreach_norm([gradient.float()], 2.0)[0]
+    return torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32)

@@ -1,0 +1,368 @@
+"""Everything `infinity` raises on purpose.
+
+    InfinityError
+    ├── ConfigError (ValueError)               the JSON, or an argument that overrides it
+    │   ├── ConfigSyntaxError                  the text is not JSON, or a key stands there twice
+    │   ├── UnknownConfigKeyError              a key nobody knows; names the nearest one
+    │   ├── ConfigValueError                   a known key with a value of the wrong type or range
+    │   ├── UnsupportedConfigError             a DeepSpeed feature that would change the numbers, and that we lack
+    │   ├── BatchSizeError                     the three batch sizes don't multiply
+    │   ├── StorageError                       a directory that is missing, not writable or too small
+    │   └── BudgetTooSmallError                a memory budget below the minimum
+    ├── ModelError (ValueError)                the model cannot be taken as it is
+    │   ├── MetaParameterError                 a parameter has no data
+    │   ├── NoTrainableParameterError          nothing to train
+    │   ├── ModelInUseError                    another engine holds it
+    │   ├── UnsupportedModelError              e.g. already compiled
+    │   └── ParameterGroupError                a trainable parameter in no group or in two
+    ├── OptimizerNotPageableError (ValueError) the optimizer mixes elements or needs a closure
+    ├── NotResidentError (RuntimeError)        something was read while its memory is elsewhere
+    │   ├── ParameterNotResidentError
+    │   └── GradientNotResidentError
+    ├── StepError (RuntimeError)               the training loop and the engine disagree
+    │   ├── StepOrderError                     a call at the wrong moment
+    │   ├── LateGradientError                  a gradient came after its update began
+    │   ├── PartialUpdateError                 some units are updated, others are not
+    │   └── NonFiniteLossError                 the loss is NaN or infinite
+    ├── EngineClosedError (RuntimeError)       a call after `close()`
+    └── SwapError (RuntimeError)               a read or write failed; its cause names file, offset, bytes and errno
+
+    NonFiniteLossWarning (UserWarning)         the same loss, when the caller only wants to be told
+
+Constructors take the facts and write the sentence, so that every place that raises says the same and programs can read
+the facts from attributes. All of them survive pickling (DataLoader workers and launchers send exceptions between
+processes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Exact bytes with a readable size behind them: `402653184 bytes (384.0 MiB)`."""
+    for size, name in _UNITS:
+        if abs(num_bytes) >= size:
+            return f"{num_bytes} bytes ({num_bytes / size:.1f} {name})"
+    return f"{num_bytes} bytes"
+
+
+def _rebuild(cls: type[InfinityError], args: tuple[Any, ...]) -> InfinityError:
+    return cls.__new__(cls, *args)
+
+
+class InfinityError(Exception):
+    """Base of all errors of this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException would call the constructor with the finished message in place of the facts.
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+class ConfigError(InfinityError, ValueError):
+    """The configuration cannot be used. `key` is the dotted path when one key is to blame."""
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        self.key = key
+        super().__init__(message)
+
+
+class ConfigSyntaxError(ConfigError):
+    """The configuration's text cannot be read."""
+
+    def __init__(self, source: str, problem: str, *, cure: str, key: str | None = None) -> None:
+        self.source = source
+        super().__init__(f"{source}: {problem}. {cure}", key=key)
+
+
+class UnknownConfigKeyError(ConfigError):
+    """One or more keys that neither DeepSpeed nor this package knows.
+
+    Args:
+        unknown: pairs (dotted path, what to write instead, or None when nothing is near).
+    """
+
+    def __init__(self, unknown: Sequence[tuple[str, str | None]]) -> None:
+        self.unknown = tuple(unknown)
+        described = [
+            f"'{path}'" + (f" (did you mean '{nearest}'?)" if nearest else "") for path, nearest in self.unknown
+        ]
+        noun = "key" if len(described) == 1 else "keys"
+        super().__init__(
+            f"unknown config {noun} {', '.join(described)}. Correct or remove the {noun}; "
+            'with "infinity": {"strict": false} unknown keys are only warned about',
+            key=self.unknown[0][0],
+        )
+
+
+class ConfigValueError(ConfigError):
+    """A known key holds a value that it cannot have."""
+
+    def __init__(self, key: str, value: object, problem: str, *, cure: str) -> None:
+        self.value = value
+        super().__init__(f"config key '{key}' = {_shorten(value)}: {problem}. {cure}", key=key)
+
+
+class UnsupportedConfigError(ConfigError):
+    """A feature of DeepSpeed that is switched on, changes the numbers, and does not exist here (yet)."""
+
+    def __init__(self, key: str, value: object, reason: str, *, cure: str) -> None:
+        self.value = value
+        super().__init__(
+            f"config key '{key}' = {_shorten(value)} is not supported: {reason}. "
+            f"Ignoring it would change what is computed, so it is refused. {cure}",
+            key=key,
+        )
+
+
+class BatchSizeError(ConfigError):
+    """The batch sizes contradict each other, or none is given."""
+
+    def __init__(self, problem: str, *, cure: str, key: str = "train_batch_size") -> None:
+        super().__init__(f"{problem}. {cure}", key=key)
+
+
+class StorageError(ConfigError):
+    """A directory for scratch files cannot be used. Nothing is left in it."""
+
+    def __init__(self, directory: Path | str, problem: str, *, cure: str, key: str | None = None) -> None:
+        self.directory = Path(directory)
+        named = f" (config key '{key}')" if key else ""
+        super().__init__(f"directory '{directory}'{named} {problem}. {cure}", key=key)
+
+
+class BudgetTooSmallError(ConfigError):
+    """A memory budget is below what the model needs at the least."""
+
+    def __init__(self, key: str, *, budget_bytes: int, minimum_bytes: int, reason: str) -> None:
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        super().__init__(
+            f"config key '{key}': the budget of {format_bytes(budget_bytes)} is too small. {reason}. "
+            f"Set it to at least {format_bytes(minimum_bytes)}",
+            key=key,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+class ModelError(InfinityError, ValueError):
+    """The model cannot be trained as it is. `fqn` is the parameter or module to blame, when there is one."""
+
+    def __init__(self, message: str, *, fqn: str | None = None) -> None:
+        self.fqn = fqn
+        super().__init__(message)
+
+
+class MetaParameterError(ModelError):
+    """A parameter lies on the meta device: it has a shape but no values."""
+
+    def __init__(self, fqn: str, *, num_others: int = 0) -> None:
+        others = f" (and {num_others} more)" if num_others else ""
+        super().__init__(
+            f"parameter '{fqn}'{others} is on the meta device and has no values. "
+            "Load or initialise the model's weights on the CPU before infinity.initialize",
+            fqn=fqn,
+        )
+
+
+class NoTrainableParameterError(ModelError):
+    """No parameter of the model requires a gradient."""
+
+    def __init__(self, *, num_parameters: int) -> None:
+        super().__init__(
+            "the model has no trainable parameter: "
+            + (
+                f"requires_grad is False on all {num_parameters}. "
+                if num_parameters
+                else "it has no parameters at all. "
+            )
+            + "Set requires_grad on what is to be trained before infinity.initialize"
+        )
+
+
+class ModelInUseError(ModelError):
+    """Another engine holds the model, or a part of it."""
+
+    def __init__(self, fqn: str) -> None:
+        name = f"module '{fqn}'" if fqn else "the model"
+        super().__init__(f"{name} already belongs to an engine. Close that engine first: engine.close()", fqn=fqn)
+
+
+class UnsupportedModelError(ModelError):
+    """Something about the model that the engine cannot work with."""
+
+    def __init__(self, what: str, *, cure: str, fqn: str | None = None) -> None:
+        super().__init__(f"{what}. {cure}", fqn=fqn)
+
+
+class ParameterGroupError(ModelError):
+    """Parameter groups that don't cover every trainable parameter exactly once."""
+
+    def __init__(self, fqn: str, *, group_indices: Sequence[int], num_others: int = 0) -> None:
+        self.group_indices = tuple(group_indices)
+        others = f" (and {num_others} more)" if num_others else ""
+        if self.group_indices:
+            where = " and ".join(str(index) for index in self.group_indices)
+            problem = f"stands in parameter groups {where}"
+            cure = "Put each parameter into one group only"
+        else:
+            problem = "stands in no parameter group"
+            cure = "Add it to a group, or freeze it with requires_grad_(False)"
+        super().__init__(f"trainable parameter '{fqn}'{others} {problem}. {cure}", fqn=fqn)
+
+
+# ------------------------------------------------------------------------------------------------------------ optimizer
+
+
+class OptimizerNotPageableError(InfinityError, ValueError):
+    """The optimizer cannot be run piece by piece, so its state cannot leave memory."""
+
+    def __init__(self, optimizer_name: str, reason: str, *, cure: str | None = None) -> None:
+        self.optimizer_name = optimizer_name
+        default = "Take an optimizer that treats every element by itself, e.g. AdamW, SGD, Adagrad, RMSprop or Lion"
+        super().__init__(f"optimizer {optimizer_name} cannot be paged: {reason}. {cure or default}")
+
+
+# ------------------------------------------------------------------------------------------------------------ residency
+
+
+class NotResidentError(InfinityError, RuntimeError):
+    """A tensor was touched while its values are not in memory. `fqn` names the parameter."""
+
+    def __init__(self, message: str, *, fqn: str) -> None:
+        self.fqn = fqn
+        super().__init__(message)
+
+
+class ParameterNotResidentError(NotResidentError):
+    """A paged-out parameter was read or written outside forward and backward."""
+
+    def __init__(self, fqn: str, *, operation: str | None = None) -> None:
+        self.operation = operation
+        during = f" in {operation}" if operation else ""
+        super().__init__(
+            f"parameter '{fqn}' was touched{during} while it is paged out. "
+            "Use it inside `with infinity.GatheredParameters(model.parameters()):`, "
+            "or call engine.save_16bit_model(...) to export all weights",
+            fqn=fqn,
+        )
+
+
+class GradientNotResidentError(NotResidentError):
+    """A gradient was asked for that is spilled, or already used up by an update in backward."""
+
+    def __init__(self, fqn: str, *, reason: str, cure: str) -> None:
+        super().__init__(f"gradient of parameter '{fqn}' is not in memory: {reason}. {cure}", fqn=fqn)
+
+
+# ----------------------------------------------------------------------------------------------------------------- step
+
+
+class StepError(InfinityError, RuntimeError):
+    """The training loop and the engine disagree about a step. `step` counts from 0, as `engine.global_steps` does."""
+
+    def __init__(self, message: str, *, step: int | None = None) -> None:
+        self.step = step
+        super().__init__(message)
+
+
+class StepOrderError(StepError):
+    """A call at a moment when it makes no sense, e.g. `engine.step()` without a backward before it."""
+
+    def __init__(self, call: str, problem: str, *, cure: str, step: int | None = None) -> None:
+        self.call = call
+        at = f" in step {step}" if step is not None else ""
+        super().__init__(f"{call}{at}: {problem}. {cure}", step=step)
+
+
+class LateGradientError(StepError):
+    """A parameter got a gradient after the update that should have contained it began."""
+
+    def __init__(self, fqn: str, *, unit: str, step: int) -> None:
+        self.fqn = fqn
+        self.unit = unit
+        super().__init__(
+            f"parameter '{fqn}' got a gradient after the update of its unit '{unit}' began in step {step}: the update "
+            "lacks it. Set config key 'infinity.update' to \"step\" when a model is used several times before "
+            "engine.step()",
+            step=step,
+        )
+
+
+class PartialUpdateError(StepError):
+    """Some units hold the weights of the next step and others those of this one."""
+
+    def __init__(self, *, step: int, num_updated: int, num_units: int, problem: str) -> None:
+        self.num_updated = num_updated
+        self.num_units = num_units
+        super().__init__(
+            f"step {step}: {problem}, after {num_updated} of {num_units} units had been updated in backward. "
+            "The weights are a mixture of two steps: load a checkpoint, or finish the step. To be able to skip steps, "
+            "set config key 'infinity.update' to \"step\"",
+            step=step,
+        )
+
+
+class NonFiniteLossError(StepError):
+    """The loss is NaN or infinite."""
+
+    def __init__(self, *, step: int, loss: float) -> None:
+        self.loss = loss
+        super().__init__(_non_finite(step, loss), step=step)
+
+
+class NonFiniteLossWarning(UserWarning):
+    """The loss is NaN or infinite, and training goes on."""
+
+    def __init__(self, *, step: int, loss: float) -> None:
+        self.step = step
+        self.loss = loss
+        super().__init__(_non_finite(step, loss))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_warning, (self.step, self.loss)
+
+
+def _rebuild_warning(step: int, loss: float) -> NonFiniteLossWarning:
+    return NonFiniteLossWarning(step=step, loss=loss)
+
+
+def _non_finite(step: int, loss: float) -> str:
+    return (
+        f"the loss of step {step} is {loss}. Look at this step's batch and at the learning rate; "
+        "gradient_clipping does not help against NaN"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
+
+
+class EngineClosedError(InfinityError, RuntimeError):
+    """A call to an engine after `close()`."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        super().__init__(f"{call}: the engine is closed. Call infinity.initialize again to train on")
+
+
+class SwapError(InfinityError, RuntimeError):
+    """A read or write below the engine failed: raise it `from` the swapper's error, which it repeats."""
+
+    def __init__(self, what: str, *, cause: BaseException, step: int | None = None) -> None:
+        self.step = step
+        at = f" in step {step}" if step is not None else ""
+        super().__init__(f"{what}{at} failed: {cause}")
+
+
+def _shorten(value: object, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,53 @@
+"""How much host memory there is to take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+_CGROUP_V2 = Path("/sys/fs/cgroup")
+
+
+def free_bytes() -> int:
+    """Host memory that is free: of the machine, or of this process's memory cgroup if that has less."""
+    free = int(psutil.virtual_memory().available)
+    limit = _cgroup_free_bytes()
+    return free if limit is None else min(free, limit)
+
+
+def _cgroup_free_bytes() -> int | None:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, limit_name, usage_name, cache_key = _CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        elif not controllers:
+            root, limit_name, usage_name, cache_key = _CGROUP_V2, "memory.max", "memory.current", "inactive_file"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while folder.is_relative_to(root):
+            room = _room(folder, limit_name, usage_name, cache_key)
+            if room is not None:
+                found.append(room)
+            folder = folder.parent
+    return min(found, default=None)
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+        statistics = (folder / "memory.stat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    cache = int(statistics[statistics.index(cache_key) + 1]) if cache_key in statistics else 0
+    return max(int(limit) - usage + cache, 0)

@@ -1,0 +1,164 @@
+"""Where a unit's parameters lie in its flat buffer, and how its optimizer state is cut into chunks.
+
+Pure arithmetic: knows shapes, dtypes and offsets; must not know tensors' contents, files or devices.
+
+    flat buffer of a unit (bytes)
+    |<-------- segment: trainable, compute dtype -------->|<-- segment: frozen -->| ...
+    | slot 0 | pad | slot 1 | pad | slot 2 |   padding    | slot 3 |    padding   |
+    ^ every slot starts at a multiple of 64 elements       ^ every segment starts at a multiple of 4096 bytes
+
+    chunks of the trainable segment (elements), each with its optimizer state stored as one record
+    |    chunk 0    |    chunk 1    |  chunk 2 |          cuts lie at multiples of CHUNK_GRANULE elements
+
+[Note: why 64 elements] An element-wise kernel gives the same bits on a piece as on the whole tensor only if the piece
+starts where the whole tensor's vector loop would have started an iteration, and ``F.linear`` chooses its kernel by the
+alignment of the weight. Slots at multiples of 64 elements (128 bytes and more) and cuts at multiples of 2048 satisfy both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+SLOT_GRANULE = 64
+"""Every parameter starts at a multiple of this many elements of its segment."""
+CHUNK_GRANULE = 2048
+"""Chunks are cut at multiples of this many elements: 4096 bytes of bf16, 8192 of fp32, so O_DIRECT can address them."""
+_SEGMENT_BYTES = 4096
+
+
+def round_up(value: int, granule: int) -> int:
+    """The smallest multiple of ``granule`` that is not below ``value``."""
+    return -(-value // granule) * granule
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the layout has to know of one parameter: its FQN, shape, strides (elements), dtype, and whether it is trained."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter: ``start`` is its first element in the segment, ``offset_bytes`` that in the flat buffer."""
+
+    index: int
+    spec: ParameterSpec
+    start: int
+    offset_bytes: int
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.spec.numel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of slots of one dtype, all trainable or all frozen. ``numel`` includes the padding."""
+
+    dtype: torch.dtype
+    is_trainable: bool
+    start_bytes: int
+    numel: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, stop)`` of a slot's parameter, lying at ``offset`` (elements) of a chunk."""
+
+    slot: Slot
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``[start, stop)`` of the trainable segment, and the pieces of parameters in them."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class UnitLayout:
+    """The flat buffer of one unit. Segments appear in the order trainable, then frozen by dtype."""
+
+    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
+        groups: dict[tuple[bool, str], list[tuple[int, ParameterSpec]]] = {}
+        for index, spec in enumerate(specs):
+            groups.setdefault((not spec.is_trainable, str(spec.dtype)), []).append((index, spec))
+        segments: list[Segment] = []
+        start_bytes = 0
+        for (is_frozen, _), members in sorted(groups.items(), key=lambda item: item[0]):
+            dtype = members[0][1].dtype
+            slots: list[Slot] = []
+            position = 0
+            for index, spec in members:
+                slots.append(Slot(index, spec, position, start_bytes + position * dtype.itemsize))
+                position = round_up(position + spec.numel, SLOT_GRANULE)
+            granule = _SEGMENT_BYTES // dtype.itemsize if is_frozen else CHUNK_GRANULE
+            numel = round_up(max(position, 1), max(granule, 1))
+            segments.append(Segment(dtype, not is_frozen, start_bytes, numel, tuple(slots)))
+            start_bytes = round_up(start_bytes + numel * dtype.itemsize, _SEGMENT_BYTES)
+        self.segments = tuple(segments)
+        self.num_bytes = start_bytes
+        self.slots: tuple[Slot, ...] = tuple(sorted((s for g in segments for s in g.slots), key=lambda s: s.index))
+        trainable = [segment for segment in segments if segment.is_trainable]
+        if len(trainable) > 1:
+            raise ValueError(f"trainable parameters of one unit must share a dtype, got {[str(s.dtype) for s in trainable]}")
+        self.trainable: Segment | None = trainable[0] if trainable else None
+
+    @property
+    def trainable_numel(self) -> int:
+        """Elements of the trainable segment, padding included; 0 for a frozen unit."""
+        return self.trainable.numel if self.trainable else 0
+
+    def chunks(self, chunk_numel: int) -> tuple[Chunk, ...]:
+        """Cut the trainable segment into chunks of at most ``chunk_numel`` elements (a multiple of CHUNK_GRANULE)."""
+        return tuple(self._iterate_chunks(chunk_numel))
+
+    def _iterate_chunks(self, chunk_numel: int) -> Iterator[Chunk]:
+        if chunk_numel <= 0 or chunk_numel % CHUNK_GRANULE:
+            raise ValueError(f"chunk_numel must be a positive multiple of {CHUNK_GRANULE}, got {chunk_numel}")
+        if self.trainable is None:
+            return
+        for index, start in enumerate(range(0, self.trainable.numel, chunk_numel)):
+            stop = min(start + chunk_numel, self.trainable.numel)
+            pieces = tuple(
+                Piece(slot, max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start,
+                      max(start, slot.start) - start)
+                for slot in self.trainable.slots
+                if max(slot.start, start) < min(slot.stop, stop)
+            )
+            yield Chunk(index, start, stop, pieces)

@@ -1,0 +1,24 @@
+"""Optimizers whose state lies outside memory.
+
+A `Template` holds the hyperparameters that users and learning rate schedulers see. A `PieceUpdater` runs the same
+optimizer class on pieces of parameters, wherever their state comes from. `PagedOptimizer` is the face: a torch
+optimizer that delegates to a `StepBackend`.
+"""
+
+from infinity.optim.lion import Lion
+from infinity.optim.paged import PagedOptimizer, StepBackend
+from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
+from infinity.optim.registry import OptimizerSection
+from infinity.optim.template import OptimizerSource, Template, build_template
+
+__all__ = [
+    "PIECE_ALIGNMENT",
+    "Lion",
+    "OptimizerSection",
+    "OptimizerSource",
+    "PagedOptimizer",
+    "PieceUpdater",
+    "StepBackend",
+    "Template",
+    "build_template",
+]

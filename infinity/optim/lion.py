@@ -1,0 +1,93 @@
+"""Lion: an optimizer whose update is the sign of an interpolated momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class Lion(Optimizer):
+    """Lion by Algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023).
+
+    Per element, with gradient `g`, momentum `m`, weight `w`::
+
+        c = beta1 * m + (1 - beta1) * g
+        w = w - lr * (sign(c) + weight_decay * w)
+        m = beta2 * m + (1 - beta2) * g
+
+    State: `exp_avg`, of the parameter's shape and dtype. There is no step count: nothing is corrected for bias.
+
+    Args:
+        params: parameters or groups, as in `torch.optim`.
+        lr: learning rate; three to ten times smaller than AdamW's is usual.
+        betas: weights of the old momentum in the update and in the new momentum.
+        weight_decay: decoupled, multiplied by `lr`.
+        maximize: go up the gradient instead of down.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not float(lr) >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for index, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the model's loss with gradients; called once, before the update.
+
+        Returns:
+            What the closure returned, or None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._update(param, param.grad, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
+            raise RuntimeError("Lion does not support sparse gradients")
+        state = self.state[param]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        exp_avg = state["exp_avg"]
+        beta1, beta2 = group["betas"]
+        # A tensor lr may be mutated in place by schedulers, and `alpha` wants a number.
+        lr = float(group["lr"])
+        if group["maximize"]:
+            grad = -grad
+        if group["weight_decay"] != 0:
+            param.mul_(1 - lr * group["weight_decay"])
+        direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+        param.add_(direction, alpha=-lr)
+        exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

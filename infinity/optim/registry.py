@@ -1,0 +1,201 @@
+"""Optimizers by the names that a config gives them, and the classes that are known to be pageable or not."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.optim import Optimizer
+
+from infinity.errors import ConfigValueError, OptimizerNotPageableError, UnknownConfigKeyError, UnsupportedConfigError
+from infinity.optim.lion import Lion
+
+#: Classes whose every operation treats each element by itself with bits that don't depend on its position, given
+#: pieces cut at multiples of 64 elements. Subclasses may do anything: they are probed.
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+        Lion,
+    }
+)
+
+# Why a class cannot be paged, by the name it has in torch.optim or in DeepSpeed's config.
+_NOT_PAGEABLE = {
+    "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
+    "SparseAdam": "it works on sparse gradients",
+    "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
+    "Muon": "it orthogonalizes whole matrices",
+    "Lamb": "it scales each update by norms of the whole parameter",
+    "FusedLamb": "it scales each update by norms of the whole parameter",
+    "MuSGD": "its learning rates depend on the shapes of whole parameters",
+    "MuAdam": "its learning rates depend on the shapes of whole parameters",
+    "MuAdamW": "its learning rates depend on the shapes of whole parameters",
+    "OneBitAdam": "it compresses whole momenta with error feedback",
+    "ZeroOneAdam": "it compresses whole momenta with error feedback",
+    "OneBitLamb": "it compresses whole momenta with error feedback",
+}
+
+_BY_NAME: dict[str, type[Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "lion": Lion,
+}
+
+_PATH = "optimizer.params"
+
+
+@runtime_checkable
+class OptimizerSection(Protocol):
+    """What the config's block "optimizer" says: a name and keyword arguments."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """A class and the keyword arguments to construct it with, besides the parameters."""
+
+    cls: type[Optimizer]
+    kwargs: dict[str, Any]
+
+
+def is_known_elementwise(cls: type[Optimizer]) -> bool:
+    """Whether exactly this class (no subclass) can be paged without being probed."""
+    return cls in _ELEMENTWISE
+
+
+def refuse_not_pageable(cls: type[Optimizer]) -> None:
+    """Raise OptimizerNotPageableError for classes (and their subclasses) that are known to mix elements."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.optim") and base.__name__ in _NOT_PAGEABLE:
+            raise OptimizerNotPageableError(cls.__name__, _NOT_PAGEABLE[base.__name__])
+
+
+def resolve(section: OptimizerSection, device: torch.device) -> OptimizerRecipe:
+    """Turn the config's optimizer block into a class and its arguments.
+
+    Names are DeepSpeed's in any case of letters (Adam means AdamW unless "adam_w_mode" is false), else those of
+    torch.optim. Arguments that are absent take the default they have in DeepSpeed, which differs from torch's in two
+    places: AdamW decays by 0 unless told otherwise (with "torch_adam": true by torch's 0.01), and Lion has lr 1e-3 and
+    betas (0.9, 0.999). `fused=True` is set where the class has it and the device can run it.
+
+    Args:
+        section: the block, "auto" values already dropped.
+        device: where updates will run.
+
+    Raises:
+        ConfigValueError: nobody knows this optimizer, or a value is out of range.
+        OptimizerNotPageableError: the optimizer is known and mixes elements.
+        UnknownConfigKeyError: a parameter it does not take.
+        UnsupportedConfigError: a parameter of DeepSpeed that would change the numbers.
+    """
+    cls = _class_named(section.type)
+    refuse_not_pageable(cls)
+    params = dict(section.params)
+    if params.pop("max_grad_norm", 0):
+        raise ConfigValueError(
+            f"{_PATH}.max_grad_norm",
+            section.params["max_grad_norm"],
+            "clipping is no argument of the optimizer",
+            cure='Remove it and set "gradient_clipping" at the top level',
+        )
+    if section.type.lower() in ("adam", "adamw"):
+        cls, params = _adam(section.type.lower(), params)
+    elif cls is Lion:
+        params = {"lr": 1e-3, "betas": (0.9, 0.999), **params}
+    accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
+    unknown = [name for name in params if name not in accepted]
+    if unknown:
+        raise UnknownConfigKeyError([(f"{_PATH}.{name}", _nearest(name, accepted)) for name in unknown])
+    if params.get("differentiable"):
+        raise ConfigValueError(f"{_PATH}.differentiable", True, "no graph is kept through an update", cure="Remove it")
+    # JSON has no tuples.
+    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+    if "fused" in accepted and params.get("fused") is None and not params.get("foreach") and _runs_fused(cls, device):
+        params["fused"] = True
+    return OptimizerRecipe(cls, params)
+
+
+def _class_named(name: str) -> type[Optimizer]:
+    if name.lower() in _BY_NAME:
+        return _BY_NAME[name.lower()]
+    in_torch = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    for key, value in in_torch.items():
+        if key.lower() == name.lower():
+            return value
+    for key, reason in _NOT_PAGEABLE.items():
+        if key.lower() == name.lower():
+            raise OptimizerNotPageableError(key, reason)
+    known = sorted({cls.__name__ for cls in _BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
+    near = _nearest(name, known)
+    raise ConfigValueError(
+        "optimizer.type",
+        name,
+        "no optimizer of this name",
+        cure=(f"Did you mean '{near}'? " if near else "") + f"Known are {', '.join(known)}; others can be passed to "
+        "infinity.initialize(optimizer=...)",
+    )
+
+
+def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
+    """DeepSpeed's Adam block: one class whose weight decay is decoupled or not."""
+    torch_defaults = bool(params.pop("torch_adam", False))
+    is_decoupled = bool(params.pop("adam_w_mode", True)) or name == "adamw"
+    if not params.pop("bias_correction", True):
+        raise UnsupportedConfigError(
+            f"{_PATH}.bias_correction",
+            False,
+            "torch's Adam always corrects for bias",
+            cure="Remove it, or pass an optimizer of your own to infinity.initialize(optimizer=...)",
+        )
+    if not params.pop("fp32_optimizer_states", True):
+        raise UnsupportedConfigError(
+            f"{_PATH}.fp32_optimizer_states", False, "optimizer state is float32", cure="Remove it"
+        )
+    params.pop("set_grad_none", None)
+    if not torch_defaults:
+        params.setdefault("weight_decay", 0.0)
+    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam), params
+
+
+def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
+    """Whether the class's fused kernel exists for the device, found out by a step on one element."""
+    param = torch.nn.Parameter(torch.zeros(1, device=device))
+    param.grad = torch.ones_like(param)
+    try:
+        fused: Any = cls
+        fused([param], fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    by_lower = {key.lower(): key for key in known}
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return by_lower[close[0]] if close else None

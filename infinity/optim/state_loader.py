@@ -1,0 +1,139 @@
+"""Giving the values of a state dict to whoever keeps the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.optim.lazy_state import LazyEntry
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.template import Template
+from infinity.optim.worker import Worker
+
+
+class StateKeeper(Protocol):
+    """The part of the backend that a load needs."""
+
+    def has_state(self, param: Tensor) -> bool:
+        """Whether the parameter has state now."""
+        ...
+
+    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Replace the parameter's state; empty: it starts anew."""
+        ...
+
+
+class StateLoader:
+    """Checks a state dict against a template, then hands it over parameter by parameter.
+
+    All but the element-wise tensors goes through the optimizer class's own `load_state_dict` on one-element stand-ins,
+    which does what torch does for that class: old layouts, dtypes and devices of step counts, missing group keys.
+
+    Args:
+        template: groups to load into.
+        updater: knows which state there is.
+        state_dict: torch's layout. Its state may be lazy.
+
+    Raises:
+        ValueError: it does not fit; nothing has been changed.
+    """
+
+    def __init__(self, template: Template, updater: PieceUpdater, state_dict: Mapping[str, Any]) -> None:
+        self._template = template
+        self._updater = updater
+        self._worker = Worker(template.optimizer)
+        saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
+        self._groups = self._load_groups(saved_groups)
+        for index, group in enumerate(self._groups):
+            self._check_names(index, group)
+        saved_ids = chain.from_iterable(group["params"] for group in saved_groups)
+        self._entries: list[tuple[Tensor, Mapping[str, Any]]] = [
+            (param, state_dict["state"].get(saved_id, {}))
+            for param, saved_id in zip(template.params(), saved_ids, strict=True)
+        ]
+        for param, entry in self._entries:
+            # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
+            if not isinstance(entry, LazyEntry):
+                self._elementwise(param, entry)
+
+    def load_into(self, keeper: StateKeeper) -> None:
+        """Write all state, then set the hyperparameters in the template's own dicts."""
+        for param, lazy in self._entries:
+            if not param.requires_grad:
+                continue  # it is never updated, so there is no place for its state
+            entry = dict(lazy.gather()) if isinstance(lazy, LazyEntry) else lazy
+            tensors = self._elementwise(param, entry)
+            state = {**self._scalars(param, entry), **tensors}
+            if state or keeper.has_state(param):
+                keeper.load_state(param, state)
+        for group, loaded in zip(self._template.param_groups, self._groups, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update({**loaded, "params": params})
+
+    def _load_groups(self, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups as the class would load them, with stand-ins for parameters. Raises torch's errors."""
+        own = [
+            {**group, "params": [self._stand_in() for _ in group["params"]]} for group in self._template.param_groups
+        ]
+        optimizer = self._worker.optimizer
+        optimizer.param_groups = own
+        optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
+        return optimizer.param_groups
+
+    def _scalars(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        index = self._template.group_index(param)
+        names = self._updater.state_names(index)
+        small = {name: torch.zeros(1) if name in names else value for name, value in entry.items() if value is not None}
+        if not small:
+            return {}
+        optimizer, stand_in = self._worker.optimizer, self._stand_in()
+        group = self._groups[index]
+        optimizer.param_groups = [{**group, "params": [stand_in]}]
+        optimizer.load_state_dict({"state": {0: small}, "param_groups": [{**group, "params": [0]}]})
+        return {name: value for name, value in optimizer.state[stand_in].items() if name not in names}
+
+    def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The entry's element-wise tensors as float32, after checking that they are what the parameter needs."""
+        fqn = self._template.fqn(param)
+        names = self._updater.state_names(self._template.group_index(param))
+        given = {name: value for name, value in entry.items() if value is not None}
+        if not given:
+            return {}
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ValueError(
+                f"loaded state dict lacks state {', '.join(map(repr, missing))} of parameter '{fqn}'. "
+                f"It has {', '.join(map(repr, given))}: was it saved by another kind of optimizer?"
+            )
+        for name, value in given.items():
+            if name in names:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                if shape != tuple(param.shape):
+                    raise ValueError(
+                        f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {shape}, "
+                        f"but the parameter has shape {tuple(param.shape)}"
+                    )
+            elif isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {tuple(value.shape)}, "
+                    f"which {self._template.name} does not keep here. It keeps {', '.join(names) or 'none'}"
+                )
+        return {name: given[name].detach().to(torch.float32) for name in names}
+
+    def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
+        reserved = self._updater.state_names(index)
+        needed = self._updater.state_names_under(group)
+        if set(needed) != set(reserved):
+            raise ValueError(
+                f"the hyperparameters in the loaded state dict's group {index} make {self._template.name} keep "
+                f"{list(needed)} per element, but storage was laid out for {list(reserved)}. "
+                "Make the optimizer with the hyperparameters of the saved one"
+            )
+
+    def _stand_in(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.zeros(1, device=self._template.device))

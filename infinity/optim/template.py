@@ -1,0 +1,267 @@
+"""The optimizer instance whose parameter groups the user sees, and whose state is kept elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
+from infinity.optim.registry import OptimizerRecipe, OptimizerSection, refuse_not_pageable, resolve
+from infinity.optim.worker import hyperparameters
+
+#: What `initialize(optimizer=...)` takes, or the config's block.
+OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
+
+
+class Template:
+    """Hyperparameters by group, and which parameter is in which group.
+
+    It knows an optimizer instance that never steps and holds no state; it must not know where state is kept.
+
+    Args:
+        optimizer: its list `param_groups` and the dicts in it are shared with the user and learning rate schedulers.
+        fqns: the model's parameters and their names.
+        device: where updates run.
+    """
+
+    def __init__(self, optimizer: Optimizer, fqns: Mapping[Parameter, str], device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self._fqns = dict(fqns)
+        self._group_indices = {
+            param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]
+        }
+
+    @property
+    def name(self) -> str:
+        """The optimizer's class, as messages call it."""
+        return type(self.optimizer).__name__
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own list: changes to it take effect."""
+        return self.optimizer.param_groups
+
+    def params(self) -> Iterator[Parameter]:
+        """All parameters in the order of the groups, frozen ones included."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def __contains__(self, param: object) -> bool:
+        """Whether one of the groups holds the parameter."""
+        return param in self._group_indices
+
+    def group_index(self, param: Tensor) -> int:
+        """The index of the group that holds the parameter."""
+        return self._group_indices[param]
+
+    def fqn(self, param: Tensor) -> str:
+        """The parameter's name in the model."""
+        return self._fqns[param]  # type: ignore[index]  # any tensor may be asked for; only parameters are found
+
+    def snapshot(self, group_index: int) -> dict[str, Any]:
+        """The group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
+        return hyperparameters(self.param_groups[group_index])
+
+    def snapshots(self) -> list[dict[str, Any]]:
+        """`snapshot` of every group."""
+        return [hyperparameters(group) for group in self.param_groups]
+
+    def take_initial_states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
+        """Move out the state that the optimizer had when it was passed in: of a training that goes on.
+
+        Yields:
+            Each parameter that has such state, with it: element-wise tensors as float32, the rest as it is. What is
+            yielded is no longer referenced from here, so memory goes as the caller goes on.
+        """
+        for param in list(self.params()):
+            state = self.optimizer.state.pop(param, None)
+            if state and not _is_untouched(state):
+                yield param, {name: _as_main(value, param) for name, value in state.items()}
+        self.optimizer.state.clear()
+
+
+def build_template(
+    source: OptimizerSource,
+    named_params: Iterable[tuple[str, Parameter]],
+    device: torch.device | str,
+    *,
+    model_parameters: Iterable[Any] | None = None,
+) -> Template:
+    """Make the template from what the user gave.
+
+    A class (from the config, passed, or in a `functools.partial`) is constructed on one-element stand-ins for the
+    parameters, because some constructors allocate the whole state (Adagrad). Any other callable gets the true
+    parameters, because it may look at their shapes.
+
+    Args:
+        source: the config's optimizer block, an optimizer, its class, or a callable that takes parameters or groups
+            and returns one.
+        named_params: all parameters of the model, frozen ones too.
+        device: where updates will run.
+        model_parameters: parameters, (name, parameter) pairs or groups for the sources that construct. None: all
+            trainable ones in one group. Ignored for an instance, as in DeepSpeed.
+
+    Raises:
+        ConfigError: the source is none of these, or the constructor refuses its arguments.
+        OptimizerNotPageableError: the class is known to mix elements.
+        ParameterGroupError: a trainable parameter is in no group or in two.
+        ModelError: a group holds a tensor that is no parameter of the model.
+    """
+    fqns: dict[Parameter, str] = {}
+    for fqn, param in named_params:
+        fqns.setdefault(param, fqn)
+    device = torch.device(device)
+    if isinstance(source, Optimizer):
+        optimizer = source
+    else:
+        groups = _GroupSpec.read(model_parameters, fqns)
+        _check_groups(groups.members, fqns)
+        optimizer = _construct(source, groups, device)
+    refuse_not_pageable(type(optimizer))
+    _check_groups([group["params"] for group in optimizer.param_groups], fqns)
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise OptimizerNotPageableError(
+                type(optimizer).__name__,
+                f"group {index} has differentiable=True, and no graph is kept through an update",
+                cure="Leave `differentiable` out",
+            )
+    if all(_is_untouched(state) for state in optimizer.state.values()):
+        optimizer.state.clear()  # what a constructor filled in: each piece's first step does it again, exactly
+    return Template(optimizer, fqns, device)
+
+
+@dataclass(frozen=True)
+class _GroupSpec:
+    """What was passed as parameters: the items of a group as given, and the parameters in them."""
+
+    items: list[list[Any]]
+    members: list[list[Any]]
+    options: list[dict[str, Any]]
+    is_grouped: bool
+
+    @classmethod
+    def read(cls, model_parameters: Iterable[Any] | None, fqns: Mapping[Parameter, str]) -> _GroupSpec:
+        if model_parameters is None:
+            model_parameters = [param for param in fqns if param.requires_grad]
+        given = [model_parameters] if isinstance(model_parameters, Tensor | Mapping) else list(model_parameters)
+        is_grouped = bool(given) and isinstance(given[0], Mapping)
+        groups: list[Any] = given if is_grouped else [{"params": given}]
+        items = [
+            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"]) for group in groups
+        ]
+        return cls(
+            items=items,
+            members=[[item[1] if isinstance(item, tuple) else item for item in group] for group in items],
+            options=[{key: value for key, value in group.items() if key != "params"} for group in groups],
+            is_grouped=is_grouped,
+        )
+
+    def for_constructor(self, replace: Callable[[Tensor], Tensor] | None = None) -> list[Any]:
+        """Fresh groups (constructors write into them) or a plain list, as given; with stand-ins if wanted."""
+
+        def swap(item: Any) -> Any:
+            if replace is None:
+                return item
+            return (item[0], replace(item[1])) if isinstance(item, tuple) else replace(item)
+
+        items = [[swap(item) for item in group] for group in self.items]
+        if not self.is_grouped:
+            return items[0]
+        return [{**options, "params": group} for options, group in zip(self.options, items, strict=True)]
+
+
+def _construct(source: Any, groups: _GroupSpec, device: torch.device) -> Optimizer:
+    recipe = _recipe(source, device)
+    if recipe is None:
+        optimizer = source(groups.for_constructor())
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"the optimizer callable returned {type(optimizer).__name__}. It must return a torch.optim.Optimizer",
+                key="optimizer",
+            )
+        return optimizer
+    refuse_not_pageable(recipe.cls)
+    originals: dict[Tensor, Tensor] = {}
+
+    def stand_in(param: Tensor) -> Tensor:
+        small = Parameter(torch.zeros((1,) * param.dim(), device=device), requires_grad=param.requires_grad)
+        originals[small] = param
+        return small
+
+    make: Callable[..., Optimizer] = recipe.cls
+    try:
+        optimizer = make(groups.for_constructor(stand_in), **recipe.kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer {recipe.cls.__name__}: {error}", key="optimizer") from error
+    for group in optimizer.param_groups:
+        group["params"] = [originals[small] for small in group["params"]]
+    optimizer.state.clear()
+    return optimizer
+
+
+def _recipe(source: Any, device: torch.device) -> OptimizerRecipe | None:
+    if isinstance(source, type) and issubclass(source, Optimizer):
+        return OptimizerRecipe(source, {})
+    if isinstance(source, functools.partial) and isinstance(source.func, type) and not source.args:
+        return OptimizerRecipe(source.func, dict(source.keywords))
+    if callable(source):
+        return None
+    if isinstance(source, OptimizerSection):
+        return resolve(source, device)
+    raise ConfigError(
+        f"cannot make an optimizer from {type(source).__name__}. Pass a torch.optim.Optimizer, its class, a callable "
+        'that takes parameters and returns one, or name one in the config\'s "optimizer" block',
+        key="optimizer",
+    )
+
+
+def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str]) -> None:
+    places: dict[Tensor, list[int]] = {}
+    for index, group in enumerate(members):
+        for param in group:
+            if not isinstance(param, Tensor):
+                raise ConfigError(
+                    f"parameter group {index} holds a {type(param).__name__}. Pass parameters, "
+                    "(name, parameter) pairs, or groups of them",
+                    key="model_parameters",
+                )
+            if param not in fqns:
+                raise ModelError(
+                    f"parameter group {index} holds a tensor of shape {tuple(param.shape)} that is no parameter of the "
+                    "model. Make the optimizer from the parameters of the very model that is passed to "
+                    "infinity.initialize, after any .to() or cast"
+                )
+            places.setdefault(param, []).append(index)
+    trainable = {param: fqn for param, fqn in fqns.items() if param.requires_grad}
+    missing = [fqn for param, fqn in trainable.items() if param not in places]
+    if missing:
+        raise ParameterGroupError(missing[0], group_indices=(), num_others=len(missing) - 1)
+    repeated = [param for param in trainable if len(places[param]) > 1]
+    if repeated:
+        raise ParameterGroupError(
+            trainable[repeated[0]], group_indices=places[repeated[0]], num_others=len(repeated) - 1
+        )
+
+
+def _is_untouched(state: Mapping[str, Any]) -> bool:
+    """Whether no step has been made with this state: a constructor started it."""
+    step = state.get("step")
+    return not state or (isinstance(step, Tensor | int | float) and float(step) == 0)
+
+
+def _as_main(value: Any, param: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point() and value.dim() > 0:
+        return value.detach().to(torch.float32)
+    return value
+
+
+__all__ = ["OptimizerSource", "Template", "build_template"]

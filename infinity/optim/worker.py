@@ -1,0 +1,123 @@
+"""Running the user's own optimizer class on tensors handed in, away from the optimizer the user sees."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from infinity.errors import OptimizerNotPageableError
+
+#: Entries of a parameter group that say which parameters it holds; all others are hyperparameters.
+MEMBERSHIP_KEYS = frozenset({"params", "param_names"})
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group's hyperparameters as they are now.
+
+    Tensors among them (a tensor `lr`, which torch's schedulers fill in place) are copied, so that a later change does
+    not reach an update that was fixed before it.
+    """
+    return {key: _frozen(value) for key, value in group.items() if key not in MEMBERSHIP_KEYS}
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(_frozen(item) for item in value) if type(value) in (list, tuple) else value
+    return dict(value) if type(value) is dict else value
+
+
+class Worker:
+    """An instance of the optimizer's class with its attributes, whose parameters and state are given per call.
+
+    It knows one optimizer class; it must not know pages, pieces or devices. The given optimizer is never modified.
+    One thread at a time.
+
+    Step hooks (the instance's and torch's global ones) and the profiler range of `Optimizer.step` belong to a step of
+    the whole model; they are left out here, where a step is one piece. So are patches on the instance: learning rate
+    schedulers wrap `optimizer.step` to count calls.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        cls = type(optimizer)
+        if "param_groups" not in vars(optimizer) or "state" not in vars(optimizer):
+            raise OptimizerNotPageableError(
+                cls.__name__,
+                "it holds no parameter groups of its own, so it seems to wrap another optimizer",
+                cure="Pass the wrapped optimizer itself",
+            )
+        clone = cls.__new__(cls)
+        vars(clone).update(vars(optimizer))
+        vars(clone).pop("step", None)
+        # All these dictionaries would otherwise be shared with the user's optimizer.
+        vars(clone).update({name: OrderedDict() for name in vars(clone) if name.endswith("_hooks")})
+        clone.defaults = dict(optimizer.defaults)
+        clone.state = defaultdict(dict)
+        clone.param_groups = []
+        self._optimizer = clone
+        self._step: Callable[[Optimizer], Any] = _without_hooks(cls.step)
+
+    @property
+    def name(self) -> str:
+        """The class's name, as messages call it."""
+        return type(self._optimizer).__name__
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The clone, without parameters and state between calls."""
+        return self._optimizer
+
+    def run(
+        self,
+        group: dict[str, Any],
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """One optimizer step over `weights` as if they were all parameters of one group.
+
+        Args:
+            group: hyperparameters. The step sees this very dict with an entry "params" added, which is taken out again.
+            weights: changed in place; any shape, dtype and device.
+            grads: one for each weight; some optimizers overwrite it (SGD with nesterov and foreach does).
+            states: one for each weight; an empty one makes the optimizer start it. Tensors in it change in place.
+
+        Returns:
+            The states after the step. They share the given tensors, except those that the optimizer replaced.
+        """
+        optimizer = self._optimizer
+        leaves: list[Tensor] = []
+        for weight, grad, state in zip(weights, grads, states, strict=True):
+            # A Parameter of its own: `.grad` must not stay on the caller's tensor.
+            leaf = torch.nn.Parameter(weight)
+            leaf.grad = grad
+            leaves.append(leaf)
+            if state:
+                optimizer.state[leaf] = state
+        group["params"] = leaves
+        optimizer.param_groups.append(group)
+        try:
+            with torch.no_grad():
+                self._step(optimizer)
+                for updated, weight in zip(leaves, weights, strict=True):
+                    if updated.data_ptr() != weight.data_ptr():
+                        weight.copy_(updated)  # the optimizer assigned `p.data` instead of writing into it
+            return [optimizer.state.get(leaf) or {} for leaf in leaves]
+        finally:
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+            del group["params"]
+
+
+def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    # torch replaces a class's `step` by a wrapper marked `hooked`, which runs hooks and opens a profiler range.
+    if getattr(step, "hooked", False):
+        inner: Callable[..., Any] = getattr(step, "__wrapped__", step)
+        return inner
+    return step

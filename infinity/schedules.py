@@ -1,0 +1,399 @@
+"""Learning rate schedules of a DeepSpeed config, as true torch schedulers.
+
+Every schedule gives the rate of training step `e` (counted from 0) as a closed form of `e`, which torch calls
+`last_epoch`: call `step()` once after each optimizer step. They give the rates that DeepSpeed gives, with two
+peculiarities that a migrating user would otherwise see as a difference:
+
+- the warmup schedules use their starting rate in the first training step *and* begin the formula at 0 in the second, so
+  they run one step behind (`e - 1` below);
+- `OneCycle` with momentum sets `betas` to `(momentum, 0.99)`, whatever second beta the optimizer had, and starts from
+  `cycle_min_mom` in the first step.
+
+`base_lrs`, `get_last_lr()`, `state_dict()` are torch's. `load_state_dict` also takes DeepSpeed's
+`{"last_batch_iteration": n}`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.errors import ConfigValueError
+
+logger = logging.getLogger(__name__)
+
+PerGroup = float | Sequence[float]
+"""One value for all parameter groups, or one per group."""
+
+_ONE_CYCLE_SECOND_BETA = 0.99  # DeepSpeed's constant; see the module docstring.
+
+
+class _Schedule(LRScheduler):
+    """A closed form of the number of finished steps. Subclasses set their fields before they call this constructor."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take torch's state of this schedule, or DeepSpeed's, which is only the index of the last batch."""
+        if set(state_dict) == {"last_batch_iteration"}:
+            num_steps = int(state_dict["last_batch_iteration"]) + 1
+            state_dict = {"last_epoch": num_steps, "_step_count": num_steps + 1}
+        super().load_state_dict(state_dict)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of step `last_epoch`, one per parameter group."""
+        return list(self._rates(self.last_epoch))
+
+    def _rates(self, step: int) -> list[float]:
+        raise NotImplementedError
+
+
+class WarmupLR(_Schedule):
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, constant from there on.
+
+    Args:
+        optimizer: its parameter groups get the rates.
+        warmup_min_lr: rate before the warmup.
+        warmup_max_lr: rate after the warmup; None takes each group's own rate.
+        warmup_num_steps: length of the warmup; less than 2 counts as 2.
+        warmup_type: `"log"`: min + (max - min) * log(e) / log(n) or `"linear"`: min + (max - min) * (e - 1) / n.
+        last_epoch: index of the last finished step, -1 at the start.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        own_rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = own_rates if warmup_max_lr is None else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        self.warmup_num_steps = _warmup_length(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        super().__init__(optimizer, last_epoch)
+
+    def _rates(self, step: int) -> list[float]:
+        fraction = 0.0 if step == 0 else self._fraction(step - 1)
+        return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _fraction(self, index: int) -> float:
+        if index < self.warmup_num_steps:
+            return _warmup_fraction(index, self.warmup_num_steps, self.warmup_type)
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`; after the warmup the rate falls on a line to `warmup_min_lr`, reached after `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_num_steps = _whole("total_num_steps", total_num_steps, at_least=1)
+        _warn_if_warmup_is_longer(warmup_num_steps, self.total_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
+
+    def _fraction(self, index: int) -> float:
+        if index < self.warmup_num_steps:
+            return super()._fraction(index)
+        return max(0.0, (self.total_num_steps - index) / max(1, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(_Schedule):
+    """Each group's own rate times a ratio: warmup from `warmup_min_ratio` to 1, then a half cosine to `cos_min_ratio`.
+
+    The first training step has rate 0. From step `total_num_steps` on the ratio stays at `cos_min_ratio`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_num_steps = _whole("total_num_steps", total_num_steps, at_least=1)
+        self.warmup_num_steps = _warmup_length(warmup_num_steps)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        self.warmup_type = _warmup_type(warmup_type)
+        _warn_if_warmup_is_longer(warmup_num_steps, self.total_num_steps)
+        super().__init__(optimizer, last_epoch)
+
+    def _rates(self, step: int) -> list[float]:
+        ratio = 0.0 if step == 0 else self._ratio(step - 1)
+        return [float(rate) * ratio for rate in self.base_lrs]
+
+    def _ratio(self, index: int) -> float:
+        if index < self.warmup_num_steps:
+            fraction = _warmup_fraction(index, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + fraction * (1.0 - self.warmup_min_ratio)
+        num_decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = min(1.0, (index - self.warmup_num_steps + 1) / num_decay_steps)
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
+
+
+class OneCycle(_Schedule):
+    """One rise and fall between two rates, then decay; momentum (the first beta) moves the other way.
+
+    Args:
+        optimizer: its parameter groups get the rates, and `betas` when `cycle_momentum`.
+        cycle_min_lr: rate at both ends of the cycle.
+        cycle_max_lr: rate at its peak.
+        decay_lr_rate: after the cycle the rate is `cycle_min_lr / (1 + decay_lr_rate * k / decay_step_size)` in the
+            k-th step.
+        cycle_first_step_size: steps of the rise.
+        cycle_second_step_size: steps of the fall; None takes as many as the rise has.
+        cycle_first_stair_count: stairs of the rise; 0 rises in every step.
+        cycle_second_stair_count: stairs of the fall; None takes as many as the rise has.
+        decay_step_size: 0 means no decay.
+        cycle_momentum: ignored (with a log message) by optimizers without `betas`.
+        cycle_min_mom: first beta at the peak.
+        cycle_max_mom: first beta at the ends.
+        decay_mom_rate: after the cycle the first beta is `cycle_max_mom * (1 + decay_mom_rate * k / decay_step_size)`.
+        last_epoch: index of the last finished step, -1 at the start.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        fall = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        fall_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.num_rise_steps = _whole("cycle_first_step_size", cycle_first_step_size, at_least=1)
+        self.num_fall_steps = _whole("cycle_second_step_size", fall)
+        self.num_rise_stairs = _whole("cycle_first_stair_count", cycle_first_stair_count)
+        self.num_fall_stairs = _whole("cycle_second_stair_count", fall_stairs)
+        self.decay_step_size = _whole("decay_step_size", decay_step_size)
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
+        self.min_lrs = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
+        if cycle_momentum and not self.cycle_momentum:
+            logger.warning("OneCycle leaves momentum alone: optimizer %s has no betas", type(optimizer).__name__)
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of step `last_epoch`. Sets the momentum of that step too, as torch's own cyclic schedules do."""
+        if self.cycle_momentum:
+            for group, momentum in zip(self.optimizer.param_groups, self._momenta(self.last_epoch), strict=True):
+                group["betas"] = (momentum, _ONE_CYCLE_SECOND_BETA)
+        return super().get_lr()
+
+    def _rates(self, step: int) -> list[float]:
+        if self._num_decay_steps(step) == 0:
+            height = self._height(step)
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / self._decay(self.decay_lr_rate, step) for low in self.min_lrs]
+
+    def _momenta(self, step: int) -> list[float]:
+        if step == 0:
+            return list(self.min_moms)
+        if self._num_decay_steps(step) == 0:
+            height = self._height(step)
+            return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        return [high * self._decay(self.decay_mom_rate, step) for high in self.max_moms]
+
+    def _height(self, step: int) -> float:
+        """Where in the cycle step is: 0 at the ends, 1 at the peak."""
+        left = self.num_rise_steps + self.num_fall_steps - step
+        if left == 0:
+            return 0.0  # also of a cycle without a fall, whose peak is thus never reached
+        if step <= self.num_rise_steps:
+            return _staircase(step, self.num_rise_steps, self.num_rise_stairs)
+        return _staircase(left, self.num_fall_steps, self.num_fall_stairs)
+
+    def _num_decay_steps(self, step: int) -> int:
+        return max(0, step - self.num_rise_steps - self.num_fall_steps)
+
+    def _decay(self, rate: float, step: int) -> float:
+        if self.decay_step_size == 0:
+            return 1.0
+        return 1 + rate * self._num_decay_steps(step) / self.decay_step_size
+
+
+class LRRangeTest(_Schedule):
+    """A rate that grows without end, to see where training diverges: min_lr * (1 + step_rate * e / step_size).
+
+    With `lr_range_test_staircase` it grows only every `lr_range_test_step_size` steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_epoch: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size, at_least=1)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_epoch)
+
+    def _rates(self, step: int) -> list[float]:
+        interval = float(step // self.step_size) if self.staircase else step / self.step_size
+        return [low * (1 + self.step_rate * interval) for low in self.min_lrs]
+
+
+SCHEDULES: Mapping[str, type[LRScheduler]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+
+# These take Python objects or a metric, which JSON cannot hold and `engine.step()` does not have.
+_NOT_FROM_JSON = {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"}
+
+
+class ScheduleSpec(Protocol):
+    """What the config says about a schedule: its name, and the arguments of its constructor."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+
+
+def find_schedule(name: str) -> type[LRScheduler]:
+    """The schedule called `name` (case does not matter): one of `SCHEDULES`, or one of torch's.
+
+    Raises:
+        ConfigValueError: nobody knows the name, or JSON cannot describe the schedule's arguments.
+    """
+    torch_schedules = {
+        cls_name: cls
+        for cls_name, cls in vars(torch.optim.lr_scheduler).items()
+        if isinstance(cls, type) and issubclass(cls, LRScheduler) and not cls_name.endswith("LRScheduler")
+    }
+    known = {**torch_schedules, **SCHEDULES}
+    lowered = {known_name.lower(): known_name for known_name in known}
+    exact = lowered.get(name.lower())
+    if exact is None:
+        nearest = get_close_matches(name.lower(), lowered, n=1)
+        hint = f"Did you mean '{lowered[nearest[0]]}'? " if nearest else ""
+        cure = f"{hint}There are {', '.join(SCHEDULES)}, and the classes of torch.optim.lr_scheduler"
+        raise ConfigValueError("scheduler.type", name, "no such schedule", cure=cure)
+    if exact in _NOT_FROM_JSON:
+        cure = f"Build it in Python and pass lr_scheduler=lambda optimizer: {exact}(optimizer, ...) to initialize"
+        raise ConfigValueError("scheduler.type", name, "JSON cannot describe this schedule", cure=cure)
+    return known[exact]
+
+
+def schedule_parameters(name: str) -> dict[str, bool]:
+    """The parameters of the schedule called `name`, and whether it cannot do without them.
+
+    `last_batch_iteration`, DeepSpeed's name for `last_epoch`, is one of them.
+    """
+    parameters = list(inspect.signature(find_schedule(name)).parameters.values())[1:]
+    return {item.name: item.default is item.empty for item in parameters} | {"last_batch_iteration": False}
+
+
+def build_scheduler(section: ScheduleSpec, optimizer: Optimizer) -> LRScheduler:
+    """The schedule that the config asks for, attached to `optimizer`.
+
+    Raises:
+        ConfigValueError: unknown type, or arguments that the schedule does not take.
+    """
+    cls = find_schedule(section.type)
+    params = dict(section.params)
+    known = schedule_parameters(section.type)
+    for name, is_required in known.items():
+        if is_required and name not in params:
+            cure = f"{cls.__name__} cannot do without it: give a number, or pass lr_scheduler to initialize"
+            raise ConfigValueError(f"scheduler.params.{name}", None, 'it is missing or "auto"', cure=cure)
+    if "last_batch_iteration" in params:
+        params["last_epoch"] = int(params.pop("last_batch_iteration"))
+    if params.get("last_epoch", -1) >= 0:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+    try:
+        return cls(optimizer, **params)
+    except ConfigValueError:
+        raise
+    except (TypeError, ValueError) as error:
+        cure = f"{cls.__name__} takes {', '.join(known)}"
+        raise ConfigValueError("scheduler.params", params, str(error), cure=cure) from error
+
+
+def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
+    num_groups = len(optimizer.param_groups)
+    if not isinstance(value, Sequence):
+        return [float(value)] * num_groups
+    if len(value) != num_groups:
+        problem = f"{len(value)} values for {num_groups} parameter groups"
+        raise ConfigValueError(f"scheduler.params.{name}", value, problem, cure="Give one number, or one per group")
+    return [float(item) for item in value]
+
+
+def _whole(name: str, value: float, *, at_least: int = 0) -> int:
+    if int(value) != value or value < at_least:
+        cure = f"Give a whole number of at least {at_least}"
+        raise ConfigValueError(f"scheduler.params.{name}", value, "not a possible number of steps", cure=cure)
+    return int(value)
+
+
+def _warmup_length(num_steps: int) -> int:
+    # log(1) is 0 and would be divided by: two steps are the shortest warmup, as in DeepSpeed.
+    return max(2, _whole("warmup_num_steps", num_steps))
+
+
+def _warmup_type(name: str) -> str:
+    if name in ("log", "linear"):
+        return name
+    raise ConfigValueError("scheduler.params.warmup_type", name, "unknown", cure='Take "log" or "linear"')
+
+
+def _warmup_fraction(index: int, num_steps: int, kind: str) -> float:
+    if kind == "log":
+        return math.log(index + 1) * (1.0 / math.log(num_steps))
+    return index / num_steps
+
+
+def _staircase(position: float, length: int, num_stairs: int) -> float:
+    if num_stairs == 0:
+        return position / length
+    return math.floor(position * num_stairs / length) / num_stairs
+
+
+def _warn_if_warmup_is_longer(warmup_num_steps: int, total_num_steps: int) -> None:
+    if total_num_steps < warmup_num_steps:
+        message = "total_num_steps %d is less than warmup_num_steps %d: the rate will not reach its maximum"
+        logger.warning(message, total_num_steps, warmup_num_steps)

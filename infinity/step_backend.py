@@ -1,0 +1,37 @@
+"""What the optimizer that `initialize` returns talks to: the plain loop's way into the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from infinity.engine import Engine
+
+
+class EngineBackend:
+    """Passes ``optimizer.step()``, ``zero_grad()`` and state access on to the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def step(self) -> None:
+        """One optimizer step on the gradients that are there."""
+        self._engine.optimizer_step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget all gradients. They are always dropped, never set to zero."""
+        self._engine.optimizer_zero_grad()
+
+    def has_state(self, param: torch.Tensor) -> bool:
+        """Whether the parameter has optimizer state."""
+        return self._engine.has_state(param)
+
+    def gather_state(self, param: torch.Tensor) -> dict[str, Any]:
+        """Copies of a parameter's optimizer state."""
+        return self._engine.gather_state(param)
+
+    def load_state(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Replace a parameter's optimizer state."""
+        self._engine.load_state(param, state)

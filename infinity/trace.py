@@ -1,0 +1,132 @@
+"""The order in which units are needed, and what to fetch next.
+
+Pure: knows unit indices and their sizes; must not know tensors, files or threads. A trace is a hint and never a
+contract: a model that takes another path costs demand reads, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+_RESYNC_WINDOW = 32
+"""How far ahead a unit may lie and still count as 'some layers were skipped'; beyond it the cursor stays where it is."""
+
+
+class Trace:
+    """Records the units touched in one micro-batch and replays the last record as a cyclic forecast."""
+
+    def __init__(self, guess: Sequence[int]) -> None:
+        self._order: tuple[int, ...] = tuple(guess)
+        self._backward_start = 0
+        self._position = 0
+        self._recorded: list[int] = []
+        self._recorded_backward_start: int | None = None
+        self.num_misses = 0
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The forecast: unit indices in the order of need, one cycle."""
+        return self._order
+
+    @property
+    def backward_start(self) -> int:
+        """Position in ``order`` of the first unit that backward needs."""
+        return self._backward_start
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the present record contains a backward."""
+        return self._recorded_backward_start is not None
+
+    def begin(self) -> None:
+        """A new micro-batch begins; the record of the one before, if complete, becomes the forecast."""
+        self._recorded = []
+        self._recorded_backward_start = None
+        self._position = 0
+        self.num_misses = 0
+
+    def begin_backward(self) -> None:
+        """Backward begins: the forecast continues at the place where the recorded backward began."""
+        if self._recorded_backward_start is None:
+            self._recorded_backward_start = len(self._recorded)
+            if self._order:
+                self._position = self._backward_start % len(self._order)
+
+    def commit(self) -> bool:
+        """The micro-batch ended normally: replay it from now on. Returns whether the forecast changed."""
+        recorded = tuple(self._recorded)
+        start = self._recorded_backward_start if self._recorded_backward_start is not None else len(recorded)
+        changed = bool(recorded) and (recorded != self._order or start != self._backward_start)
+        if changed:
+            self._order = recorded
+            self._backward_start = start
+        # What comes next is the beginning of the next micro-batch.
+        self._position = 0
+        return changed
+
+    def touch(self, unit: int) -> bool:
+        """``unit`` is needed now. Returns whether this moved the forecast (False while the same unit is still in use)."""
+        starts_backward = self._recorded_backward_start == len(self._recorded)
+        if self._recorded and self._recorded[-1] == unit and not starts_backward:
+            return False
+        self._recorded.append(unit)
+        order, position = self._order, self._position
+        for ahead in range(min(len(order), _RESYNC_WINDOW)):
+            if order[(position + ahead) % len(order)] == unit:
+                self._position = (position + ahead) % len(order)
+                return True
+        self.num_misses += 1
+        return True
+
+    def upcoming(self) -> Iterator[int]:
+        """Distinct units from the one in use on, in the order of need, one cycle around."""
+        return distinct(self._order, self._position)
+
+
+def distinct(order: Sequence[int], position: int) -> Iterator[int]:
+    """Distinct entries of the cyclic sequence ``order`` from ``position`` on, each at its first occurrence."""
+    seen: set[int] = set()
+    for step in range(len(order)):
+        unit = order[(position + step) % len(order)]
+        if unit not in seen:
+            seen.add(unit)
+            yield unit
+
+
+def wanted(order: Sequence[int], position: int, num_bytes: Sequence[int], capacity_bytes: int) -> list[int]:
+    """The units to hold at ``position``: the next ones in the order of need, as many as fit into ``capacity_bytes``."""
+    result: list[int] = []
+    used = 0
+    for unit in distinct(order, position):
+        if used + num_bytes[unit] > capacity_bytes:
+            break
+        used += num_bytes[unit]
+        result.append(unit)
+    return result
+
+
+def simulate_fetches(order: Sequence[int], num_bytes: Sequence[int], capacity_bytes: int, *, prefetches: bool,
+                     num_cycles: int = 1) -> list[tuple[int, int]]:
+    """What the pager fetches in ``num_cycles`` runs through ``order``, in the steady state.
+
+    Returns (position in the cycles, unit) of each fetch, where positions count from 0 over all cycles.
+    """
+    fetches: list[tuple[int, int]] = []
+    held: set[int] = set()
+    length = len(order)
+    for position in range((num_cycles + 1) * length):  # one cycle more, to warm up
+        upcoming = tuple(distinct(order, position % length))
+        rank = {unit: place for place, unit in enumerate(upcoming)}
+        targets = wanted(upcoming, 0, num_bytes, capacity_bytes) if prefetches else []
+        for unit in targets or [order[position % length]]:
+            if unit in held:
+                continue
+            while sum(num_bytes[other] for other in held) + num_bytes[unit] > capacity_bytes:
+                victims = [other for other in held if other not in targets and other != unit]
+                if not victims:
+                    break
+                held.remove(max(victims, key=lambda other: rank.get(other, length)))
+            held.add(unit)
+            if position >= length:
+                fetches.append((position - length, unit))
+    return fetches

@@ -1,0 +1,145 @@
+"""A unit: the parameters that are fetched and released together.
+
+Knows its parameters, layout and what is in memory of it; must not decide when anything moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from infinity.layout import ParameterSpec, Slot, UnitLayout
+from infinity.parameter import bind, unbind
+
+if TYPE_CHECKING:
+    from infinity.device import FlatBuffer
+    from swapper import Extent
+
+
+class Arrival(Protocol):
+    """Weights on their way into a flat buffer: a read, or an update that writes its results there."""
+
+    def wait(self) -> None:
+        """Return when the compute stream may use the buffer; raise what went wrong."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def promote(self) -> None:
+        """Somebody waits for it now."""
+        ...
+
+
+class PendingUpdate(Protocol):
+    """An optimizer update of a unit that is queued or running (see ``infinity.update``)."""
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool: ...
+
+    def promote(self) -> None: ...
+
+    @property
+    def accepts_buffer(self) -> bool:
+        """Whether `attach` has a chance: not begun, no buffer yet, and all of the unit's weights are being updated."""
+        ...
+
+    def attach(self, flat: FlatBuffer) -> bool:
+        """Ask the update to leave the whole unit's new weights in ``flat``. False: too late, or it does not have them all."""
+        ...
+
+
+class Unit:
+    """One unit and its side tables. ``parameters[i]`` lies in ``layout.slots[i]``.
+
+    Where the weights are: ``flat is None``: paged out. ``flat`` and ``arrival``: on their way. ``flat`` alone: resident.
+    """
+
+    def __init__(self, index: int, name: str, parameters: Sequence[nn.Parameter], layout: UnitLayout) -> None:
+        self.index = index
+        self.name = name
+        self.parameters = list(parameters)
+        self.layout = layout
+        self.extent: Extent | None = None
+        self.flat: FlatBuffer | None = None
+        self.arrival: Arrival | None = None
+        self.update: PendingUpdate | None = None
+        self.num_active = 0
+        """How many modules that use the unit are inside their forward."""
+        self.num_tokens = 0
+        """How many saved tensors of autograd stand for views of this unit."""
+        self.is_open = False
+
+    def __repr__(self) -> str:
+        return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the flat buffer."""
+        return self.layout.num_bytes
+
+    def settle(self) -> bool:
+        """Close the unit if no module uses it. Returns whether no backward to come needs its present weights.
+
+        That is so when nothing that autograd has saved stands for them (tokens) or looks at them (plain views).
+        """
+        if self.num_active:
+            return False
+        self.close()
+        return self.num_tokens == 0 and (self.flat is None or not self.flat.has_views)
+
+    def view(self, base: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The parameter of ``slot`` inside ``base``, the uint8 tensor of a flat buffer, with its shape and strides."""
+        spec = slot.spec
+        return base.view(spec.dtype).as_strided(spec.shape, spec.stride, slot.offset_bytes // spec.dtype.itemsize)
+
+    def trainable_view(self, base: torch.Tensor) -> torch.Tensor:
+        """The trainable segment inside ``base``: 1-D, compute dtype, padding included."""
+        segment = self.layout.trainable
+        if segment is None:
+            raise ValueError(f"unit {self.name} is frozen")
+        return base[segment.start_bytes : segment.start_bytes + segment.num_bytes].view(segment.dtype)
+
+    def open(self) -> None:
+        """Bind the parameters to the flat buffer, which must hold their weights."""
+        if self.is_open:
+            return
+        if self.flat is None:
+            raise RuntimeError(f"unit {self.name} is paged out and cannot be opened")
+        base = self.flat.tensor()
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            bind(parameter, self.view(base, slot))
+        self.is_open = True
+
+    def close(self) -> None:
+        """Take the flat buffer away from the parameters; views held by others keep it alive."""
+        if not self.is_open:
+            return
+        for parameter in self.parameters:
+            unbind(parameter)
+        self.is_open = False
+
+
+def spec_of(fqn: str, parameter: nn.Parameter, compute_dtype: torch.dtype) -> ParameterSpec:
+    """The layout's view of a parameter. Overlapping or gapped strides become contiguous ones."""
+    dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+    stride = tuple(parameter.stride())
+    dense = torch.empty(0, device="meta").new_empty(parameter.shape)
+    if not _is_dense(tuple(parameter.shape), stride):
+        stride = tuple(dense.stride())
+    return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, parameter.requires_grad)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill their memory without gap or overlap, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

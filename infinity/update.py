@@ -1,0 +1,393 @@
+"""The optimizer as a stream: read a chunk, update it, write it back, while the model computes.
+
+Knows jobs, chunks and working memory; must not know modules or autograd. One background thread runs the jobs in order.
+
+[Note: who may touch a unit's weights]
+A job is created by the training thread, and only for a unit that no backward needs any more (`Unit.is_quiescent`). From
+then on the weights belong to the job until it is done: the pager waits for it before it opens or fetches the unit. If the
+unit is resident, the job writes its new weights into the flat buffer as well; if it is not, the pager may hand it an empty
+buffer until it begins (`attach`), and the job fills it. That saves reading what was just written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from infinity.device import ComputeDevice, Fence, FlatBuffer
+from infinity.layout import Chunk, Piece, Slot
+from infinity.records import Lease, RecordStore
+from infinity.unit import Arrival, Unit
+from infinity.weights import WeightStore
+from swapper import Handle
+
+_POLL_SECONDS = 1.0
+
+
+class GradientSource(Protocol):
+    """The gradients of one unit for one update."""
+
+    num_bytes: int
+    """Host memory they occupy until they are released, as far as the budget for gradients counts it."""
+
+    def slots(self) -> Sequence[Slot]:
+        """The parameters that have a gradient."""
+        ...
+
+    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        """Start to bring the chunk's gradients into ``scratch`` (fp32, ``chunk.numel``), if they are not in memory."""
+        ...
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        """The gradient of one piece: fp32, 1-D; may be changed in place. ``scratch`` is the part of the chunk's scratch for it."""
+        ...
+
+    def release(self) -> None:
+        """They are used up."""
+        ...
+
+
+@dataclass
+class ParameterState:
+    """What the optimizer keeps per parameter besides its per-element state."""
+
+    scalars: dict[str, Any] = field(default_factory=dict)
+    is_fresh: bool = True
+    """No update has happened: the optimizer makes its state itself in the first one."""
+    names: tuple[str, ...] | None = None
+    """Which per-element states the parameter has, when they are fewer than its unit's records hold."""
+
+
+class PieceUpdater(Protocol):
+    """Runs the optimizer's rule on one piece (see ``infinity.optim.piece``)."""
+
+    def update(self, group: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor] | None,
+               scalars: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+
+
+class UpdateJob:
+    """One update of one unit. The training thread creates it and waits for it; the stream runs it."""
+
+    def __init__(self, unit: Unit, chunks: Sequence[Chunk], gradients: GradientSource,
+                 groups: Mapping[int, dict[str, Any]], clip_coefficient: torch.Tensor | None, after: Fence) -> None:
+        """
+        Args:
+            unit: what is updated.
+            chunks: all chunks of the unit.
+            gradients: its gradients; the job releases them.
+            groups: slot index -> snapshot of its parameter group's hyperparameters.
+            clip_coefficient: 0-dim fp32 tensor every gradient is multiplied with, or None.
+            after: the gradients are complete at this point of the compute stream.
+        """
+        self.unit = unit
+        self.gradients = gradients
+        self.groups = groups
+        self.clip_coefficient = clip_coefficient
+        self.after = after
+        self.slots = {slot.index for slot in gradients.slots()}
+        self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
+        self.flat = unit.flat
+        self.flat_arrival: Arrival | None = unit.arrival
+        """Weights still on their way into ``flat``; they must be there before the job writes over them."""
+        self.flat_is_current = unit.flat is not None
+        """Whether ``flat`` holds the present weights (else the job fills it)."""
+        segments = unit.layout.segments
+        self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._finished = threading.Event()
+        self._fence: Fence = None
+        self._device: ComputeDevice | None = None
+        self._error: BaseException | None = None
+        self.is_held = False
+        """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
+        self.on_release: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """The stream takes the job; no buffer can be attached any more."""
+        with self._lock:
+            self._has_begun = True
+
+    @property
+    def accepts_buffer(self) -> bool:
+        return self._covers_all and self.flat is None and not self._has_begun
+
+    def attach(self, flat: FlatBuffer) -> bool:
+        with self._lock:
+            if not self.accepts_buffer:
+                return False
+            self.flat = flat
+            self.flat_is_current = False
+        self.promote()
+        return True
+
+    def finish(self, error: BaseException | None, device: ComputeDevice | None = None, fence: Fence = None) -> None:
+        self._error = error
+        self._device = device
+        self._fence = fence
+        self.flat = None
+        self.flat_arrival = None
+        self._finished.set()
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def promote(self) -> None:
+        """Somebody waits for the unit: the job is not held back any longer."""
+        if self.is_held:
+            self.is_held = False
+            self.on_release()
+
+    def wait(self) -> None:
+        # Wake up now and then: a KeyboardInterrupt must get through.
+        while not self._finished.wait(_POLL_SECONDS):
+            pass
+        if self._error is not None:
+            raise self._error
+        if self._device is not None:
+            self._device.compute_waits_for(self._fence)
+
+
+@dataclass
+class _Item:
+    job: UpdateJob
+    chunk: Chunk
+    lease: Lease
+    reads: list[Handle]
+    is_last: bool
+
+
+class UpdateStream:
+    """Runs update jobs in order, reading ahead as far as working memory allows."""
+
+    def __init__(self, records: RecordStore, weights: WeightStore | None, updater: PieceUpdater, device: ComputeDevice,
+                 states: Mapping[tuple[int, int], ParameterState], *, gradient_bytes: int) -> None:
+        """
+        Args:
+            records: where optimizer state rests.
+            weights: where model weights rest; None when they rest in the flat buffers themselves.
+            updater: the optimizer's rule.
+            device: for copies to and from the device.
+            states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
+            gradient_bytes: how much host memory the gradients of queued jobs may hold (see `submit`).
+        """
+        self._records = records
+        self._weights = weights
+        self._updater = updater
+        self._device = device
+        self._states = states
+        self._gradient_bytes = gradient_bytes
+        self._jobs: deque[UpdateJob] = deque()
+        self._changed = threading.Condition()
+        self._pending_bytes = 0
+        self._num_pending = 0
+        self._is_stopping = False
+        self._error: BaseException | None = None
+        self.busy_seconds = 0.0
+        self._window: deque[_Item] = deque()
+        self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
+        self._next: tuple[UpdateJob, Chunk, bool] | None = None
+        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------------- training thread
+
+    def submit(self, job: UpdateJob, waiting: Callable[[], Any]) -> None:
+        """Queue a job. Waits inside ``waiting()`` (a context manager) while gradients of earlier jobs hold too much memory."""
+        with self._changed:
+            if not self._has_room(job):
+                with waiting():
+                    while not self._has_room(job):
+                        self._changed.wait(_POLL_SECONDS)
+            self.raise_error()
+            job.on_release = self._notify
+            self._jobs.append(job)
+            self._pending_bytes += job.gradients.num_bytes
+            self._num_pending += 1
+            self._changed.notify_all()
+
+    def _has_room(self, job: UpdateJob) -> bool:
+        fits = self._pending_bytes + job.gradients.num_bytes <= self._gradient_bytes
+        return fits or self._pending_bytes == 0 or self._error is not None
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def release_all(self) -> None:
+        """Hold no job back any longer: nobody will come to ask for the units that are left."""
+        with self._changed:
+            for job in self._jobs:
+                job.is_held = False
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Return when every job is done; raises the error of the first that failed."""
+        self.release_all()
+        with self._changed:
+            while self._num_pending and self._error is None:
+                self._changed.wait(_POLL_SECONDS)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what stopped the stream, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs that are queued or running."""
+        return self._num_pending
+
+    def close(self) -> None:
+        """Finish the queued jobs and end the thread."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ---------------------------------------------------------------------------------------------- background thread
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while self._advance():
+                    pass
+        except BaseException as error:
+            self._fail(error)
+
+    def _advance(self) -> bool:
+        self._fill()
+        if self._window:
+            begin = time.perf_counter()
+            item = self._window[0]
+            item.lease.wait()
+            for handle in item.reads:
+                handle.wait()
+            if item.job.flat_arrival is not None:
+                item.job.flat_arrival.wait()
+                item.job.flat_arrival = None
+            begin = time.perf_counter()
+            self._update(item)
+            self._window.popleft()
+            self.busy_seconds += time.perf_counter() - begin
+            if item.is_last:
+                self._finish(item.job)
+            return True
+        with self._changed:
+            while not self._has_runnable() and not self._is_stopping:
+                self._changed.wait()
+            return bool(self._jobs)
+
+    def _has_runnable(self) -> bool:
+        return any(not job.is_held for job in self._jobs)
+
+    def _fill(self) -> None:
+        """Start the reads of the next chunks while there are pages; the first one waits for a page."""
+        while True:
+            if self._next is None:
+                self._next = self._take()
+                if self._next is None:
+                    return
+            job, chunk, is_last = self._next
+            if any(item.job is not job and item.job.unit is job.unit for item in self._window):
+                return  # an earlier update of this unit has not written yet: a read now would be stale
+            lease = self._records.open(job.unit, chunk, is_blocking=not self._window)
+            if lease is None:
+                return
+            self._next = None
+            item = _Item(job, chunk, lease, [], is_last)
+            self._window.append(item)
+            workspace = lease.workspace
+            handle = job.gradients.prepare(chunk, workspace.gradient)
+            if handle is not None:
+                item.reads.append(handle)
+            if workspace.main is workspace.weight and not job.flat_is_current and self._weights is not None:
+                item.reads.append(self._weights.read_chunk(job.unit, chunk, workspace.main))
+
+    def _take(self) -> tuple[UpdateJob, Chunk, bool] | None:
+        while True:
+            if self._current is not None:
+                found = next(self._current, None)
+                if found is not None:
+                    return found
+                self._current = None
+            with self._changed:
+                runnable = [job for job in self._jobs if not job.is_held or self._is_stopping]
+                if not runnable:
+                    return None
+                job = runnable[0]
+                self._jobs.remove(job)
+            job.begin()
+            if not job.chunks:
+                self._finish(job)
+                continue
+            self._current = ((job, chunk, chunk is job.chunks[-1]) for chunk in job.chunks)
+
+    def _update(self, item: _Item) -> None:
+        job, chunk, workspace = item.job, item.chunk, item.lease.workspace
+        flat = job.unit.trainable_view(job.flat.tensor())[chunk.start : chunk.stop] if job.flat is not None else None
+        if workspace.main is workspace.weight and job.flat_is_current and flat is not None:
+            self._device.download(workspace.main, flat, job.after)
+        for piece in chunk.pieces:
+            if piece.slot.index in job.slots:
+                self._update_piece(job, piece, workspace)
+        if workspace.weight is not workspace.main:
+            workspace.weight.copy_(workspace.main)
+        handles: list[Handle] = []
+        if flat is not None:
+            fence = self._device.upload(flat, workspace.weight, job.after)
+            self._device.synchronize(fence)
+        if self._weights is not None:
+            source = workspace.weight
+            if source.device.type != "cpu":
+                source = torch.empty(source.shape, dtype=source.dtype)
+                self._device.download(source, workspace.weight, self._device.mark())
+            handles.append(self._weights.write_chunk(job.unit, chunk, source))
+        item.lease.write_back(handles)
+
+    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: Any) -> None:
+        state = self._states[job.unit.index, piece.slot.index]
+        span = slice(piece.offset, piece.offset + piece.numel)
+        gradient = job.gradients.piece(piece, workspace.gradient[span])
+        if job.clip_coefficient is not None:
+            gradient.mul_(job.clip_coefficient)
+        names = workspace.states if state.names is None else state.names
+        views = {name: workspace.states[name][span] for name in names}
+        is_first = state.is_fresh
+        tensors, scalars = self._updater.update(job.groups[piece.slot.index], workspace.main[span], gradient,
+                                                None if is_first else views, state.scalars)
+        if is_first:
+            for name, tensor in tensors.items():
+                workspace.states[name][span].copy_(tensor)
+        if piece.stop == piece.slot.numel:  # scalars advance once per parameter, after its last piece
+            if is_first:
+                state.names = tuple(tensors)
+            state.scalars = scalars
+            state.is_fresh = False
+
+    def _finish(self, job: UpdateJob) -> None:
+        job.gradients.release()
+        fence = self._device.mark() if job.flat is not None else None
+        job.finish(None, self._device, fence)
+        with self._changed:
+            self._pending_bytes -= job.gradients.num_bytes
+            self._num_pending -= 1
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            jobs = [item.job for item in self._window] + list(self._jobs)
+            if self._next is not None:
+                jobs.append(self._next[0])
+            self._jobs.clear()
+            self._changed.notify_all()
+        for job in jobs:
+            job.finish(error)

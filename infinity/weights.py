@@ -1,0 +1,232 @@
+"""Where model weights rest, and how they come into flat buffers.
+
+Knows extents of weights and flat buffers; must not know when anything is needed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+
+from infinity.device import ComputeDevice, FlatBuffer
+from infinity.layout import Chunk
+from infinity.unit import Arrival, Unit
+from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
+
+
+class ReadArrival:
+    """Weights that are read straight into a flat buffer of host memory."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def promote(self) -> None:
+        self._handle.promote(Priority.DEMAND)
+
+
+class WeightStore:
+    """The extents of all units' model weights in one tier, laid out byte for byte like their flat buffers."""
+
+    def __init__(self, swapper: Swapper, device: ComputeDevice, arena: StagingArena | None = None) -> None:
+        """``arena``: pages for the way to a device that does not share host memory."""
+        self.swapper = swapper
+        self._device = device
+        self._uploader = Uploader(swapper, device, arena) if arena is not None else None
+
+    def allocate(self, unit: Unit) -> None:
+        """Give ``unit`` its extent."""
+        unit.extent = self.swapper.allocate(unit.num_bytes, f"weights of {unit.name}")
+
+    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        """Start bringing the unit's weights into ``unit.flat``."""
+        flat = _flat_of(unit)
+        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        if self._uploader is not None:
+            return self._uploader.fetch(_extent_of(unit), flat, is_demand=is_demand)
+        return ReadArrival(self.swapper.read(_extent_of(unit), flat.tensor(), priority=priority))
+
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle:
+        """Read a chunk's model weights into host memory: ``target`` has the compute dtype and ``chunk.numel`` elements."""
+        return self.swapper.read(_extent_of(unit), target, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH)
+
+    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
+        """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done."""
+        return self.swapper.write(_extent_of(unit), source, offset=_chunk_offset(unit, chunk))
+
+    def write_all(self, unit: Unit, source: torch.Tensor) -> Handle:
+        """Write a whole flat buffer's bytes from host memory."""
+        return self.swapper.write(_extent_of(unit), source)
+
+    def close(self) -> None:
+        """Stop the upload thread, if there is one. The swapper belongs to somebody else."""
+        if self._uploader is not None:
+            self._uploader.close()
+
+
+def _flat_of(unit: Unit) -> FlatBuffer:
+    if unit.flat is None:
+        raise RuntimeError(f"unit {unit.name} has no flat buffer")
+    return unit.flat
+
+
+def _extent_of(unit: Unit) -> Extent:
+    if unit.extent is None:
+        raise RuntimeError(f"unit {unit.name} has no extent")
+    return unit.extent
+
+
+def _chunk_offset(unit: Unit, chunk: Chunk) -> int:
+    segment = unit.layout.trainable
+    if segment is None:
+        raise RuntimeError(f"unit {unit.name} is frozen")
+    return segment.start_bytes + chunk.start * segment.dtype.itemsize
+
+
+class _Upload:
+    """One unit on its way through pages to the device."""
+
+    def __init__(self, extent: Extent, flat: FlatBuffer, device: ComputeDevice, *, is_demand: bool) -> None:
+        self.extent = extent
+        self.target: torch.Tensor | None = flat.tensor()
+        self.device = device
+        self.is_demand = is_demand
+        self.after = device.mark()  # earlier kernels may still read what lay in this memory before
+        self.fence: Any = None
+        self.error: BaseException | None = None
+        self.issued = threading.Event()
+
+    def finish(self, error: BaseException | None) -> None:
+        self.error = error
+        self.target = None
+        self.issued.set()
+
+    def wait(self) -> None:
+        self.issued.wait()
+        if self.error is not None:
+            raise self.error
+        self.device.compute_waits_for(self.fence)
+
+    def done(self) -> bool:
+        return self.issued.is_set()
+
+    def promote(self) -> None:
+        self.is_demand = True
+
+
+class Uploader:
+    """Moves units from their extents through pinned pages to the device, in a thread of its own.
+
+    Reads of several pages are in flight while earlier pages are copied; a page is free again when its copy has run.
+    """
+
+    def __init__(self, swapper: Swapper, device: ComputeDevice, arena: StagingArena) -> None:
+        self._swapper = swapper
+        self._device = device
+        self._arena = arena
+        self._queue: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        self._reading: deque[tuple[_Upload, Page, Handle, int, int]] = deque()
+        self._copying: deque[tuple[Page, Any]] = deque()
+        self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)
+        self._thread.start()
+
+    def fetch(self, extent: Extent, flat: FlatBuffer, *, is_demand: bool) -> _Upload:
+        """Start an upload. Uploads are served in the order of their requests."""
+        upload = _Upload(extent, flat, self._device, is_demand=is_demand)
+        self._queue.put(upload)
+        return upload
+
+    def close(self) -> None:
+        """Finish what was requested and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        upload: _Upload | None = None
+        offset = 0
+        while True:
+            if upload is None:
+                idle = not self._reading and not self._copying
+                try:
+                    upload = self._queue.get(block=idle)
+                except queue.Empty:
+                    upload = None
+                else:
+                    offset = 0
+                    if upload is None:
+                        self._drain()
+                        return
+            if upload is not None:
+                page = self._next_page(f"weights of {upload.extent.name}")
+                if page is not None:
+                    offset = self._read(upload, page, offset)
+                    if upload.issued.is_set() or offset >= _target_of(upload).numel():
+                        upload = None
+                    continue
+            if self._reading:
+                self._copy_oldest()
+            elif self._copying:
+                self._retire_oldest()
+
+    def _next_page(self, owner: str) -> Page | None:
+        if not self._reading and not self._copying:
+            return self._arena.lease(owner=owner)
+        while self._copying and self._device.is_done(self._copying[0][1]):
+            self._retire_oldest()
+        return self._arena.try_lease(owner=owner)
+
+    def _read(self, upload: _Upload, page: Page, offset: int) -> int:
+        num_bytes = min(page.num_bytes, _target_of(upload).numel() - offset)
+        priority = Priority.DEMAND if upload.is_demand else Priority.PREFETCH
+        try:
+            handle = self._swapper.read(upload.extent, page.tensor[:num_bytes], offset=offset, priority=priority)
+        except BaseException as error:
+            page.release()
+            upload.finish(error)
+            return offset
+        self._reading.append((upload, page, handle, offset, num_bytes))
+        return offset + num_bytes
+
+    def _copy_oldest(self) -> None:
+        upload, page, handle, offset, num_bytes = self._reading.popleft()
+        try:
+            if upload.is_demand:
+                handle.promote(Priority.DEMAND)
+            handle.wait()
+            if upload.error is not None:
+                page.release()
+                return
+            target = _target_of(upload)
+            upload.fence = self._device.upload(target[offset : offset + num_bytes], page.tensor[:num_bytes], upload.after)
+            self._copying.append((page, upload.fence))
+            if offset + num_bytes == target.numel():
+                upload.finish(None)
+        except BaseException as error:
+            page.release()
+            upload.finish(error)
+
+    def _retire_oldest(self) -> None:
+        page, fence = self._copying.popleft()
+        self._device.synchronize(fence)
+        page.release()
+
+    def _drain(self) -> None:
+        while self._reading:
+            self._copy_oldest()
+        while self._copying:
+            self._retire_oldest()
+
+
+def _target_of(upload: _Upload) -> torch.Tensor:
+    if upload.target is None:
+        raise RuntimeError("the upload has already ended")
+    return upload.target

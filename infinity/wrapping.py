@@ -1,0 +1,128 @@
+"""Cuts a model into units: repeated blocks find themselves, what is left over is grouped in the order of registration."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from infinity.errors import ConfigError
+
+_SMALL_UNIT_BYTES = 1 << 20
+"""Leftover parameters smaller than this join their neighbours even when no block gives a scale."""
+
+
+@dataclass
+class UnitMembers:
+    """One unit to be: a name for messages, and the FQNs of its parameters in registration order."""
+
+    name: str
+    fqns: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def find_blocks(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
+    """FQNs of the modules that become units of their own.
+
+    Without ``patterns``: the children of every ``ModuleList`` or ``Sequential`` that holds two or more modules of one
+    class with parameters (outermost lists only). With ``patterns``: every outermost module whose class name or FQN
+    matches one of them (shell-style wildcards).
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    blocks: list[str] = []
+    matched: set[str] = set()
+
+    def by_pattern(child: nn.Module, fqn: str) -> bool:
+        hits = {p for p in patterns if fnmatch.fnmatchcase(type(child).__name__, p) or fnmatch.fnmatchcase(fqn, p)}
+        matched.update(hits)
+        return bool(hits)
+
+    def is_list_of_blocks(child: nn.Module) -> bool:
+        if not isinstance(child, nn.ModuleList | nn.Sequential):
+            return False
+        classes = [type(block) for block in child if any(True for _ in block.parameters())]
+        return any(classes.count(kind) >= 2 for kind in set(classes))
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        for name, child in parent.named_children():
+            fqn = f"{prefix}{name}"
+            if patterns:
+                if by_pattern(child, fqn):
+                    blocks.append(fqn)
+                    continue
+            elif is_list_of_blocks(child):
+                blocks.extend(f"{fqn}.{inner}" for inner, block in child.named_children() if any(True for _ in block.parameters()))
+                continue
+            visit(child, f"{fqn}.")
+
+    if not patterns and is_list_of_blocks(module):
+        blocks.extend(name for name, block in module.named_children() if any(True for _ in block.parameters()))
+    else:
+        visit(module, "")
+    unmatched = [p for p in patterns if p not in matched]
+    if unmatched:
+        classes = sorted({type(m).__name__ for m in module.modules()})
+        raise ConfigError(
+            f"infinity.units: {', '.join(map(repr, unmatched))} matches no module of the model. Give class names or FQN "
+            f"patterns; the model's classes are {', '.join(classes)}."
+        )
+    return blocks
+
+
+def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) -> list[UnitMembers]:
+    """Assign every parameter to exactly one unit, in registration order.
+
+    A parameter shared between modules (tied weights) belongs to the unit where it is registered first, unless that is
+    a block and somebody outside uses it too: then it is a leftover, so that no block has to stay for it.
+
+    Args:
+        module: the model.
+        item_bytes: bytes of one element of the compute dtype, used for sizes.
+        patterns: see `find_blocks`.
+    """
+    blocks = find_blocks(module, patterns)
+    block_set = set(blocks)
+
+    def block_of(fqn: str) -> str | None:
+        parts = fqn.split(".")
+        return next((".".join(parts[:n]) for n in range(1, len(parts)) if ".".join(parts[:n]) in block_set), None)
+
+    homes: dict[int, set[str | None]] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        homes.setdefault(id(parameter), set()).add(block_of(fqn))
+
+    by_block: dict[str, UnitMembers] = {}
+    units: list[UnitMembers] = []
+    leftovers: UnitMembers | None = None
+    owner_of_last = ""
+    sizes: dict[str, int] = {}
+    for fqn, parameter in module.named_parameters():
+        home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
+        if home is not None:
+            sizes[home] = sizes.get(home, 0) + parameter.numel() * item_bytes
+    largest_block = max(sizes.values(), default=_SMALL_UNIT_BYTES)
+
+    for fqn, parameter in module.named_parameters():
+        num_bytes = parameter.numel() * item_bytes
+        home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
+        if home is not None:
+            leftovers = None
+            if home not in by_block:
+                by_block[home] = UnitMembers(home)
+                units.append(by_block[home])
+            unit = by_block[home]
+        else:
+            owner = fqn.rpartition(".")[0]
+            too_large = leftovers is not None and leftovers.num_bytes + num_bytes > max(largest_block, _SMALL_UNIT_BYTES)
+            if leftovers is None or (too_large and owner != owner_of_last):
+                leftovers = UnitMembers(owner or fqn)
+                units.append(leftovers)
+            owner_of_last = owner
+            unit = leftovers
+        unit.fqns.append(fqn)
+        unit.num_bytes += num_bytes
+    return units

@@ -1,0 +1,110 @@
+"""Pages bytes between host memory and drives: extents, aligned memory, handles, priorities, and errors that say what
+to do.
+
+It knows nothing of models or optimizers. Paging plain tensors:
+
+    >>> import tempfile, torch
+    >>> from swapper import Priority, StagingArena, Swapper
+    >>> directory = tempfile.mkdtemp()
+    >>> with Swapper.open([directory], capacity_bytes=64 << 20) as swapper:
+    ...     weight = torch.arange(1_000_000, dtype=torch.float32)
+    ...     extent = swapper.allocate(weight.nbytes, name="weight")
+    ...     written = swapper.write(extent, weight)  # returns at once; keep ``weight`` as it is ...
+    ...     written.wait()  # ... until its bytes have left
+    ...     copy = torch.empty_like(weight)
+    ...     handle = swapper.read(extent, copy, priority=Priority.PREFETCH)
+    ...     # ... compute something else meanwhile ...
+    ...     handle.wait()  # somebody needs it now: served first
+    ...     torch.equal(copy, weight)
+    True
+
+Memory from a :class:`StagingArena` is page-aligned, so the drive reads and writes it without a copy, and its size is
+fixed, so host memory does not grow:
+
+    >>> with StagingArena(page_bytes=1 << 20, num_pages=2) as arena, Swapper.in_memory(16 << 20) as swapper:
+    ...     extent = swapper.allocate(1 << 20, name="state")
+    ...     with arena.lease(owner="example") as page:
+    ...         _ = page.tensor.fill_(7)
+    ...         swapper.write(extent, page.tensor).wait()
+    ...     swapper.statistics().write_bytes
+    1048576
+
+Nothing is left in the directory, whatever ends the process:
+
+    >>> import os
+    >>> os.listdir(directory)
+    []
+    >>> os.rmdir(directory)
+"""
+
+from swapper.backends.base import IOBackend
+from swapper.config import ALIGNMENT, Priority, SwapperConfig
+from swapper.errors import (
+    ArenaClosedError,
+    ArenaError,
+    ArenaExhaustedError,
+    ArgumentError,
+    BrokenExtentError,
+    ExtentError,
+    ExtentRangeError,
+    FreedExtentError,
+    InvalidBufferError,
+    MissingDirectoryError,
+    NotDirectoryError,
+    OutOfSpaceError,
+    PageReleasedError,
+    ShortTransferError,
+    StallError,
+    SwapperClosedError,
+    SwapperError,
+    TransferError,
+    UnwritableDirectoryError,
+    UnwrittenExtentError,
+    VolumeError,
+    VolumeTooSmallError,
+)
+from swapper.extent import Extent
+from swapper.handle import Handle
+from swapper.region import AlignedRegion
+from swapper.staging import ArenaStatistics, Page, StagingArena
+from swapper.statistics import Statistics
+from swapper.swapper import Swapper
+from swapper.volume import Volume
+
+__all__ = [
+    "ALIGNMENT",
+    "AlignedRegion",
+    "ArenaClosedError",
+    "ArenaError",
+    "ArenaExhaustedError",
+    "ArenaStatistics",
+    "ArgumentError",
+    "BrokenExtentError",
+    "Extent",
+    "ExtentError",
+    "ExtentRangeError",
+    "FreedExtentError",
+    "Handle",
+    "IOBackend",
+    "InvalidBufferError",
+    "MissingDirectoryError",
+    "NotDirectoryError",
+    "OutOfSpaceError",
+    "Page",
+    "PageReleasedError",
+    "Priority",
+    "ShortTransferError",
+    "StagingArena",
+    "StallError",
+    "Statistics",
+    "Swapper",
+    "SwapperClosedError",
+    "SwapperConfig",
+    "SwapperError",
+    "TransferError",
+    "UnwritableDirectoryError",
+    "UnwrittenExtentError",
+    "Volume",
+    "VolumeError",
+    "VolumeTooSmallError",
+]

@@ -1,0 +1,90 @@
+"""Two pools of worker threads, one for reads and one for writes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from swapper.backends.base import Direction, IORequest
+
+
+class Transfer(Protocol):
+    """Carries out one request and says how far it came."""
+
+    def __call__(self, request: IORequest) -> int:
+        """Return the number of bytes transferred, or raise ``OSError``."""
+        ...
+
+
+RequestQueue = queue.SimpleQueue[IORequest | None]
+
+
+def _serve(requests: RequestQueue, transfer: Transfer) -> None:
+    # A plain function and not a method: a running thread must not keep the pool alive, or nobody would ever stop it.
+    while True:
+        request = requests.get()
+        if request is None:
+            return
+        error: OSError | None = None
+        transferred = 0
+        try:
+            transferred = transfer(request)
+        except OSError as os_error:
+            # The traceback's frames refer to the request and so to the user's memory; the number and text are enough.
+            error = os_error.with_traceback(None)
+        except Exception as other:
+            error = OSError(None, f"{type(other).__name__}: {other}")
+        request.complete(transferred, error)
+        # An idle worker must not keep the last buffer alive.
+        del request, error
+
+
+def _stop(queues: tuple[RequestQueue, ...], num_threads: int, pid: int) -> None:
+    if os.getpid() == pid:
+        for requests in queues:
+            for _ in range(num_threads):
+                requests.put(None)
+
+
+class WorkerPool:
+    """Knows threads and the queues they take requests from; must not know what a transfer does.
+
+    Reads and writes have workers of their own: were they shared, slow writes could occupy all of them while the drive
+    sits idle in the other direction.
+    """
+
+    def __init__(self, name: str, transfer: Transfer, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._queues: tuple[RequestQueue, RequestQueue] = (queue.SimpleQueue(), queue.SimpleQueue())
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(self._queues[direction], transfer),
+                name=f"swapper-{name}-{direction.name.lower()}-{index}",
+                daemon=True,
+            )
+            for direction in Direction
+            for index in range(num_threads)
+        ]
+        self._finalizer = weakref.finalize(self, _stop, self._queues, num_threads, os.getpid())
+        self._finalizer.atexit = False  # daemon threads end with the process
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: IORequest) -> None:
+        """Hand a request to the next idle worker of its direction."""
+        self._queues[request.direction].put(request)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Stop the workers after what is queued; return whether all of them ended in time."""
+        self._finalizer()
+        deadline = time.monotonic() + timeout_seconds
+        current = threading.current_thread()
+        for thread in self._threads:
+            if thread is not current:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads if thread is not current)

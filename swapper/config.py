@@ -1,0 +1,59 @@
+"""Settings of a swapper, checked once when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from swapper.errors import ArgumentError
+
+ALIGNMENT = 4096
+"""Direct I/O wants memory addresses, file offsets and lengths that are multiples of this many bytes."""
+
+
+class Priority(IntEnum):
+    """Who is served first; the smaller number wins."""
+
+    DEMAND = 0  # somebody waits for it now
+    PREFETCH = 1  # somebody will need it soon
+    WRITE_BACK = 2  # nobody waits for it
+
+
+def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``num_bytes``."""
+    return -(-num_bytes // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class SwapperConfig:
+    """How a swapper talks to its backend.
+
+    Attributes:
+        request_bytes: Largest single transfer; longer reads and writes are cut into pieces of it. Multiple of 4096.
+        num_threads: Worker threads for each direction: so many reads and so many writes run at once.
+        max_inflight: Transfers handed to the backend at once, for each direction; a backend may take fewer.
+        deadline_seconds: A transfer fails if it has no answer after this long (up to a quarter more), and a wait gives
+            up if no transfer at all completes for this long.
+        direct: Bypass the page cache (O_DIRECT) where the file system can.
+        max_retries: How often one transfer is tried again after EINTR, EAGAIN or a short transfer.
+        max_overtakes: So many transfers of higher priority may pass a waiting one of lower priority; then that has its
+            turn.
+    """
+
+    request_bytes: int = 1 << 20
+    num_threads: int = 4
+    max_inflight: int = 32
+    deadline_seconds: float = 120.0
+    direct: bool = True
+    max_retries: int = 8
+    max_overtakes: int = 64
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.request_bytes <= 0 or self.request_bytes % ALIGNMENT:
+            raise ArgumentError(f"request_bytes must be a positive multiple of {ALIGNMENT}, got {self.request_bytes}")
+        for name, least in (("num_threads", 1), ("max_inflight", 1), ("max_retries", 0), ("max_overtakes", 1)):
+            if getattr(self, name) < least:
+                raise ArgumentError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.deadline_seconds > 0:
+            raise ArgumentError(f"deadline_seconds must be positive, got {self.deadline_seconds}")

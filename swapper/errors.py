@@ -1,0 +1,281 @@
+"""Every error this package raises, in one tree.
+
+    SwapperError
+    ├── ArgumentError (ValueError)      a setting, a size, a buffer or a range that cannot work
+    │   ├── InvalidBufferError          memory that a transfer cannot use
+    │   └── ExtentRangeError            bytes outside an extent
+    ├── VolumeError                     scratch space could not be set up; nothing was left behind
+    │   ├── MissingDirectoryError
+    │   ├── NotDirectoryError
+    │   ├── UnwritableDirectoryError
+    │   └── VolumeTooSmallError         needed and free bytes are attributes
+    ├── OutOfSpaceError                 no room for one more extent in an open volume
+    ├── ExtentError
+    │   ├── UnwrittenExtentError        a read of bytes that were never written
+    │   ├── BrokenExtentError           a read of bytes whose last write failed
+    │   └── FreedExtentError            use after free
+    ├── TransferError                   the drive refused: file, offset, bytes and errno are attributes
+    │   ├── ShortTransferError          the file ended early, or transfers stayed short
+    │   └── StallError (TimeoutError)   no answer within the deadline
+    ├── ArenaError
+    │   ├── ArenaExhaustedError (TimeoutError)   names who holds the pages
+    │   ├── PageReleasedError           a page used or released after its release
+    │   └── ArenaClosedError
+    └── SwapperClosedError              use after close, in a forked child, or cut short by close
+
+Errors of the operating system are mapped where a transfer completes, and stay attached as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+import errno as errno_codes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = [
+    "ArenaClosedError",
+    "ArenaError",
+    "ArenaExhaustedError",
+    "ArgumentError",
+    "BrokenExtentError",
+    "ExtentError",
+    "ExtentRangeError",
+    "FreedExtentError",
+    "InvalidBufferError",
+    "MissingDirectoryError",
+    "NotDirectoryError",
+    "OutOfSpaceError",
+    "PageReleasedError",
+    "ShortTransferError",
+    "StallError",
+    "SwapperClosedError",
+    "SwapperError",
+    "TransferError",
+    "UnwritableDirectoryError",
+    "UnwrittenExtentError",
+    "VolumeError",
+    "VolumeTooSmallError",
+]
+
+
+class SwapperError(Exception):
+    """Base of all errors of this package."""
+
+
+class ArgumentError(SwapperError, ValueError):
+    """A setting or an argument cannot work."""
+
+
+class InvalidBufferError(ArgumentError):
+    """The memory given to a read or a write cannot be used for it."""
+
+
+class ExtentRangeError(ArgumentError):
+    """A read or a write reaches outside its extent."""
+
+    def __init__(self, extent_name: str, extent_bytes: int, offset: int, num_bytes: int) -> None:
+        self.extent_name = extent_name
+        self.offset = offset
+        self.num_bytes = num_bytes
+        super().__init__(
+            f"extent {extent_name!r} has {extent_bytes} bytes: {num_bytes} bytes at offset {offset} are not inside it; "
+            "pass a smaller num_bytes or allocate a larger extent"
+        )
+
+
+class VolumeError(SwapperError):
+    """Scratch space could not be set up in a directory; nothing was left behind."""
+
+    def __init__(self, directory: Path, message: str) -> None:
+        self.directory = directory
+        super().__init__(message)
+
+
+class MissingDirectoryError(VolumeError):
+    """The directory does not exist."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, f"directory {str(directory)!r} does not exist; create it or correct the path")
+
+
+class NotDirectoryError(VolumeError):
+    """The path exists but is not a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(
+            directory, f"{str(directory)!r} is not a directory; scratch files need a directory of their drive"
+        )
+
+
+class UnwritableDirectoryError(VolumeError):
+    """A file cannot be made in the directory."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        super().__init__(
+            directory,
+            f"cannot make a scratch file in directory {str(directory)!r}: {reason}; "
+            "give this user write access there or choose another directory",
+        )
+
+
+class VolumeTooSmallError(VolumeError):
+    """The file system under a directory has too little free space."""
+
+    def __init__(self, directory: Path, needed_bytes: int, free_bytes: int, reason: str = "") -> None:
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        detail = f" ({reason})" if reason else ""
+        super().__init__(
+            directory,
+            f"directory {str(directory)!r} is too small{detail}: {needed_bytes} bytes are needed there and "
+            f"{free_bytes} are free; free some space, add a directory on another drive, or ask for less",
+        )
+
+
+class OutOfSpaceError(SwapperError):
+    """An open volume has no room for one more extent."""
+
+    def __init__(self, extent_name: str, needed_bytes: int, free_bytes: int, largest_free_bytes: int) -> None:
+        self.extent_name = extent_name
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.largest_free_bytes = largest_free_bytes
+        super().__init__(
+            f"no room for extent {extent_name!r}: {needed_bytes} bytes are needed, {free_bytes} are free "
+            f"({largest_free_bytes} in one piece); open with a larger capacity_bytes or free extents first"
+        )
+
+
+class ExtentError(SwapperError):
+    """An extent is not in a state that allows the request."""
+
+    def __init__(self, extent_name: str, message: str) -> None:
+        self.extent_name = extent_name
+        super().__init__(message)
+
+
+class UnwrittenExtentError(ExtentError):
+    """A read of bytes that nobody has written."""
+
+    def __init__(self, extent_name: str, offset: int, num_bytes: int) -> None:
+        self.offset = offset
+        self.num_bytes = num_bytes
+        super().__init__(
+            extent_name,
+            f"extent {extent_name!r} was never written at bytes {offset} to {offset + num_bytes}; "
+            "write it before reading",
+        )
+
+
+class BrokenExtentError(ExtentError):
+    """A read of bytes whose last write failed: what lies there is neither old nor new."""
+
+    def __init__(self, extent_name: str, offset: int, num_bytes: int) -> None:
+        self.offset = offset
+        self.num_bytes = num_bytes
+        super().__init__(
+            extent_name,
+            f"extent {extent_name!r} cannot be read at bytes {offset} to {offset + num_bytes}: the last write there "
+            "failed; write that range again, whole, or start over from saved data",
+        )
+
+
+class FreedExtentError(ExtentError):
+    """An extent was used after it had been freed, or in another swapper than its own."""
+
+
+class TransferError(SwapperError):
+    """The drive did not do what it was asked.
+
+    Attributes:
+        operation: ``"read"`` or ``"write"``.
+        extent_name: The extent that was transferred.
+        file: The scratch file or device, in words.
+        offset: The byte in that file where the failed transfer starts.
+        num_bytes: Length of the failed transfer.
+        errno: The operating system's error number, or ``None``.
+    """
+
+    def __init__(
+        self, operation: str, extent_name: str, file: str, offset: int, num_bytes: int, errno: int | None, detail: str
+    ) -> None:
+        self.operation = operation
+        self.extent_name = extent_name
+        self.file = file
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.errno = errno
+        super().__init__(
+            f"{operation} of {num_bytes} bytes at offset {offset} of {file} (extent {extent_name!r}) {detail}"
+        )
+
+    @classmethod
+    def from_os_error(
+        cls, operation: str, extent_name: str, file: str, offset: int, num_bytes: int, error: OSError
+    ) -> TransferError:
+        """Put an operating system's error into words, with what can be done about it."""
+        code = error.errno
+        if code is None:
+            detail = f"failed: {error}"
+        else:
+            name = errno_codes.errorcode.get(code, "?")
+            detail = f"failed: {os.strerror(code)} (errno {code}, {name}); {_CURES.get(code, _DEFAULT_CURE)}"
+        mapped = cls(operation, extent_name, file, offset, num_bytes, code, detail)
+        mapped.__cause__ = error
+        return mapped
+
+
+_DEFAULT_CURE = "look at the kernel log for this drive"
+_CURES = {
+    errno_codes.EIO: "the drive reports a hardware error: see the kernel log, replace it or take another directory",
+    errno_codes.ENODEV: "the drive has gone away: reconnect it or choose another directory",
+    errno_codes.ENXIO: "the drive has gone away: reconnect it or choose another directory",
+    errno_codes.ENOSPC: "the file system is full: free some space on it",
+    errno_codes.EDQUOT: "the disk quota is used up: raise it or choose another directory",
+    errno_codes.EINVAL: "the file system refuses direct transfers of this size: open with direct=False",
+    errno_codes.EROFS: "the file system became read-only, usually after an error: see the kernel log",
+    errno_codes.EFAULT: "the memory of the buffer was released while the transfer ran: keep it until then",
+    errno_codes.EAGAIN: "the kernel was out of resources for longer than max_retries attempts: lower num_threads",
+    errno_codes.ENOMEM: "the kernel was out of memory for the transfer: lower num_threads or request_bytes",
+}
+
+
+class ShortTransferError(TransferError):
+    """Fewer bytes than asked were transferred, again and again."""
+
+
+class StallError(TransferError, TimeoutError):
+    """A transfer, or a wait for one, saw no answer within its deadline.
+
+    The kernel may still hold the buffer of a stalled transfer: do not reuse its memory.
+    """
+
+
+class ArenaError(SwapperError):
+    """A page of a staging arena could not be had or was misused."""
+
+
+class ArenaExhaustedError(ArenaError, TimeoutError):
+    """No page became free in time."""
+
+    def __init__(self, num_pages: int, waited_seconds: float, owners: Sequence[tuple[str, int]]) -> None:
+        self.num_pages = num_pages
+        self.owners = tuple(owners)
+        held = ", ".join(f"{owner or 'unnamed'}: {count}" for owner, count in owners) or "nobody"
+        super().__init__(
+            f"none of the {num_pages} pages of the arena became free within {waited_seconds:g} seconds; "
+            f"held by {held}; release pages sooner or make the arena larger"
+        )
+
+
+class PageReleasedError(ArenaError):
+    """A page was used or released after it had been given back."""
+
+
+class ArenaClosedError(ArenaError):
+    """The arena has been closed."""
+
+
+class SwapperClosedError(SwapperError):
+    """The swapper has been closed, or belongs to the parent of this process."""

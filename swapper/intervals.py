@@ -1,0 +1,78 @@
+"""A set of bytes, kept as sorted, disjoint, non-touching half-open ranges."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+
+class IntervalSet:
+    """Knows which bytes belong to it; must not know what belonging means."""
+
+    __slots__ = ("_starts", "_stops")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(zip(self._starts, self._stops, strict=True))
+
+    def add(self, start: int, stop: int) -> None:
+        """Take in the bytes ``[start, stop)``."""
+        if start >= stop:
+            return
+        first = bisect_left(self._stops, start)
+        last = bisect_right(self._starts, stop)
+        if first < last:
+            start = min(start, self._starts[first])
+            stop = max(stop, self._stops[last - 1])
+        self._starts[first:last] = [start]
+        self._stops[first:last] = [stop]
+
+    def remove(self, start: int, stop: int) -> None:
+        """Leave out the bytes ``[start, stop)``."""
+        first = bisect_right(self._stops, start)
+        last = bisect_left(self._starts, stop)
+        if start >= stop or first >= last:
+            return
+        kept = []
+        if self._starts[first] < start:
+            kept.append((self._starts[first], start))
+        if self._stops[last - 1] > stop:
+            kept.append((stop, self._stops[last - 1]))
+        self._starts[first:last] = [low for low, _ in kept]
+        self._stops[first:last] = [high for _, high in kept]
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Return whether every byte of ``[start, stop)`` is inside."""
+        if start >= stop:
+            return True
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and stop <= self._stops[index]
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Return whether any byte of ``[start, stop)`` is inside."""
+        return start < stop and bisect_right(self._stops, start) < bisect_left(self._starts, stop)
+
+    def first_overlap(self, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the first piece of ``[start, stop)`` that is inside, or ``None``."""
+        index = bisect_right(self._stops, start)
+        if start >= stop or index >= len(self._starts) or self._starts[index] >= stop:
+            return None
+        return max(start, self._starts[index]), min(stop, self._stops[index])
+
+    def first_gap(self, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the first piece of ``[start, stop)`` that is not inside, or ``None``."""
+        if start >= stop:
+            return None
+        index = bisect_right(self._starts, start) - 1
+        if index >= 0 and self._stops[index] > start:
+            start = self._stops[index]
+        if start >= stop:
+            return None
+        following = bisect_right(self._starts, start)
+        return start, min(stop, self._starts[following]) if following < len(self._starts) else stop

@@ -1,0 +1,116 @@
+"""Page-aligned memory that direct I/O and the device driver both accept."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.config import ALIGNMENT, round_up
+from swapper.errors import ArgumentError
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _map(num_bytes: int) -> int:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, num_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {num_bytes} bytes of memory: {os.strerror(code)}")
+    return int(address)
+
+
+def _unmap(address: int, num_bytes: int, pid: int) -> None:
+    # A forked child never had this mapping (MADV_DONTFORK): by now the address may belong to something else there.
+    if os.getpid() == pid:
+        _libc.munmap(address, num_bytes)
+
+
+class _Mapping:
+    """Knows one anonymous mapping and unmaps it when nobody refers to it any more."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # A start on a huge page boundary lets the kernel back all of it with huge pages, which halves the CPU time of
+        # direct transfers (measured: 35 instead of 55 us per MiB). The slack around is given back.
+        slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
+        base = _map(num_bytes + slack)
+        self.address = round_up(base, _HUGE_PAGE_BYTES) if slack else base
+        self.num_bytes = num_bytes
+        if slack:
+            head = self.address - base
+            if head:
+                _libc.munmap(base, head)
+            if slack - head:
+                _libc.munmap(self.address + num_bytes, slack - head)
+        if sys.platform == "linux":
+            _libc.madvise(self.address, num_bytes, _MADV_DONTFORK)
+            if slack:
+                _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
+        finalizer = weakref.finalize(self, _unmap, self.address, num_bytes, os.getpid())
+        finalizer.atexit = False  # the process takes the memory along; views may outlive this call
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Tell numpy where the bytes are; an array made from it keeps this object, hence the mapping, alive."""
+        return {"version": 3, "data": (self.address, False), "shape": (self.num_bytes,), "typestr": "|u1"}
+
+
+class AlignedRegion:
+    """Knows a page-aligned anonymous private mapping of an exact size; must not know what it is used for.
+
+    It is not inherited by forked children, and its size is ``num_bytes`` rounded up to 4096 and nothing more.
+
+    Args:
+        num_bytes: Size wanted, at least 1.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        if num_bytes <= 0:
+            raise ArgumentError(f"a region needs at least one byte, got {num_bytes}")
+        self.num_bytes = num_bytes
+        self._mapping: _Mapping | None = _Mapping(round_up(num_bytes, ALIGNMENT))
+        self._lock = threading.Lock()
+
+    def _live(self) -> _Mapping:
+        mapping = self._mapping
+        if mapping is None:
+            raise ArgumentError("this memory region has been released; make a new one")
+        return mapping
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return self._live().address
+
+    @property
+    def is_released(self) -> bool:
+        """Whether :meth:`release` has been called."""
+        return self._mapping is None
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """Return a fresh writable uint8 array over all bytes; it keeps the memory mapped while it lives."""
+        return np.asarray(self._live())[: self.num_bytes]
+
+    def release(self) -> None:
+        """Give the memory back now, or as soon as the last array over it has died. Calling it again does nothing."""
+        with self._lock:
+            self._mapping = None

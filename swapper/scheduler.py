@@ -1,0 +1,396 @@
+"""Orders reads and writes, bounds what is in flight, and remembers every error until somebody has seen it.
+
+[Note: hung transfers]
+A transfer that misses its deadline ends its operation for everybody who waits (``StallError``), but the kernel may
+still move the bytes later. So a stalled operation stays among the active ones of its extent until the backend lets go
+of it: operations on the same bytes fail at once, and the extent's space is not given to anybody else.
+
+[Note: signals]
+A ``KeyboardInterrupt`` can surface between any two calls on the main thread, also in here. ``with`` gives the lock
+back, a half-made admission is undone, and transfers that were taken from a lane but not handed over go back. Only the
+single transfer that is being handed over at that very moment may be lost: then its deadline or ``close`` ends it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from swapper.backends.base import Direction, IOBackend, IORequest
+from swapper.config import Priority, SwapperConfig
+from swapper.errors import FreedExtentError, SwapperClosedError, SwapperError
+from swapper.extent import Extent, ExtentState
+from swapper.failure import os_error, short_error, stall_error
+from swapper.lane import Lane
+from swapper.ledger import Ledger
+from swapper.operation import Operation, OperationState, Transfer
+from swapper.pending import PendingErrors, observe
+from swapper.waiting import WaitingRoom, announce, call_back
+from swapper.watchdog import TICKS_PER_DEADLINE, Watchdog
+
+logger = logging.getLogger(__name__)
+
+_TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
+
+
+class IOScheduler:
+    """Knows all unfinished operations and in which order they may run; must not know how bytes move.
+
+    Thread safe. Callbacks and waiters never run under its lock.
+    """
+
+    def __init__(self, backend: IOBackend, config: SwapperConfig) -> None:
+        self._backend = backend
+        self._config = config
+        self._lock = threading.Lock()
+        limit = min(config.max_inflight, backend.concurrency)
+        self.lanes = tuple(
+            Lane(direction, config, limit, backend.boundary_bytes, self._on_complete) for direction in Direction
+        )
+        self._ledgers: dict[Extent, Ledger] = {}
+        self._active: dict[Operation, Ledger] = {}  # unfinished or stalled, in submission order
+        self._tick = 0
+        self._closed_because = ""
+        self._thread = threading.local()  # .backlog: what this thread is handing over
+        self.num_retries = 0
+        self.num_errors = 0
+        self.pending = PendingErrors()
+        self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
+        self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
+
+    # -- submission --------------------------------------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> None:
+        """Take a new operation.
+
+        Raises:
+            UnwrittenExtentError: A read of bytes that were never written.
+            BrokenExtentError: A read of bytes whose last write failed, if that is known already.
+            FreedExtentError: The extent has been freed.
+            SwapperClosedError: The scheduler has been closed.
+        """
+        over: list[Operation] = []
+        taken: deque[Transfer] = deque()
+        try:
+            with self._lock:
+                ledger = self._ledgers.get(operation.extent) or Ledger(operation.extent)
+                self._check(operation, ledger)
+                try:
+                    self._ledgers[operation.extent] = ledger
+                    self._admit(operation, ledger, over)
+                except BaseException:
+                    self._forget(operation, ledger)
+                    raise
+                self._take(taken)
+            self._hand_over(taken)
+        except BaseException:
+            self._put_back(taken)
+            raise
+        announce(over)
+
+    def _check(self, operation: Operation, ledger: Ledger) -> None:
+        if self._closed_because:
+            raise SwapperClosedError(self._closed_because)
+        extent = operation.extent
+        if extent.state is not ExtentState.LIVE:
+            raise FreedExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
+        ledger.check(operation)
+
+    def _admit(self, operation: Operation, ledger: Ledger, over: list[Operation]) -> None:
+        ledger.admit(operation)
+        self._active[operation] = ledger
+        for earlier in operation.blockers:
+            earlier.dependents.append(operation)
+            self._promote(earlier, operation.priority)
+            if earlier.state is OperationState.STALLED:
+                operation.error = stall_error(operation, None, self._backend, "is behind a transfer that hangs")
+        if operation.error is not None or (not operation.blockers and not self._make_ready(operation, ledger)):
+            self._finish(operation, over)
+
+    def _forget(self, operation: Operation, ledger: Ledger) -> None:
+        """Undo a half-made admission; see [Note: signals]."""
+        for earlier in operation.blockers:
+            if operation in earlier.dependents:
+                earlier.dependents.remove(operation)
+        self.lanes[operation.direction].withdraw(operation)
+        operation.state = OperationState.DONE
+        operation.is_finished = True
+        operation.error = SwapperClosedError("interrupted before it started")
+        # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
+        ledger.settle(operation)
+        ledger.discharge(operation)
+        self._active.pop(operation, None)
+        operation.drop_memory()
+
+    def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
+        """Queue an operation that waits for nothing any more; return false if it is over instead."""
+        try:
+            if self._closed_because:
+                raise SwapperClosedError(self._closed_because)
+            ledger.check_broken(operation)
+        except SwapperError as error:
+            operation.error = error.with_traceback(None)
+            return False
+        if operation.num_bytes == 0:
+            return False
+        self.lanes[operation.direction].enqueue(operation)
+        return True
+
+    # -- hand-over ---------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Give the backend as much as it takes: nothing, unless a signal cut an earlier hand-over short."""
+        if any(lane.has_room for lane in self.lanes):  # a look without the lock may be wrong, but not for long
+            taken: deque[Transfer] = deque()
+            try:
+                with self._lock:
+                    self._take(taken)
+                self._hand_over(taken)
+            except BaseException:
+                self._put_back(taken)
+                raise
+
+    def _take(self, taken: deque[Transfer]) -> None:
+        """Take from the lanes what the backend has room for."""
+        for lane in self.lanes:
+            while (transfer := lane.take(self._tick)) is not None:
+                taken.append(transfer)
+
+    def _hand_over(self, taken: deque[Transfer]) -> None:
+        """Give transfers to the backend; ``taken`` is left with those that were not handed over.
+
+        A backend may complete requests inside ``submit``, which comes back here with the next transfers: they are left
+        to the outer call, so that the stack does not grow with their number.
+        """
+        if not taken:
+            return
+        backlog: deque[Transfer] | None = getattr(self._thread, "backlog", None)
+        if backlog is not None:
+            backlog.extend(taken)
+            return
+        self._thread.backlog = taken
+        try:
+            while taken:
+                self._submit(taken.popleft())
+        finally:
+            self._thread.backlog = None
+
+    def _submit(self, transfer: Transfer) -> None:
+        try:
+            self._backend.submit(transfer)
+        except Exception as error:
+            logger.exception("the backend raised instead of completing a transfer with an error")
+            self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
+
+    def _put_back(self, transfers: Iterable[Transfer]) -> None:
+        """Give transfers that were not handed over back to their lanes; see [Note: signals]."""
+        over: list[Operation] = []
+        with self._lock:
+            for transfer in transfers:
+                lane = self.lanes[transfer.direction]
+                operation = transfer.operation
+                lane.give_back(transfer)
+                if operation.error is None:
+                    lane.enqueue_again(transfer)
+                elif not operation.outstanding:
+                    self._finish(operation, over)
+        announce(over)
+
+    def _on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+        """Take note of a completed transfer; called by the backend on any thread."""
+        if not isinstance(request, Transfer):
+            raise TypeError("a backend must complete the very request that it was given")
+        over: list[Operation] = []
+        taken: deque[Transfer] = deque()
+        operation = request.operation
+        lane = self.lanes[request.direction]
+        with self._lock:
+            if request not in lane.inflight:
+                logger.warning("a transfer of extent %r was completed twice", operation.extent.name)
+                return
+            lane.give_back(request)
+            self._waiting.num_completions += 1
+            if error is None and transferred_bytes == len(request.memory):
+                lane.num_bytes += transferred_bytes
+                lane.num_transfers += 1
+            elif operation.error is None:
+                self._on_trouble(request, lane, transferred_bytes, error)
+            if not operation.outstanding and operation.state is not OperationState.QUEUED:
+                self._finish(operation, over)
+            self._take(taken)
+        self._hand_over(taken)
+        announce(over)
+
+    def _on_trouble(self, transfer: Transfer, lane: Lane, transferred_bytes: int, error: OSError | None) -> None:
+        operation = transfer.operation
+        is_transient = error is None or error.errno in _TRANSIENT
+        if is_transient and transfer.num_retries < self._config.max_retries and not self._closed_because:
+            self.num_retries += 1
+            lane.num_bytes += transfer.advance(0 if error is not None else transferred_bytes)
+            lane.enqueue_again(transfer)
+            return
+        if error is not None:
+            operation.error = os_error(operation, transfer, self._backend, error)
+        else:
+            operation.error = short_error(
+                operation, transfer, self._backend, transferred_bytes, transfer.num_retries + 1
+            )
+        lane.withdraw(operation)
+
+    # -- the end of an operation -------------------------------------------------------------------------------------
+
+    def _finish(self, operation: Operation, over: list[Operation]) -> None:
+        """End an operation; then make ready, or end as well, what waited for it."""
+        ending = [operation]
+        while ending:
+            operation = ending.pop()
+            if not operation.is_finished:
+                self._settle(operation)
+                over.append(operation)
+            operation.move_to(OperationState.DONE)
+            operation.drop_memory()
+            self._active.pop(operation).discharge(operation)
+            for later in operation.dependents:
+                later.blockers.pop(operation, None)
+                if not later.blockers and not later.is_finished and not self._make_ready(later, self._active[later]):
+                    ending.append(later)
+            operation.dependents.clear()
+
+    def _settle(self, operation: Operation) -> None:
+        """Fix how an operation ended."""
+        operation.is_finished = True
+        self._active[operation].settle(operation)
+        if operation.error is not None and not isinstance(operation.error, SwapperClosedError):
+            self.num_errors += 1
+            self.pending.add(operation)
+
+    def _on_tick(self) -> None:
+        """End operations whose transfers hang; see [Note: hung transfers]."""
+        over: list[Operation] = []
+        with self._lock:
+            self._tick += 1
+            for lane in self.lanes:
+                for transfer in lane.inflight:
+                    if self._tick - transfer.submitted_tick <= TICKS_PER_DEADLINE:
+                        break  # all others were submitted later
+                    if transfer.operation.state is not OperationState.STALLED:
+                        self._stall(transfer, lane, over)
+        announce(over)
+
+    def _stall(self, transfer: Transfer, lane: Lane, over: list[Operation]) -> None:
+        detail = f"saw no answer for more than {self._config.deadline_seconds:g} seconds"
+        operation = transfer.operation
+        lane.withdraw(operation)
+        operation.error = operation.error or stall_error(operation, transfer, self._backend, detail)
+        self._settle(operation)
+        operation.move_to(OperationState.STALLED)
+        over.append(operation)
+        for later in list(operation.dependents):
+            if not later.is_finished:
+                later.error = stall_error(later, None, self._backend, "is behind a transfer that hangs")
+                self._finish(later, over)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait(self, operation: Operation, timeout_seconds: float | None) -> None:
+        """Block until the operation is over and raise its error; see ``Handle.wait``."""
+        if not operation.is_finished:
+            if operation.priority > Priority.DEMAND:
+                self.promote(operation, Priority.DEMAND)
+            self._pump()
+            self._waiting.wait(operation, timeout_seconds, observes=True)
+        if operation.error is not None:
+            observe(operation)
+            raise operation.error.with_traceback(None)
+
+    def wait_for_writes(self) -> None:
+        """Block until all writes submitted so far are over; their errors stay pending."""
+        with self._lock:
+            writes = [operation for operation in self._active if operation.direction is Direction.WRITE]
+        self._pump()
+        self._waiting.wait_for_all(writes)
+
+    def release(self, extent: Extent) -> bool:
+        """Block until all requests of an extent are over; return whether the backend has let go of all of them."""
+        with self._lock:
+            ledger = self._ledgers.get(extent)
+            operations = ledger.operations if ledger is not None else []
+        self._pump()
+        self._waiting.wait_for_all(operations)
+        with self._lock:
+            self._ledgers.pop(extent, None)
+            return ledger is None or not ledger.operations
+
+    def promote(self, operation: Operation, priority: Priority) -> None:
+        """Raise the priority of an operation and of those it waits for."""
+        with self._lock:
+            self._promote(operation, priority)
+
+    def _promote(self, operation: Operation, priority: Priority) -> None:
+        rising = [operation]
+        while rising:
+            operation = rising.pop()
+            # What it waits for has at least its priority, always: no need to look further if it does not rise.
+            if operation.priority > priority:
+                self.lanes[operation.direction].promote(operation, priority)
+                rising.extend(operation.blockers)
+
+    def add_callback(self, operation: Operation, function: Callable[[], None]) -> None:
+        """Have a function called when the operation is over."""
+        with self._lock:
+            if not operation.is_finished:
+                operation.callbacks.append(function)
+                return
+        call_back(function)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, because: str) -> None:
+        """Take nothing more, drop what is not at the backend yet, wait for the rest, and close the backend."""
+        over: list[Operation] = []
+        with self._lock:
+            self._closed_because = self._closed_because or because
+            has_hung = False
+            for operation in list(self._active):
+                has_hung = has_hung or operation.state is OperationState.STALLED
+                if not operation.is_finished:
+                    self._cancel(operation, over)
+        announce(over)
+        is_ended = self._backend.close(
+            min(1.0, self._config.deadline_seconds) if has_hung else self._config.deadline_seconds
+        )
+        if not is_ended:
+            logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())
+        self._watchdog.close()
+        self._end_lost(is_ended)
+        while (error := self.pending.take()) is not None:
+            logger.error("closed with an error that nobody has seen: %s", error)
+
+    def _cancel(self, operation: Operation, over: list[Operation]) -> None:
+        operation.error = operation.error or SwapperClosedError(self._closed_because)
+        self.lanes[operation.direction].withdraw(operation)
+        if not operation.outstanding:
+            self._finish(operation, over)
+
+    def _end_lost(self, is_ended: bool) -> None:
+        """End operations whose transfers no backend will ever complete; see [Note: signals]."""
+        over: list[Operation] = []
+        with self._lock:
+            for operation in list(self._active):
+                if is_ended:
+                    self._finish(operation, over)
+                elif not operation.is_finished:
+                    self._settle(operation)
+                    over.append(operation)
+        announce(over)
+
+    def num_queued(self, direction: Direction) -> int:
+        """Operations that are ready or wait for others, and are not handed over completely."""
+        with self._lock:
+            return sum(
+                operation.direction is direction and operation.state in (OperationState.BLOCKED, OperationState.QUEUED)
+                for operation in self._active
+            )

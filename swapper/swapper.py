@@ -1,0 +1,273 @@
+"""The front of the package: named extents of storage, read into and written from memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from swapper.allocator import SpaceAllocator
+from swapper.backends.base import Direction, IOBackend
+from swapper.backends.memory import MemoryBackend
+from swapper.backends.threads import ThreadsBackend
+from swapper.buffer import Buffer, bytes_of
+from swapper.config import Priority, SwapperConfig
+from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
+from swapper.extent import Extent, ExtentState
+from swapper.handle import Handle
+from swapper.operation import Operation
+from swapper.scheduler import IOScheduler
+from swapper.statistics import Statistics
+from swapper.volume import Volume
+
+
+class Swapper:
+    """Knows extents and how requests on them become operations; must not know what the bytes mean.
+
+    All methods may be called from any thread. Requests return at once with a :class:`Handle`; an error whose handle
+    nobody waits for is raised by the next call. In a forked child it refuses to work, and closing it there does
+    nothing.
+
+    Args:
+        backend: Moves the bytes; closed together with the swapper.
+        config: How to use it.
+    """
+
+    def __init__(self, backend: IOBackend, config: SwapperConfig | None = None) -> None:
+        self.config = config or SwapperConfig()
+        self._backend = backend
+        self._allocator = SpaceAllocator(backend.capacity_bytes)
+        self._allocator_lock = threading.Lock()
+        self._scheduler = IOScheduler(backend, self.config)
+        self._block_bytes = backend.block_bytes
+        self._pid = os.getpid()
+        self._is_closed = False
+
+    @classmethod
+    def open(
+        cls,
+        directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+        capacity_bytes: int,
+        config: SwapperConfig | None = None,
+    ) -> Swapper:
+        """Return a swapper whose bytes lie on drives, one directory for each.
+
+        The space is reserved now and is given back when the swapper is closed or the process ends, however it ends.
+
+        Raises:
+            VolumeError: A subclass says what is wrong with which directory; nothing was left behind.
+        """
+        config = config or SwapperConfig()
+        volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
+        try:
+            return cls(ThreadsBackend(volume, config.num_threads), config)
+        except BaseException:
+            volume.close()
+            raise
+
+    @classmethod
+    def in_memory(cls, capacity_bytes: int, config: SwapperConfig | None = None) -> Swapper:
+        """Return a swapper whose bytes lie in host memory, copied by worker threads."""
+        config = config or SwapperConfig()
+        return cls(MemoryBackend(capacity_bytes, config.num_threads), config)
+
+    @property
+    def backend(self) -> IOBackend:
+        """What moves the bytes."""
+        return self._backend
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the storage."""
+        return self._allocator.capacity_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Storage that belongs to no extent."""
+        return self._allocator.free_bytes
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._is_closed
+
+    def allocate(self, num_bytes: int, name: str) -> Extent:
+        """Return a new extent of at least ``num_bytes``, rounded up to 4096; nothing can be read from it before a
+        write.
+
+        Args:
+            num_bytes: Size wanted.
+            name: What error messages call it.
+
+        Raises:
+            OutOfSpaceError: There is no room for it.
+        """
+        self._check_usable()
+        with self._allocator_lock:
+            start = self._allocator.allocate(num_bytes, name)
+        return Extent(name, start, num_bytes, self)
+
+    def free(self, extent: Extent) -> None:
+        """Wait for the requests of an extent and give its space back.
+
+        Space that a hung transfer may still touch is not given to anybody else.
+
+        Raises:
+            FreedExtentError: It was freed before, or belongs to another swapper.
+            StallError: A request does not end.
+        """
+        self._check_usable()
+        self._check_owned(extent)
+        with self._allocator_lock:
+            if extent.state is not ExtentState.LIVE:
+                raise FreedExtentError(extent.name, f"extent {extent.name!r} was freed twice")
+            extent.move_to(ExtentState.FREEING)
+        if self._scheduler.release(extent):
+            with self._allocator_lock:
+                extent.move_to(ExtentState.FREED)
+                self._allocator.release(extent.start, extent.num_bytes)
+
+    def read(
+        self,
+        extent: Extent,
+        buffer: Buffer,
+        *,
+        offset: int = 0,
+        num_bytes: int | None = None,
+        priority: Priority = Priority.DEMAND,
+    ) -> Handle:
+        """Start copying bytes of an extent into memory.
+
+        Args:
+            extent: Where from. buffer: Where to: a contiguous CPU tensor of any dtype, a numpy array, or a writable
+            buffer. The handle keeps it
+                alive; do not use its bytes before the handle is done. Without a copy if address, offset and length are
+                multiples of 4096.
+            offset: First byte in the extent.
+            num_bytes: How many; the whole buffer by default.
+            priority: Who is served first.
+
+        Raises:
+            UnwrittenExtentError: Some of these bytes were never written.
+            BrokenExtentError: The last write of some of them failed. If it is still running, the handle raises instead.
+            ExtentRangeError: They are not all inside the extent.
+            InvalidBufferError: The memory cannot be used.
+            FreedExtentError, SwapperClosedError: Too late.
+            SwapperError: An earlier request failed and nobody waited for it.
+        """
+        return self._start(Direction.READ, extent, buffer, offset, num_bytes, priority)
+
+    def write(
+        self,
+        extent: Extent,
+        buffer: Buffer,
+        *,
+        offset: int = 0,
+        num_bytes: int | None = None,
+        priority: Priority = Priority.WRITE_BACK,
+    ) -> Handle:
+        """Start copying memory into an extent.
+
+        Reads and writes of the same bytes that are started later see this one finished. If it fails, its bytes cannot
+        be read until they are written again.
+
+        Args:
+            extent: Where to.
+            buffer: Where from; see :meth:`read`. Do not change its bytes before the handle is done.
+            offset: First byte in the extent.
+            num_bytes: How many; the whole buffer by default.
+            priority: Who is served first.
+
+        Raises:
+            ExtentRangeError, InvalidBufferError, FreedExtentError, SwapperClosedError, SwapperError: See :meth:`read`.
+        """
+        return self._start(Direction.WRITE, extent, buffer, offset, num_bytes, priority)
+
+    def _start(
+        self,
+        direction: Direction,
+        extent: Extent,
+        buffer: Buffer,
+        offset: int,
+        num_bytes: int | None,
+        priority: Priority,
+    ) -> Handle:
+        self._check_usable()
+        self._scheduler.pending.raise_first()
+        self._check_owned(extent)
+        array = bytes_of(buffer, for_read=direction is Direction.READ)
+        if num_bytes is not None and num_bytes != array.size:
+            if not 0 <= num_bytes <= array.size:
+                raise InvalidBufferError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")
+            array = array[:num_bytes]
+        if offset < 0 or offset + array.size > extent.num_bytes:
+            raise ExtentRangeError(extent.name, extent.num_bytes, offset, array.size)
+        operation = Operation(direction, extent, offset, array, priority, self._block_bytes)
+        self._scheduler.submit(operation)
+        return Handle(operation, self._scheduler)
+
+    def flush(self) -> None:
+        """Wait until all writes started so far are over, then raise the first error that nobody has seen."""
+        self._check_usable()
+        self._scheduler.wait_for_writes()
+        self._scheduler.pending.raise_first()
+
+    def raise_pending(self) -> None:
+        """Raise the first error of a request that nobody waited for, if there is one."""
+        self._check_usable()
+        self._scheduler.pending.raise_first()
+
+    def statistics(self) -> Statistics:
+        """Return what has been done so far."""
+        reads, writes = self._scheduler.lanes
+        return Statistics(
+            read_bytes=reads.num_bytes,
+            write_bytes=writes.num_bytes,
+            num_reads=reads.num_transfers,
+            num_writes=writes.num_transfers,
+            num_retries=self._scheduler.num_retries,
+            num_errors=self._scheduler.num_errors,
+            num_bounced=self._backend.num_bounced,
+            read_busy_seconds=reads.busy_seconds,
+            write_busy_seconds=writes.busy_seconds,
+            inflight_reads=len(reads.inflight),
+            inflight_writes=len(writes.inflight),
+            queued_reads=self._scheduler.num_queued(Direction.READ),
+            queued_writes=self._scheduler.num_queued(Direction.WRITE),
+            capacity_bytes=self._allocator.capacity_bytes,
+            free_bytes=self._allocator.free_bytes,
+            is_direct=self._backend.is_direct,
+        )
+
+    def describe(self) -> str:
+        """Return one line that says where the bytes go and how."""
+        return self._backend.describe()
+
+    def close(self) -> None:
+        """Drop waiting requests, let running ones end, and release everything. Idempotent.
+
+        Requests that were dropped fail with ``SwapperClosedError``. Errors that nobody has seen are logged.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._scheduler.close("the swapper has been closed; open a new one")
+        self._is_closed = True
+
+    def __enter__(self) -> Swapper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise SwapperClosedError("the swapper has been closed; open a new one")
+        if os.getpid() != self._pid:
+            raise SwapperClosedError(f"this swapper belongs to process {self._pid}; a forked child must open its own")
+
+    def _check_owned(self, extent: Extent) -> None:
+        if extent.owner is not self:
+            raise FreedExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")

@@ -1,0 +1,50 @@
+"""The thread that notices transfers which never end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+TICKS_PER_DEADLINE = 8
+"""How finely a deadline is watched. Counting ticks instead of reading a clock makes a stopped process (SIGSTOP, a
+debugger)
+lose no time: the watchdog stands still with it."""
+
+
+def _watch(on_tick: weakref.WeakMethod[Callable[[], None]], interval_seconds: float, stop: threading.Event) -> None:
+    # The thread holds its scheduler weakly, or a swapper that nobody closes would live for ever.
+    while not stop.wait(interval_seconds):
+        function = on_tick()
+        if function is None:
+            return
+        function()
+        del function
+
+
+def _stop(event: threading.Event, pid: int) -> None:
+    if os.getpid() == pid:  # the event's lock may be held by a thread that a fork did not copy
+        event.set()
+
+
+class Watchdog:
+    """Knows a method to call ``TICKS_PER_DEADLINE`` times per deadline; must not know what it looks for."""
+
+    def __init__(self, on_tick: Callable[[], None], deadline_seconds: float) -> None:
+        stop = threading.Event()
+        self._finalizer = weakref.finalize(self, _stop, stop, os.getpid())
+        self._finalizer.atexit = False
+        self._thread = threading.Thread(
+            target=_watch,
+            args=(weakref.WeakMethod(on_tick), deadline_seconds / TICKS_PER_DEADLINE, stop),
+            name="swapper-watchdog",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and wait for it."""
+        self._finalizer()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
