@@ -20,7 +20,7 @@ from torch import nn
 from infinity.access import StateAccess
 from infinity.collector import GradientCollector
 from infinity.config import InfinityConfig
-from infinity.device import ComputeDevice, gradient_norm
+from infinity.device import ComputeDevice
 from infinity.errors import (
     EngineClosedError,
     GradientNotResidentError,
@@ -28,7 +28,7 @@ from infinity.errors import (
     PartialUpdateError,
     StepOrderError,
 )
-from infinity.gradients import AutogradGradients, GradientStore, clip_coefficient, in_slot_order, total_norm
+from infinity.gradients import GradientStore, clip_coefficient, total_norm
 from infinity.holding import ModelHolding
 from infinity.layout import Chunk, Slot
 from infinity.optim import PagedOptimizer, PieceUpdater, Template
@@ -87,6 +87,7 @@ class Engine:
         self._in_engine_backward = False
         self._backward_failed = False
         self._in_engine_step = False
+        self._has_begun = False
         self._updated: set[int] = set()
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
@@ -288,17 +289,7 @@ class Engine:
         self._waiting = still + self._waiting
 
     def _update_in_backward(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
-        source: GradientSource
-        if self._gradients.slots_with_gradient(unit):
-            self._gradients.add(unit, gradients)
-            for slot in self._gradients.slots_with_gradient(unit):
-                self._norms[unit.index, slot.index] = self._gradients.norm_of(unit, slot)
-            source = self._gradients.source(unit)
-        else:
-            ordered = {slot: in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
-            for slot, gradient in ordered.items():
-                self._norms[unit.index, slot.index] = gradient_norm(gradient)
-            source = AutogradGradients(ordered, self._device, self._device.mark())
+        source = self._gradients.hand_over(unit, gradients, self._norms)
         gradients.clear()
         if self._groups is None:
             self._groups = self._template.snapshots()
@@ -311,7 +302,7 @@ class Engine:
         job = UpdateJob(unit, self._chunks[unit.index], source, by_slot, coefficient, self._device.mark())
         job.is_held = is_held and job.accepts_buffer
         unit.update = job
-        self._stream.submit(job, lambda: self._clock.waiting("gradients"))
+        self._stream.submit(job)
 
     def _apply(self) -> None:
         """The optimizer step, as far as it did not happen in backward."""
@@ -580,6 +571,10 @@ class Engine:
                                  cure="Call engine.reset() to drop them, then train on", step=self.global_steps)
 
     def _before_forward(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._clock.reset()
+            self._counted = self._storage.counters()
         if self._updated:
             raise StepOrderError("forward", "the weights were updated in engine.backward(), and engine.step() was not called "
                                  "after it", cure='Call engine.step() after engine.backward(), or set "infinity.update": "step"',

@@ -229,13 +229,13 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             if storage.weights is not None:
                 storage.weights.allocate(unit)
         gradients = GradientStore(units, device, clock, in_memory=placement.gradients_in_memory,
-                                  open_swapper=storage.spill_swapper, scratch=storage.scratch)
+                                  open_swapper=storage.spill_swapper, pool=storage.gradient_pool)
         if placement.spills and needs_store:
             gradients.reserve()
     except BaseException:
         storage.close()
         raise
-    stream = UpdateStream(storage.records, storage.weights, updater, device, states, gradient_bytes=placement.gradient_bytes)
+    stream = UpdateStream(storage.records, storage.weights, updater, device, states)
     prediction = predict(sizes, request, placement, guess, len(units))
     plan = Plan(
         num_parameters=sum(slot.numel for unit in units for slot in unit.layout.slots),

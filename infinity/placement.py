@@ -145,8 +145,8 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         upload_pages = min(_FEWEST_UPLOAD_PAGES + left // 2 // _UPLOAD_PAGE_BYTES, _PREFERRED_UPLOAD_PAGES)
         left -= (upload_pages - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
 
-    wished = 2 * largest_numel * request.weight_itemsize if request.updates_in_backward else total_gradients
-    gradients = gradients_minimum + min(max(wished - gradients_minimum, 0), left // 2 if request.updates_in_backward else left)
+    wished = 2 * largest_numel * _FP32_BYTES if request.updates_in_backward and request.num_micro_batches == 1 else total_gradients
+    gradients = gradients_minimum + min(max(wished - gradients_minimum, 0), left // 2)
     left -= gradients - gradients_minimum
     weights = weights_minimum
     if request.shares_host_memory:
@@ -210,9 +210,7 @@ def _keep_gradients(units: Sequence[UnitSize], capacity_bytes: int) -> tuple[tup
                 used += sizes[index]
         saved = sum(sizes[index] for index in kept)
         if best is None or saved > best[0]:
-            # What is left lets one unit's spill be written while the next is summed.
-            room = capacity_bytes - saved
-            best = (saved, tuple(sorted(kept)), min(room, 3 * scratch))
+            best = (saved, tuple(sorted(kept)), scratch)
     if best is None:
         raise RuntimeError("the budget for gradients is below its minimum")
     return best[1], best[2]
@@ -261,6 +259,7 @@ def predict(units: Sequence[UnitSize], request: Request, placement: Placement, o
     if in_step or num_micro_batches > 1:
         spilled = sum(unit.trainable_numel * _FP32_BYTES for index, unit in enumerate(units)
                       if index not in placement.gradients_in_memory)
-        read += spilled * num_micro_batches
-        write += spilled * num_micro_batches
+        # In backward, the last micro-batch's sum goes into the update without another detour.
+        read += spilled * (num_micro_batches if in_step else num_micro_batches - 1)
+        write += spilled * (num_micro_batches if in_step else num_micro_batches - 1)
     return Prediction(read, write)

@@ -72,7 +72,7 @@ class Storage:
                 self._swappers[key] = self._open(key, num_bytes)
             self.weights, self.records = self._build(device, param_key, state_key)
             self.pool = FlatPool(device, placement.weights_bytes)
-            self.scratch = FlatPool(ComputeDevice(), placement.gradient_scratch_bytes)
+            self.gradient_pool = FlatPool(ComputeDevice(), placement.gradient_bytes)
         except BaseException:
             self._close_swappers()
             raise
@@ -172,7 +172,7 @@ class Storage:
             self.weights.close()
         self._close_swappers()
         self.pool.close()
-        self.scratch.close()
+        self.gradient_pool.close()
 
     def _close_swappers(self) -> None:
         for swapper in self._all():

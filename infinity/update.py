@@ -33,9 +33,6 @@ _POLL_SECONDS = 1.0
 class GradientSource(Protocol):
     """The gradients of one unit for one update."""
 
-    num_bytes: int
-    """Host memory they occupy until they are released, as far as the budget for gradients counts it."""
-
     def slots(self) -> Sequence[Slot]:
         """The parameters that have a gradient."""
         ...
@@ -167,7 +164,7 @@ class UpdateStream:
     """Runs update jobs in order, reading ahead as far as working memory allows."""
 
     def __init__(self, records: RecordStore, weights: WeightStore | None, updater: PieceUpdater, device: ComputeDevice,
-                 states: Mapping[tuple[int, int], ParameterState], *, gradient_bytes: int) -> None:
+                 states: Mapping[tuple[int, int], ParameterState]) -> None:
         """
         Args:
             records: where optimizer state rests.
@@ -175,17 +172,14 @@ class UpdateStream:
             updater: the optimizer's rule.
             device: for copies to and from the device.
             states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
-            gradient_bytes: how much host memory the gradients of queued jobs may hold (see `submit`).
         """
         self._records = records
         self._weights = weights
         self._updater = updater
         self._device = device
         self._states = states
-        self._gradient_bytes = gradient_bytes
         self._jobs: deque[UpdateJob] = deque()
         self._changed = threading.Condition()
-        self._pending_bytes = 0
         self._num_pending = 0
         self._is_stopping = False
         self._error: BaseException | None = None
@@ -198,23 +192,14 @@ class UpdateStream:
 
     # ---------------------------------------------------------------------------------------------- training thread
 
-    def submit(self, job: UpdateJob, waiting: Callable[[], Any]) -> None:
-        """Queue a job. Waits inside ``waiting()`` (a context manager) while gradients of earlier jobs hold too much memory."""
+    def submit(self, job: UpdateJob) -> None:
+        """Queue a job."""
         with self._changed:
-            if not self._has_room(job):
-                with waiting():
-                    while not self._has_room(job):
-                        self._changed.wait(_POLL_SECONDS)
             self.raise_error()
             job.on_release = self._notify
             self._jobs.append(job)
-            self._pending_bytes += job.gradients.num_bytes
             self._num_pending += 1
             self._changed.notify_all()
-
-    def _has_room(self, job: UpdateJob) -> bool:
-        fits = self._pending_bytes + job.gradients.num_bytes <= self._gradient_bytes
-        return fits or self._pending_bytes == 0 or self._error is not None
 
     def _notify(self) -> None:
         with self._changed:
@@ -377,7 +362,6 @@ class UpdateStream:
         fence = self._device.mark() if job.flat is not None else None
         job.finish(None, self._device, fence)
         with self._changed:
-            self._pending_bytes -= job.gradients.num_bytes
             self._num_pending -= 1
             self._changed.notify_all()
 
@@ -390,4 +374,5 @@ class UpdateStream:
             self._jobs.clear()
             self._changed.notify_all()
         for job in jobs:
+            job.gradients.release()
             job.finish(error)

@@ -20,8 +20,8 @@ class PieceUpdater:
     """Runs the template's optimizer class on one piece of one parameter at a time.
 
     It knows the optimizer's class and which state it keeps; it must not know where weights, gradients and state come
-    from. One thread at a time; that may be another thread than the one that made it. Nothing global is touched: no
-    random generator, no thread count, no hook.
+    from. `update` is for one thread at a time, which may be another than the one that made the updater. Nothing global
+    is touched: no random generator, no thread count, no hook.
 
     Args:
         template: gives class, attributes and hyperparameters. A class that is not one of the known element-wise ones is
@@ -32,6 +32,7 @@ class PieceUpdater:
     """
 
     def __init__(self, template: Template) -> None:
+        self._template = template
         self._worker = Worker(template.optimizer)
         self._device = template.device
         self._schemas: list[StateSchema] = []
@@ -57,7 +58,8 @@ class PieceUpdater:
 
     def state_names_under(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """`state_names` as they would be with other hyperparameters, e.g. those of a state dict to be loaded."""
-        return learn_schema(self._worker, hyperparameters(group), self._device).elementwise
+        # A worker of its own: updates may be running in another thread.
+        return learn_schema(Worker(self._template.optimizer), hyperparameters(group), self._device).elementwise
 
     def update(
         self,

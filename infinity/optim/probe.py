@@ -12,11 +12,13 @@ whole tensor (large enough to be split between threads, of odd size) against pie
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, cycle, pairwise, takewhile
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -28,8 +30,22 @@ PIECE_ALIGNMENT = 64
 
 _NUM_STEPS = 3
 _SCHEMA_NUMEL = 67
-# The first is split between threads (torch does so from 32768 elements on), and its parts end at no vector's end.
-_SHAPES: tuple[tuple[int, ...], ...] = ((263, 509), (3, 5, 7), (1001,), ())
+
+
+def _odd_cuts(numel: int) -> list[int]:
+    """Pieces shorter than torch's vector loops, so that nearly all elements go through scalar code."""
+    return [0, *takewhile(lambda cut: cut < numel, accumulate(cycle(range(1, 30, 4)))), numel]
+
+
+# Shapes of whole parameters, and where they are cut. The first is split between threads (torch does so from 32768
+# elements on), and its parts end at no vector's end.
+_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (
+    ((263, 509), [0, *(PIECE_ALIGNMENT * place for place in (1, 10, 100, 911, 1500)), 263 * 509]),
+    ((3, 5, 7), [0, PIECE_ALIGNMENT, 3 * 5 * 7]),
+    ((1001,), [0, PIECE_ALIGNMENT * 7, 1001]),
+    ((), [0, 1]),
+)
+_POSITION_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (((4096,), _odd_cuts(4096)),)
 
 
 @dataclass(frozen=True)
@@ -52,22 +68,21 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
         OptimizerNotPageableError: a step fails, or the state cannot be cut into pieces.
     """
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(_SCHEMA_NUMEL, generator=generator).to(device)
+    weight = _draw((_SCHEMA_NUMEL,), generator, device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
-    for _ in range(_NUM_STEPS):
-        grad = torch.randn(_SCHEMA_NUMEL, generator=generator).to(device)
-        try:
-            (state,) = worker.run(dict(group), [weight], [grad], [state])
-        except OptimizerNotPageableError:
-            raise
-        except Exception as error:
-            raise OptimizerNotPageableError(
-                worker.name,
-                f"a step on a small float32 tensor on {device} failed ({type(error).__name__}: {error})",
-                cure="Make it run on such a tensor without a closure and with state that is started in step()",
-            ) from error
-        names.append(tuple(state))
+    with _keeping_random_state(device):
+        for _ in range(_NUM_STEPS):
+            grad = _draw((_SCHEMA_NUMEL,), generator, device)
+            try:
+                (state,) = worker.run(dict(group), [weight], [grad], [state])
+            except Exception as error:
+                raise OptimizerNotPageableError(
+                    worker.name,
+                    f"a step on a small float32 tensor on {device} failed ({type(error).__name__}: {error})",
+                    cure="Make it run on such a tensor without a closure and with state that is started in step()",
+                ) from error
+            names.append(tuple(state))
     elementwise = [name for name, value in state.items() if is_elementwise(value, (_SCHEMA_NUMEL,))]
     scalars = [name for name in state if name not in elementwise]
     for name in elementwise:
@@ -88,6 +103,11 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
     return StateSchema(tuple(elementwise), tuple(scalars))
 
 
+def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
+    # Explicit, because users set a default dtype or device to build their models with.
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
 def is_elementwise(value: object, shape: tuple[int, ...]) -> bool:
     """Whether a state entry has one value per element of a parameter of this shape."""
     return isinstance(value, Tensor) and tuple(value.shape) == shape
@@ -97,7 +117,7 @@ def copy_scalar(value: Any) -> Any:
     """An independent copy of a scalar state entry: steps advance such tensors in place."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(copy_scalar(item) for item in value)
     return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
 
@@ -112,22 +132,42 @@ def probe_pageable(worker: Worker, group: Mapping[str, Any], schema: StateSchema
     Raises:
         OptimizerNotPageableError: they differ, or the optimizer keeps something outside its state.
     """
-    rng_state, python_rng_state = torch.get_rng_state(), random.getstate()
+    usable = _usable(group)
+    with _keeping_random_state(device) as has_drawn:
+        _compare(worker, usable, schema, device, _CUTS)
+        if not usable.get("fused"):  # see [Note: pieces and bits]: fused code agrees with itself on aligned pieces only
+            _compare(worker, usable, schema, device, _POSITION_CUTS)
+        if has_drawn():
+            raise OptimizerNotPageableError(worker.name, "it draws random numbers in step()")
+
+
+@contextmanager
+def _keeping_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Put the global generators back afterwards; what it yields tells whether any of them has been used."""
+
+    def read() -> list[Any]:
+        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [random.getstate(), numpy.random.get_state(legacy=True), torch.get_rng_state(), *on_device]
+
+    before = read()
     try:
-        _compare(worker, _usable(group), schema, device)
-        drew = not torch.equal(torch.get_rng_state(), rng_state) or random.getstate() != python_rng_state
+        yield lambda: not _same(before, read())
     finally:
-        torch.set_rng_state(rng_state)
-        random.setstate(python_rng_state)
-    if drew:
-        raise OptimizerNotPageableError(worker.name, "it draws random numbers in step()")
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(before[3], device)
 
 
-def _compare(worker: Worker, group: dict[str, Any], schema: StateSchema, device: torch.device) -> None:
+def _compare(
+    worker: Worker,
+    group: dict[str, Any],
+    schema: StateSchema,
+    device: torch.device,
+    cases: Sequence[tuple[tuple[int, ...], list[int]]],
+) -> None:
     generator = torch.Generator().manual_seed(1)
-
-    def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
 
     def run(weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         used = dict(group)
@@ -141,15 +181,16 @@ def _compare(worker: Worker, group: dict[str, Any], schema: StateSchema, device:
             raise OptimizerNotPageableError(worker.name, "its step() changes the parameter group it works on")
         return states
 
-    attributes = dict(vars(worker.optimizer))
-    wholes = [draw(shape) for shape in _SHAPES]
+    attributes = copy_scalar(vars(worker.optimizer))
+    wholes = [_draw(shape, generator, device) for shape, _ in cases]
     whole_states: list[dict[str, Any]] = [{} for _ in wholes]
     flats = [whole.clone().reshape(-1) for whole in wholes]
     flat_states: list[dict[str, Any]] = [{} for _ in wholes]
     for _ in range(_NUM_STEPS):
-        grads = [draw(shape) for shape in _SHAPES]
-        for index, flat in enumerate(flats):
-            flat_states[index] = _run_pieces(run, schema, flat, grads[index].clone().reshape(-1), flat_states[index])
+        grads = [_draw(shape, generator, device) for shape, _ in cases]
+        for index, (flat, (_, cuts)) in enumerate(zip(flats, cases, strict=True)):
+            flat_grad = grads[index].clone().reshape(-1)
+            flat_states[index] = _run_pieces(run, schema, cuts, flat, flat_grad, flat_states[index])
         whole_states = run(wholes, grads, whole_states)
     for whole, flat, whole_state, flat_state in zip(wholes, flats, whole_states, flat_states, strict=True):
         different = [] if torch.equal(whole.reshape(-1), flat) else ["the weights"]
@@ -167,14 +208,19 @@ def _compare(worker: Worker, group: dict[str, Any], schema: StateSchema, device:
                 f"{_NUM_STEPS} steps on pieces and on the whole of a tensor of shape {tuple(whole.shape)} gave "
                 f"different bits in {', '.join(different)}: it mixes elements or depends on their position",
             )
-    if not _same(attributes, dict(vars(worker.optimizer))):
+    if not _same(attributes, vars(worker.optimizer)):
         raise OptimizerNotPageableError(worker.name, "its step() keeps values on the optimizer object itself")
 
 
-def _run_pieces(run: Any, schema: StateSchema, flat: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    numel = flat.numel()
-    cuts = sorted({0, numel, *(cut for cut in (64, 640, 64 * 100, 64 * 911, 64 * 1500) if cut < numel)})
-    parts = []
+def _run_pieces(
+    run: Callable[[list[Tensor], list[Tensor], list[dict[str, Any]]], list[dict[str, Any]]],
+    schema: StateSchema,
+    cuts: list[int],
+    flat: Tensor,
+    grad: Tensor,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = []
     for start, end in pairwise(cuts):
         # Pieces of a parameter all start from its scalars as they were before the step.
         given = {
@@ -205,6 +251,8 @@ def _same(left: object, right: object) -> bool:
         return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(_same(one, other) for one, other in zip(left, right, strict=True))
+    if isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray):
+        return numpy.array_equal(left, right)
     return bool(left == right)
 
 

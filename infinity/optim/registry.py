@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigValueError, OptimizerNotPageableError, UnknownConfigKeyError, UnsupportedConfigError
 from infinity.optim.lion import Lion
+from infinity.optim.worker import Worker, one_element
 
 #: Classes whose every operation treats each element by itself with bits that don't depend on its position, given
 #: pieces cut at multiples of 64 elements. Subclasses may do anything: they are probed.
@@ -185,11 +186,11 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
 
 def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
     """Whether the class's fused kernel exists for the device, found out by a step on one element."""
-    param = torch.nn.Parameter(torch.zeros(1, device=device))
-    param.grad = torch.ones_like(param)
+    param = torch.nn.Parameter(one_element(device))
+    make: Any = cls
     try:
-        fused: Any = cls
-        fused([param], fused=True).step()
+        worker = Worker(make([param], lr=1e-3, fused=True))
+        worker.run(dict(worker.optimizer.defaults), [one_element(device)], [one_element(device)], [{}])
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from infinity.errors import OptimizerNotPageableError
 from infinity.optim.lazy_state import LazyEntry
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
-from infinity.optim.worker import Worker
+from infinity.optim.worker import Worker, one_element
 
 
 class StateKeeper(Protocol):
@@ -30,8 +31,8 @@ class StateKeeper(Protocol):
 class StateLoader:
     """Checks a state dict against a template, then hands it over parameter by parameter.
 
-    All but the element-wise tensors goes through the optimizer class's own `load_state_dict` on one-element stand-ins,
-    which does what torch does for that class: old layouts, dtypes and devices of step counts, missing group keys.
+    All but the element-wise tensors goes through the optimizer class's own `load_state_dict`, on one-element stand-ins.
+    That does what torch does for the class: old layouts, dtypes and devices of step counts, missing group keys.
 
     Args:
         template: groups to load into.
@@ -77,8 +78,10 @@ class StateLoader:
 
     def _load_groups(self, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as the class would load them, with stand-ins for parameters. Raises torch's errors."""
+        device = self._template.device
         own = [
-            {**group, "params": [self._stand_in() for _ in group["params"]]} for group in self._template.param_groups
+            {**group, "params": [torch.nn.Parameter(one_element(device)) for _ in group["params"]]}
+            for group in self._template.param_groups
         ]
         optimizer = self._worker.optimizer
         optimizer.param_groups = own
@@ -88,14 +91,12 @@ class StateLoader:
     def _scalars(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         index = self._template.group_index(param)
         names = self._updater.state_names(index)
-        small = {name: torch.zeros(1) if name in names else value for name, value in entry.items() if value is not None}
+        small = {name: one_element() if name in names else value for name, value in entry.items() if value is not None}
         if not small:
             return {}
-        optimizer, stand_in = self._worker.optimizer, self._stand_in()
-        group = self._groups[index]
-        optimizer.param_groups = [{**group, "params": [stand_in]}]
-        optimizer.load_state_dict({"state": {0: small}, "param_groups": [{**group, "params": [0]}]})
-        return {name: value for name, value in optimizer.state[stand_in].items() if name not in names}
+        values = {key: value for key, value in self._groups[index].items() if key != "params"}
+        loaded = self._worker.load(values, small, self._template.device)
+        return {name: value for name, value in loaded.items() if name not in names}
 
     def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
         """The entry's element-wise tensors as float32, after checking that they are what the parameter needs."""
@@ -127,13 +128,16 @@ class StateLoader:
 
     def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
         reserved = self._updater.state_names(index)
-        needed = self._updater.state_names_under(group)
+        try:
+            needed = self._updater.state_names_under(group)
+        except OptimizerNotPageableError as error:
+            raise ValueError(
+                f"{self._template.name} cannot run with the hyperparameters in the loaded state dict's group {index}: "
+                "was it saved by another kind of optimizer?"
+            ) from error
         if set(needed) != set(reserved):
             raise ValueError(
                 f"the hyperparameters in the loaded state dict's group {index} make {self._template.name} keep "
                 f"{list(needed)} per element, but storage was laid out for {list(reserved)}. "
                 "Make the optimizer with the hyperparameters of the saved one"
             )
-
-    def _stand_in(self) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.zeros(1, device=self._template.device))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
 from infinity.optim.registry import OptimizerRecipe, OptimizerSection, refuse_not_pageable, resolve
-from infinity.optim.worker import hyperparameters
+from infinity.optim.worker import Worker, hyperparameters, one_element
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
 OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
@@ -81,10 +81,15 @@ class Template:
             Each parameter that has such state, with it: element-wise tensors as float32, the rest as it is. What is
             yielded is no longer referenced from here, so memory goes as the caller goes on.
         """
+        worker = Worker(self.optimizer)
         for param in list(self.params()):
             state = self.optimizer.state.pop(param, None)
             if state and not _is_untouched(state):
-                yield param, {name: _as_main(value, param) for name, value in state.items()}
+                large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+                small = {name: one_element() if name in large else value for name, value in state.items()}
+                # Step counts may have to move to where updates run.
+                loaded = worker.load(self.snapshot(self.group_index(param)), small, self.device)
+                yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()}
         self.optimizer.state.clear()
 
 
@@ -193,7 +198,7 @@ def _construct(source: Any, groups: _GroupSpec, device: torch.device) -> Optimiz
     originals: dict[Tensor, Tensor] = {}
 
     def stand_in(param: Tensor) -> Tensor:
-        small = Parameter(torch.zeros((1,) * param.dim(), device=device), requires_grad=param.requires_grad)
+        small = Parameter(one_element(device, num_dims=param.dim()), requires_grad=param.requires_grad)
         originals[small] = param
         return small
 
@@ -258,9 +263,9 @@ def _is_untouched(state: Mapping[str, Any]) -> bool:
     return not state or (isinstance(step, Tensor | int | float) and float(step) == 0)
 
 
-def _as_main(value: Any, param: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point() and value.dim() > 0:
-        return value.detach().to(torch.float32)
+def _as_main(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point() and value.dtype != torch.float32:
+        return value.to(torch.float32)
     return value
 
 

@@ -33,6 +33,11 @@ def _frozen(value: Any) -> Any:
     return dict(value) if type(value) is dict else value
 
 
+def one_element(device: torch.device | str = "cpu", num_dims: int = 1) -> Tensor:
+    """A zero that stands in for a tensor that would be large. Default dtype and device are the user's, not ours."""
+    return torch.zeros((1,) * num_dims, dtype=torch.float32, device=device)
+
+
 class Worker:
     """An instance of the optimizer's class with its attributes, whose parameters and state are given per call.
 
@@ -113,6 +118,23 @@ class Worker:
             optimizer.state.clear()
             optimizer.param_groups.clear()
             del group["params"]
+
+    def load(self, group: Mapping[str, Any], state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """A saved state as the class's own `load_state_dict` takes it: old layouts, devices and dtypes of step counts.
+
+        Args:
+            group: hyperparameters the state will be used with.
+            state: of one parameter on `device`. Its large tensors would be copied: put one-element ones in their place.
+        """
+        optimizer = self._optimizer
+        stand_in = torch.nn.Parameter(one_element(device))
+        optimizer.param_groups = [{**group, "params": [stand_in]}]
+        try:
+            optimizer.load_state_dict({"state": {0: dict(state)}, "param_groups": [{**group, "params": [0]}]})
+            return dict(optimizer.state[stand_in])
+        finally:
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
