@@ -27,9 +27,17 @@ from infinity.weights import WeightStore
 class StateAccess:
     """Reads and changes what rests in the tiers, parameter by parameter, in bounded memory."""
 
-    def __init__(self, holding: ModelHolding, pager: Pager, records: RecordStore, weights: WeightStore | None,
-                 device: ComputeDevice, states: dict[tuple[int, int], ParameterState], chunks: Sequence[Sequence[Chunk]],
-                 compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        holding: ModelHolding,
+        pager: Pager,
+        records: RecordStore,
+        weights: WeightStore | None,
+        device: ComputeDevice,
+        states: dict[tuple[int, int], ParameterState],
+        chunks: Sequence[Sequence[Chunk]],
+        compute_dtype: torch.dtype,
+    ) -> None:
         self._holding = holding
         self._pager = pager
         self._records = records
@@ -108,10 +116,14 @@ class StateAccess:
         state = self._states.get((unit.index, slot.index))
         if state is None or state.is_fresh:
             return {}
-        tensors = {name: torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=torch.float32)
-                   for name in self._names(unit, state)}
+        tensors = {
+            name: torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=torch.float32)
+            for name in self._names(unit, state)
+        }
         self._collect(unit, slot, tensors)
-        scalars = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()}
+        scalars = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
+        }
         return {**scalars, **tensors}
 
     def _names(self, unit: Unit, state: ParameterState) -> Sequence[str]:
@@ -135,8 +147,11 @@ class StateAccess:
         state = self._states[unit.index, slot.index]
         names = self._records.names_of(unit)
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
-        state.scalars = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                         for name, value in values.items() if name not in tensors}
+        state.scalars = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+            if name not in tensors
+        }
         state.is_fresh = not values
         state.names = tuple(tensors) if values else None
         flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
@@ -223,11 +238,11 @@ class StateAccess:
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
         base = unit.flat.tensor().cpu()
-        return {
-            slot.index: zlib.crc32(
-                base[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize].numpy())
-            for slot in unit.layout.slots
-        }
+        checksums: dict[int, int] = {}
+        for slot in unit.layout.slots:
+            array: Any = base[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize].numpy()
+            checksums[slot.index] = zlib.crc32(array)
+        return checksums
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

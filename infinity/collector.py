@@ -33,8 +33,13 @@ Key = tuple[int, int]
 class GradientCollector:
     """Delivers each unit's gradients of one micro-batch, at most twice: when it is complete, and leftovers at the end."""
 
-    def __init__(self, units: Sequence[Unit], num_owners: Mapping[Key, int],
-                 deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None], step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        num_owners: Mapping[Key, int],
+        deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None],
+        step: Callable[[], int],
+    ) -> None:
         """
         Args:
             units: all units, by index.
@@ -134,7 +139,8 @@ class GradientCollector:
         if self._fired:
             self._history = {
                 (unit, slot): (fires, self._calls.get((unit, slot), 0))
-                for unit, slots in self._fired.items() for slot, fires in slots.items()
+                for unit, slots in self._fired.items()
+                for slot, fires in slots.items()
             }
         self.reset()
 

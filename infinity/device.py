@@ -238,6 +238,9 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
 
     A bf16 gradient gives the same bits as its fp32 copy would, without the copy.
     """
+    norm: torch.Tensor
     if gradient.is_cuda:
-        return torch._foreach_norm([gradient.float()], 2.0)[0]
-    return torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32)
+        norm = torch._foreach_norm([gradient.float()], 2.0)[0]
+    else:
+        norm = torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32)
+    return norm

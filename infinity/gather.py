@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.parameter import host_of
-from infinity.residence import Residence
+from infinity.residence import Gatherer, Residence
 
 
 class GatheredParameters:
@@ -30,12 +30,14 @@ class GatheredParameters:
         StepOrderError: between ``engine.backward()`` and ``engine.step()``, when updates run in backward.
     """
 
-    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> None:
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
         if isinstance(params, nn.Module):
             params = params.parameters()
         self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(_flatten(params))
         self._enabled = enabled
-        self._gathered: list[tuple[Any, Any]] = []
+        self._gathered: list[tuple[Gatherer, Any]] = []
 
     def __enter__(self) -> None:
         if not self._enabled:
@@ -45,18 +47,20 @@ class GatheredParameters:
             host = host_of(parameter)
             if host is None:
                 continue
-            if not isinstance(host, Residence) or host.gradients is None:
+            if not isinstance(host, Residence) or host.engine is None:
                 raise ModelError("the engine that holds these parameters is not ready")
             by_host.setdefault(id(host), (host, []))[1].append(parameter)
         try:
             for host, parameters in by_host.values():
-                engine: Any = host.gradients
-                self._gathered.append((engine, engine.gather(parameters)))
+                if host.engine is not None:
+                    self._gathered.append((host.engine, host.engine.gather(parameters)))
         except BaseException:
             self._scatter()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._scatter()
 
     def _scatter(self) -> None:

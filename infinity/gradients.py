@@ -182,8 +182,16 @@ class GradientStore:
     On their way into an update in backward (`hand_over`): in RAM until the update has used them up.
     """
 
-    def __init__(self, units: Sequence[Unit], device: ComputeDevice, clock: StepClock, *, in_memory: Iterable[int],
-                 open_swapper: Callable[[], Swapper], pool: FlatPool) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: ComputeDevice,
+        clock: StepClock,
+        *,
+        in_memory: Iterable[int],
+        open_swapper: Callable[[], Swapper],
+        pool: FlatPool,
+    ) -> None:
         """
         Args:
             units: all units, by index.
@@ -239,9 +247,13 @@ class GradientStore:
             self._add_spilled(unit, gradients, present)
         present.update(slot.index for slot in gradients)
 
-    def hand_over(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor],
-                  norms: dict[tuple[int, int], torch.Tensor]) -> GradientSource:
-        """Main gradients += ``gradients``, and all of the unit's go to an update that runs next. Puts their norms into ``norms``."""
+    def hand_over(
+        self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
+    ) -> GradientSource:
+        """Main gradients += ``gradients``, and all of the unit's go to an update that runs next.
+
+        The 2-norm of each parameter's gradient is put into ``norms``, by (unit index, slot index).
+        """
         present = self._present.get(unit.index)
         if unit.index in self._in_memory and (present or unit.index in self._buffers):
             self.add(unit, gradients)
@@ -259,8 +271,9 @@ class GradientStore:
         self._loans.append((source, buffer.flat))
         return source
 
-    def _leave_on_device(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor],
-                         norms: dict[tuple[int, int], torch.Tensor]) -> GradientSource:
+    def _leave_on_device(
+        self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
+    ) -> GradientSource:
         ordered = {slot: in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
         for slot, gradient in ordered.items():
             norms[unit.index, slot.index] = gradient_norm(gradient)
@@ -372,10 +385,10 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     if not norms:
         return torch.tensor(0.0)
     first = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
+    return norm
 
 
 def clip_coefficient(norm: torch.Tensor, maximum: float) -> torch.Tensor:
     """The factor that ``torch.nn.utils.clip_grad_norm_`` multiplies with. 0-dim fp32 tensor."""
     return torch.clamp(maximum / (norm + 1e-6), max=1.0)
-

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 class _ModuleHooks:
     """The hooks of one module. A deep copy of the module gets none: it is an ordinary module."""
 
-    def __init__(self, pager: Pager, units: Sequence[Unit], owned: Sequence[tuple[Unit, Sequence[Slot]]],
-                 note_call: Callable[[Unit, Sequence[Slot]], None], keep_alive: object) -> None:
+    def __init__(
+        self,
+        pager: Pager,
+        units: Sequence[Unit],
+        owned: Sequence[tuple[Unit, Sequence[Slot]]],
+        note_call: Callable[[Unit, Sequence[Slot]], None],
+        keep_alive: object,
+    ) -> None:
         self._pager = pager
         self._units = list(units)
         self._owned = list(owned)
@@ -89,7 +95,8 @@ class ModelHolding:
         self.units = list(units)
         self._places: dict[int, tuple[Unit, Slot]] = {
             id(parameter): (unit, slot)
-            for unit in units for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+            for unit in units
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
         }
         self._handles: list[Any] = []
         self._hooks: list[_ModuleHooks] = []
@@ -112,8 +119,14 @@ class ModelHolding:
                 owners[unit.index, slot.index] = owners.get((unit.index, slot.index), 0) + 1
         return owners
 
-    def install(self, pager: Pager, note_call: Callable[[Unit, Sequence[Slot]], None], keep_alive: object,
-                before_load: Callable[[list[nn.Parameter]], Any], after_load: Callable[[Any], None]) -> None:
+    def install(
+        self,
+        pager: Pager,
+        note_call: Callable[[Unit, Sequence[Slot]], None],
+        keep_alive: object,
+        before_load: Callable[[list[nn.Parameter]], Any],
+        after_load: Callable[[Any], None],
+    ) -> None:
         """Hook every module.
 
         A module enters the units of its own parameters, if none of its descendants has parameters of another unit: else
@@ -168,8 +181,9 @@ class ModelHolding:
 class _LoadHooks:
     """``load_state_dict`` on one module: its parameters are gathered before and written back after."""
 
-    def __init__(self, module: nn.Module, before_load: Callable[[list[nn.Parameter]], Any],
-                 after_load: Callable[[Any], None]) -> None:
+    def __init__(
+        self, module: nn.Module, before_load: Callable[[list[nn.Parameter]], Any], after_load: Callable[[Any], None]
+    ) -> None:
         self._parameters = list(module.parameters(recurse=False))
         self._before_load = before_load
         self._after_load = after_load
@@ -182,7 +196,8 @@ class _LoadHooks:
         if local_metadata.get("assign_to_params_buffers"):
             raise UnsupportedModelError(
                 "load_state_dict(assign=True) would replace parameters that an engine holds",
-                cure="Call load_state_dict without assign, or before infinity.initialize", fqn=prefix.rstrip("."),
+                cure="Call load_state_dict without assign, or before infinity.initialize",
+                fqn=prefix.rstrip("."),
             )
         self._gathered = self._before_load(self._parameters)
 

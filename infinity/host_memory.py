@@ -26,7 +26,12 @@ def _cgroup_free_bytes() -> int | None:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            root, limit_name, usage_name, cache_key = _CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            root, limit_name, usage_name, cache_key = (
+                _CGROUP_V1,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         elif not controllers:
             root, limit_name, usage_name, cache_key = _CGROUP_V2, "memory.max", "memory.current", "inactive_file"
         else:

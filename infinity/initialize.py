@@ -12,27 +12,27 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from infinity.access import StateAccess
+from infinity.collectives import check_single_process
 from infinity.config import InfinityConfig, load_config
 from infinity.device import ComputeDevice, device_for
-from infinity.engine import Engine
+from infinity.engine import Engine, Parts
 from infinity.errors import (
     ConfigError,
-    MetaParameterError,
-    ModelInUseError,
-    NoTrainableParameterError,
     UnsupportedModelError,
 )
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import free_bytes
 from infinity.layout import UnitLayout
+from infinity.model_check import check_model
 from infinity.optim import PieceUpdater, Template, build_template
 from infinity.pager import Pager
-from infinity.parameter import PagedParameter, ResidentParameter, hold, host_of
+from infinity.parameter import hold
 from infinity.placement import Request, UnitSize, place, predict
 from infinity.plan import Plan
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
+from infinity.stepper import Stepper, StepRules
 from infinity.storage import Storage
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit, spec_of
@@ -84,58 +84,31 @@ def initialize(
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
-    _check_world()
+    check_single_process()
     resolved = load_config(source)
-    _check_model(model)
+    check_model(model)
     torch_device = _choose_device(model, device)
     named = list(model.named_parameters())
     template = _template(optimizer, resolved, named, model_parameters, torch_device)
     engine = _build(model, resolved, template, device_for(torch_device))
     if resolved.notices:
         logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
-    engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+    try:
+        engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+    except BaseException:
+        engine.close(restore_weights=True)
+        raise
     if training_data is not None:
         engine.training_dataloader = DataLoader(
-            training_data, batch_size=resolved.train_micro_batch_size_per_gpu or 1, collate_fn=collate_fn, shuffle=False,
+            training_data,
+            batch_size=resolved.train_micro_batch_size_per_gpu or 1,
+            collate_fn=collate_fn,
+            shuffle=False,
             drop_last=resolved.dataloader_drop_last,
         )
+    logger.info("config:\n%s", resolved.describe())
     logger.info("plan:\n%s", engine.plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _check_world() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ConfigError(
-            f"torch.distributed runs with {distributed.get_world_size()} processes: training on several is not supported yet. "
-            "Start one process"
-        )
-
-
-def _check_model(model: nn.Module) -> None:
-    for fqn, module in model.named_modules():
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or isinstance(module, torch.jit.ScriptModule):
-            how = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
-            raise UnsupportedModelError(
-                f"module '{fqn or type(module).__name__}' was compiled with {how}, which hides its accesses to parameters",
-                cure="Pass the model as it was before compiling", fqn=fqn)
-    parameters = list(model.named_parameters())
-    meta = [fqn for fqn, parameter in parameters if parameter.is_meta]
-    if meta:
-        raise MetaParameterError(meta[0], num_others=len(meta) - 1)
-    for fqn, parameter in parameters:
-        if isinstance(parameter, PagedParameter | ResidentParameter) or host_of(parameter) is not None:
-            raise ModelInUseError(fqn)
-        if parameter.is_sparse or type(parameter) not in (nn.Parameter, torch.nn.parameter.Buffer):
-            raise UnsupportedModelError(
-                f"parameter '{fqn}' is a {type(parameter).__name__}{' (sparse)' if parameter.is_sparse else ''}",
-                cure="Only dense torch.nn.Parameter can be paged: materialise or convert it first", fqn=fqn)
-        if parameter.requires_grad and parameter.is_complex():
-            raise UnsupportedModelError(f"trainable parameter '{fqn}' is complex", fqn=fqn,
-                                        cure="Keep it as two real parameters (torch.view_as_real)")
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        raise NoTrainableParameterError(num_parameters=len(parameters))
 
 
 def _choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -145,16 +118,23 @@ def _choose_device(model: nn.Module, device: torch.device | str | None) -> torch
         chosen = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
         if chosen.type == "cpu" and torch.cuda.is_available():
             chosen = torch.device("cuda", torch.cuda.current_device())
-    if chosen.type == "cuda" and chosen.index is None:
+    if str(chosen) == "cuda":
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
 
 
-def _template(optimizer: Any, config: InfinityConfig, named: list[tuple[str, nn.Parameter]],
-              model_parameters: Iterable[Any] | None, device: torch.device) -> Template:
+def _template(
+    optimizer: Any,
+    config: InfinityConfig,
+    named: list[tuple[str, nn.Parameter]],
+    model_parameters: Iterable[Any] | None,
+    device: torch.device,
+) -> Template:
     source = optimizer if optimizer is not None else config.optimizer
     if source is None:
-        raise ConfigError('no optimizer: add "optimizer" to the config, or pass optimizer= to infinity.initialize', key="optimizer")
+        raise ConfigError(
+            'no optimizer: add "optimizer" to the config, or pass optimizer= to infinity.initialize', key="optimizer"
+        )
     return build_template(source, named, device, model_parameters=model_parameters)
 
 
@@ -171,7 +151,10 @@ def _make_units(model: nn.Module, config: InfinityConfig) -> list[Unit]:
     units: list[Unit] = []
     for index, members in enumerate(partition(model, config.compute_dtype.itemsize, config.infinity.units)):
         parameters = [by_name[fqn] for fqn in members.fqns]
-        specs = [spec_of(fqn, parameter, config.compute_dtype) for fqn, parameter in zip(members.fqns, parameters, strict=True)]
+        specs = [
+            spec_of(fqn, parameter, config.compute_dtype)
+            for fqn, parameter in zip(members.fqns, parameters, strict=True)
+        ]
         units.append(Unit(index, members.name or type(model).__name__, parameters, UnitLayout(specs)))
     return units
 
@@ -185,31 +168,46 @@ def _guess(units: Sequence[Unit]) -> list[int]:
 def _build(model: nn.Module, config: InfinityConfig, template: Template, device: ComputeDevice) -> Engine:
     units = _make_units(model, config)
     updater = PieceUpdater(template)
-    places = {id(parameter): (unit, slot) for unit in units
-              for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)}
-    groups = [[places[id(parameter)] for parameter in group["params"] if id(parameter) in places and parameter.requires_grad]
-              for group in template.param_groups]
+    places = {
+        id(parameter): (unit, slot)
+        for unit in units
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+    }
+    groups = [
+        [places[id(parameter)] for parameter in group["params"] if id(parameter) in places and parameter.requires_grad]
+        for group in template.param_groups
+    ]
     names: dict[int, dict[str, None]] = {unit.index: {} for unit in units}
     for index, group in enumerate(groups):
         for unit, _ in group:
             names[unit.index].update(dict.fromkeys(updater.state_names(index)))
 
     updates_in_backward = config.infinity.update == "in_backward" or (
-        config.infinity.update == "auto" and config.gradient_clipping == 0)
-    if config.infinity.update == "in_backward" and config.gradient_clipping > 0:
-        raise ConfigError('"infinity.update": "in_backward" needs "gradient_clipping": 0: the norm of all gradients is '
-                          "known only when backward has ended", key="infinity.update")
-    sizes = [UnitSize(unit.name, unit.num_bytes, unit.layout.trainable_numel, len(names[unit.index]),
-                      all(segment.is_trainable for segment in unit.layout.segments)) for unit in units]
+        config.infinity.update == "auto" and config.gradient_clipping == 0
+    )
+    sizes = [
+        UnitSize(
+            unit.name,
+            unit.num_bytes,
+            unit.layout.trainable_numel,
+            len(names[unit.index]),
+            all(segment.is_trainable for segment in unit.layout.segments),
+        )
+        for unit in units
+    ]
     budget = config.infinity.host_memory_budget
     budget_source = "from the config" if budget is not None else "half of what is free"
     request = Request(
         budget_bytes=budget if budget is not None else free_bytes() // 2,
         device_budget_bytes=config.infinity.device_memory_budget,
-        param_tier=config.offload_param.device, optimizer_tier=config.offload_optimizer.device,
-        weight_itemsize=config.compute_dtype.itemsize, shares_host_memory=device.shares_host_memory,
-        updates_in_backward=updates_in_backward, num_micro_batches=config.gradient_accumulation_steps,
-        page_bytes=config.infinity.page_bytes, prefetches=config.infinity.prefetch,
+        param_tier=config.offload_param.device,
+        optimizer_tier=config.offload_optimizer.device,
+        weight_itemsize=config.compute_dtype.itemsize,
+        shares_host_memory=device.shares_host_memory,
+        updates_in_backward=updates_in_backward,
+        num_micro_batches=config.gradient_accumulation_steps,
+        page_bytes=config.infinity.page_bytes,
+        prefetches=config.infinity.prefetch,
         can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
     )
     placement = place(sizes, request)
@@ -218,18 +216,33 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     clock = StepClock()
     try:
         guess = _guess(units)
-        pager = Pager(units, storage.pool, storage.weights, clock, prefetches=config.infinity.prefetch, guess=guess,
-                      budget_key="infinity.host_memory_budget" if device.shares_host_memory else "infinity.device_memory_budget")
+        pager = Pager(
+            units,
+            storage.pool,
+            storage.weights,
+            clock,
+            prefetches=config.infinity.prefetch,
+            guess=guess,
+            budget_key="infinity.host_memory_budget" if device.shares_host_memory else "infinity.device_memory_budget",
+        )
         chunks = [unit.layout.chunks(placement.chunk_numel) for unit in units]
         states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
         holding = ModelHolding(model, units)
-        access = StateAccess(holding, pager, storage.records, storage.weights, device, states, chunks, config.compute_dtype)
+        access = StateAccess(
+            holding, pager, storage.records, storage.weights, device, states, chunks, config.compute_dtype
+        )
         for unit in units:
             storage.records.allocate(unit, chunks[unit.index], tuple(names[unit.index]))
             if storage.weights is not None:
                 storage.weights.allocate(unit)
-        gradients = GradientStore(units, device, clock, in_memory=placement.gradients_in_memory,
-                                  open_swapper=storage.spill_swapper, pool=storage.gradient_pool)
+        gradients = GradientStore(
+            units,
+            device,
+            clock,
+            in_memory=placement.gradients_in_memory,
+            open_swapper=storage.spill_swapper,
+            pool=storage.gradient_pool,
+        )
         if placement.spills and needs_store:
             gradients.reserve()
     except BaseException:
@@ -241,25 +254,60 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         num_parameters=sum(slot.numel for unit in units for slot in unit.layout.slots),
         num_trainable=sum(slot.numel for unit in units for slot in unit.layout.slots if slot.spec.is_trainable),
         units=tuple((unit.name, unit.num_bytes) for unit in units),
-        param_tier=request.param_tier, optimizer_tier=request.optimizer_tier,
-        update="in_backward" if updates_in_backward else "step", states_bytes=storage.states_bytes(),
-        host_budget_bytes=request.budget_bytes, host_budget_source=budget_source,
-        minimum_budget_bytes=placement.minimum_bytes, placement=placement,
-        predicted_read_bytes_per_step=prediction.read_bytes, predicted_write_bytes_per_step=prediction.write_bytes,
+        param_tier=request.param_tier,
+        optimizer_tier=request.optimizer_tier,
+        update="in_backward" if updates_in_backward else "step",
+        states_bytes=storage.states_bytes(),
+        host_budget_bytes=request.budget_bytes,
+        host_budget_source=budget_source,
+        minimum_budget_bytes=placement.minimum_bytes,
+        placement=placement,
+        predicted_read_bytes_per_step=prediction.read_bytes,
+        predicted_write_bytes_per_step=prediction.write_bytes,
     )
     residence = Residence(holding, pager)
     _take_over(model, units, access, pager, storage, residence, device)
-    engine = Engine(config=config, device=device, holding=holding, pager=pager, storage=storage, gradients=gradients,
-                    stream=stream, access=access, chunks=chunks, group_slots=groups, template=template, updater=updater, plan=plan, clock=clock,
-                    updates_in_backward=updates_in_backward, residence=residence)
+    stepper = Stepper(
+        units,
+        chunks,
+        groups,
+        StepRules(config.gradient_clipping, updates_in_backward),
+        device=device,
+        pager=pager,
+        gradients=gradients,
+        stream=stream,
+        template=template,
+    )
+    parts = Parts(
+        holding=holding,
+        residence=residence,
+        pager=pager,
+        storage=storage,
+        stream=stream,
+        stepper=stepper,
+        access=access,
+        template=template,
+        updater=updater,
+        clock=clock,
+        plan=plan,
+        device=device.torch_device,
+    )
+    engine = Engine(config, parts)
     cast_buffers(model, config.compute_dtype, device.torch_device)
     for parameter, state in template.take_initial_states():
         access.load_state(parameter, state)
     return engine
 
 
-def _take_over(model: nn.Module, units: Sequence[Unit], access: StateAccess, pager: Pager, storage: Storage,
-               residence: Residence, device: ComputeDevice) -> None:
+def _take_over(
+    model: nn.Module,
+    units: Sequence[Unit],
+    access: StateAccess,
+    pager: Pager,
+    storage: Storage,
+    residence: Residence,
+    device: ComputeDevice,
+) -> None:
     """Store unit after unit, and let go of each one's original tensors as soon as it is stored."""
     for unit in units:
         flat = storage.pool.allocate(unit.num_bytes)

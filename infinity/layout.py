@@ -136,7 +136,9 @@ class UnitLayout:
         self.slots: tuple[Slot, ...] = tuple(sorted((s for g in segments for s in g.slots), key=lambda s: s.index))
         trainable = [segment for segment in segments if segment.is_trainable]
         if len(trainable) > 1:
-            raise ValueError(f"trainable parameters of one unit must share a dtype, got {[str(s.dtype) for s in trainable]}")
+            raise ValueError(
+                f"trainable parameters of one unit must share a dtype, got {[str(s.dtype) for s in trainable]}"
+            )
         self.trainable: Segment | None = trainable[0] if trainable else None
 
     @property
@@ -156,8 +158,12 @@ class UnitLayout:
         for index, start in enumerate(range(0, self.trainable.numel, chunk_numel)):
             stop = min(start + chunk_numel, self.trainable.numel)
             pieces = tuple(
-                Piece(slot, max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start,
-                      max(start, slot.start) - start)
+                Piece(
+                    slot,
+                    max(start, slot.start) - slot.start,
+                    min(stop, slot.stop) - slot.start,
+                    max(start, slot.start) - start,
+                )
                 for slot in self.trainable.slots
                 if max(slot.start, start) < min(slot.stop, stop)
             )

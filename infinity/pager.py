@@ -1,7 +1,6 @@
-"""Residency: a unit that is touched is there; what comes next is fetched early; what is furthest away makes room.
+"""Page faults: a unit that is touched is there, whichever way the code came.
 
-Knows units, flat buffers and the trace; must not know optimizers, gradients or files. Everything here runs in the thread
-that trains (or in autograd's, while that one waits inside backward): there is no lock.
+Knows phases, parameters and saved tensors; must not know optimizers, gradients or files.
 
 [Note: page faults]
 Three events touch a unit, and each makes it resident, whichever way the code came:
@@ -18,29 +17,20 @@ above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.errors import BudgetTooSmallError, ParameterNotResidentError
+from infinity.errors import ParameterNotResidentError
 from infinity.flat_pool import FlatPool
 from infinity.layout import Slot
 from infinity.parameter import host_of, leaves
+from infinity.residency import Residency, WeightSource
 from infinity.telemetry.clock import StepClock
-from infinity.trace import Trace, wanted
-from infinity.unit import Arrival, Unit
-
-if TYPE_CHECKING:
-    from infinity.device import FlatBuffer
-
-
-class WeightSource(Protocol):
-    """Brings a unit's model weights into its flat buffer."""
-
-    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival: ...
+from infinity.unit import Unit
 
 
 class _SavedView:
@@ -65,25 +55,24 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-class Pager:
-    """Keeps at most ``pool.capacity_bytes`` of flat buffers and decides which."""
+class Pager(Residency):
+    """`Residency` with a model in front of it: phases, page faults and saved tensors."""
 
-    def __init__(self, units: Sequence[Unit], pool: FlatPool, source: WeightSource | None, clock: StepClock, *,
-                 prefetches: bool, guess: Sequence[int], budget_key: str) -> None:
-        """``source`` None: the weights never leave memory, and nothing is evicted."""
-        self.units = list(units)
-        self.pool = pool
-        self.clock = clock
-        self._source = source
-        self._prefetches = prefetches
-        self._budget_key = budget_key
-        self.training_trace = Trace(guess)
-        self.eval_trace = Trace(sorted(set(guess)))
-        self.trace = self.training_trace
-        self._by_address: dict[int, Unit] = {}
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        pool: FlatPool,
+        source: WeightSource | None,
+        clock: StepClock,
+        *,
+        prefetches: bool,
+        guess: Sequence[int],
+        budget_key: str,
+    ) -> None:
+        """See `Residency`."""
+        super().__init__(units, pool, source, clock, prefetches=prefetches, guess=guess, budget_key=budget_key)
         self._depth = 0
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._sizes = [unit.num_bytes for unit in self.units]
         self.copies_detached = False
         """Set while ``state_dict`` collects: ``detach`` of a paged-out parameter gives a copy of its values."""
         self.check: Callable[[], None] = lambda: None
@@ -152,17 +141,6 @@ class Pager:
             if fetches:
                 self.pump()
 
-    def forward_order(self) -> list[int]:
-        """All units in the order in which the recorded forward needed them; units that it did not need come last."""
-        trace = self.training_trace
-        first = dict.fromkeys(trace.order[: trace.backward_start])
-        return [*first, *(unit.index for unit in self.units if unit.index not in first)]
-
-    @property
-    def fills(self) -> bool:
-        """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
-        return self._source is not None and self._prefetches
-
     def abandon_forward(self) -> None:
         """Forget modules that an exception left open, so that the next forward begins afresh."""
         self._depth = 0
@@ -194,180 +172,11 @@ class Pager:
         if in_backward():
             self.training_trace.begin_backward()
         moved = self.trace.touch(unit.index)
-        self._make_resident(unit)
+        self.make_resident(unit)
         if moved:
             self.pump()
 
-    def _make_resident(self, unit: Unit) -> None:
-        if unit.flat is None and not self._attach(unit, is_demand=True):
-            self.await_update(unit)
-            flat = self._allocate(unit, is_demand=True)
-            if flat is None:
-                raise self._no_room(unit)
-            self.place(unit, flat, None)
-            unit.arrival = self._fetch(unit, is_demand=True)
-        self._await_arrival(unit)
-
-    def prepare_update(self, unit: Unit) -> None:
-        """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
-        unit.close()
-        self.await_update(unit)
-
-    def collect_all(self) -> None:
-        """Take note of everything that has arrived."""
-        for unit in self.units:
-            self._collect(unit)
-
-    def close(self) -> None:
-        """Give all flat buffers back. Errors of what is still on its way are of no interest any more."""
-        for unit in self.units:
-            unit.close()
-            unit.arrival = None
-            unit.update = None
-            if unit.flat is not None:
-                flat, unit.flat = unit.flat, None
-                self.pool.give_back(flat)
-        self._by_address.clear()
-
-    def _await_arrival(self, unit: Unit) -> None:
-        arrival = unit.arrival
-        if arrival is not None:
-            if not arrival.done():
-                arrival.promote()
-                with self.clock.waiting("update" if arrival is unit.update else "read"):
-                    arrival.wait()
-            else:
-                arrival.wait()
-            unit.arrival = None
-        self.await_update(unit)
-
-    def await_update(self, unit: Unit) -> None:
-        """Return when no update of ``unit`` is pending."""
-        update = unit.update
-        if update is not None:
-            if not update.done():
-                update.promote()
-                with self.clock.waiting("update"):
-                    update.wait()
-            else:
-                update.wait()
-            unit.update = None
-
-    def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
-        """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
-        if unit.update is None or not unit.update.accepts_buffer:
-            return False
-        flat = self._allocate(unit, is_demand=is_demand, keep=keep)
-        if flat is None:
-            return False
-        if not unit.update.attach(flat):  # it began a moment ago
-            self.pool.give_back(flat)
-            return False
-        self.place(unit, flat, unit.update)
-        return True
-
-    def place(self, unit: Unit, flat: FlatBuffer, arrival: Arrival | None = None) -> None:
-        """``flat`` is the unit's memory from now on; its weights come with ``arrival``, or are put there by the caller."""
-        unit.flat = flat
-        unit.arrival = arrival
-        self._by_address[flat.address] = unit
-
-    def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
-        if self._source is None:
-            raise RuntimeError(f"unit {unit.name} has no place to be fetched from")
-        return self._source.fetch(unit, is_demand=is_demand)
-
     # ------------------------------------------------------------------------------------------------ room and prefetch
-
-    def wanted(self) -> list[int]:
-        """The units to hold now, next first."""
-        if self._source is None or not self._prefetches:
-            return []
-        return wanted(tuple(self.trace.upcoming()), 0, self._sizes, self.pool.capacity_bytes)
-
-    def pump(self) -> None:
-        """Start fetching what is wanted, evicting what is not."""
-        if self._source is None or not self._prefetches:
-            return
-        targets = self.wanted()
-        for index in targets:
-            unit = self.units[index]
-            if unit.update is not None and unit.update.done():
-                self._collect(unit)
-            if unit.flat is not None:
-                continue
-            if unit.update is not None:
-                # Its stored weights are about to change: nothing may be read before the update has written them.
-                self._attach(unit, is_demand=False, keep=targets)
-                continue
-            flat = self._allocate(unit, is_demand=False, keep=targets)
-            if flat is None:
-                return
-            self.place(unit, flat, None)
-            unit.arrival = self._fetch(unit, is_demand=False)
-
-    def _collect(self, unit: Unit) -> None:
-        """Take note of what has arrived at ``unit``; raises what went wrong on the way."""
-        if unit.arrival is not None and unit.arrival.done():
-            unit.arrival.wait()
-            unit.arrival = None
-        if unit.update is not None and unit.update.done():
-            unit.update.wait()
-            unit.update = None
-
-    def _allocate(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> FlatBuffer | None:
-        while True:
-            flat = self.pool.allocate(unit.num_bytes)
-            if flat is not None:
-                return flat
-            victim = self._victim(unit, is_demand=is_demand, keep=keep)
-            if victim is None:
-                return None
-            self.evict(victim)
-
-    def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
-        """The unit that is needed last among those that may leave. A prefetch waits for nothing and takes nothing wanted."""
-        rank = {index: place for place, index in enumerate(self.trace.upcoming())}
-        best: Unit | None = None
-        best_key = (-1, -1)
-        for unit in self.units:
-            if unit.flat is None or unit is wanting or unit.num_active or unit.index in keep:
-                continue
-            self._collect(unit)
-            is_busy = unit.arrival is not None or unit.update is not None
-            if is_busy and not is_demand:
-                continue
-            key = (0 if is_busy else 1, rank.get(unit.index, len(rank)))
-            if key > best_key:
-                unit.close()
-                if is_busy or not unit.flat.has_views:
-                    best, best_key = unit, key
-        return best
-
-    def evict(self, unit: Unit) -> None:
-        """Page ``unit`` out. What is on its way into its buffer has to arrive first."""
-        if unit.flat is None:
-            return
-        unit.close()
-        self._await_arrival(unit)
-        self._by_address.pop(unit.flat.address, None)
-        self.pool.give_back(unit.flat)
-        unit.flat = None
-
-    def _no_room(self, unit: Unit) -> BudgetTooSmallError:
-        held = [f"{u.name} ({u.num_bytes} bytes, {'in use' if u.num_active else 'views of it are still referenced'})"
-                for u in self.units if u.flat is not None]
-        return BudgetTooSmallError(
-            self._budget_key, budget_bytes=self.pool.capacity_bytes, minimum_bytes=self.pool.used_bytes + unit.num_bytes,
-            reason=f"This is the part of it for weights. Unit {unit.name} ({unit.num_bytes} bytes) is needed together with "
-            + ("; ".join(held) or "nothing else"),
-        )
-
-    def close_strays(self) -> None:
-        """Close the units that an operation opened and no module holds."""
-        for unit in self.units:
-            if unit.is_open and unit.num_active == 0:
-                unit.close()
 
     # ------------------------------------------------------------------------------------------------- saved tensors
 
@@ -397,8 +206,14 @@ class Pager:
 
     # ------------------------------------------------------------------------------------------- paged-out parameters
 
-    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-                parameters: list[nn.Parameter], locate: Callable[[nn.Parameter], tuple[Unit, Slot]]) -> Any:
+    def operate(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: list[nn.Parameter],
+        locate: Callable[[nn.Parameter], tuple[Unit, Slot]],
+    ) -> Any:
         """Run an operation on parameters that are paged out. See `ParameterHost.operate`."""
         units = list(dict.fromkeys(locate(parameter)[0] for parameter in parameters))
         if self.is_computing:
@@ -413,8 +228,13 @@ class Pager:
         with self.held(units), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = function(*args, **kwargs)
             is_modified = any(p._version != v for p, v in zip(parameters, versions, strict=True))
-            is_alias = any(isinstance(leaf, torch.Tensor) and host_of(leaf) is None and not leaf.is_sparse
-                           and self._by_address.get(leaf.untyped_storage().data_ptr()) in units for leaf in leaves(result))
+            is_alias = any(
+                isinstance(leaf, torch.Tensor)
+                and host_of(leaf) is None
+                and not leaf.is_sparse
+                and self._by_address.get(leaf.untyped_storage().data_ptr()) in units
+                for leaf in leaves(result)
+            )
         for unit in units:
             unit.close()
         if is_modified:
@@ -436,7 +256,7 @@ class Pager:
                 if self.is_computing:
                     self.touch(unit)
                 else:
-                    self._make_resident(unit)
+                    self.make_resident(unit)
                 unit.num_active += 1
                 entered.append(unit)
             for unit in entered:

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 class ParameterHost(Protocol):
     """Whoever holds a parameter's values: answers operations on it while it is paged out, and gives its gradient."""
 
-    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-                parameters: list[nn.Parameter]) -> Any:
+    def operate(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: list[nn.Parameter],
+    ) -> Any:
         """Run ``function`` although ``parameters`` among its arguments are paged out, or raise."""
         ...
 
@@ -62,7 +67,7 @@ class _HeldParameter(nn.Parameter):
     """Common to both states: gradients live with the engine, so ``grad`` asks there."""
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         host = host_of(self)
         return plain_grad(self) if host is None else host.gradient_of(self)
 
@@ -86,15 +91,16 @@ class ResidentParameter(_HeldParameter):
         return _deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_copy(self).__reduce_ex__(protocol)
+        return nn.Parameter.__reduce_ex__(_plain_copy(self), protocol)
 
 
 class PagedParameter(_HeldParameter):
     """A parameter whose values are elsewhere. See the module's docstring."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -102,7 +108,9 @@ class PagedParameter(_HeldParameter):
         paged = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, PagedParameter)]
         host = host_of(paged[0])
         if host is None:
-            raise ParameterNotResidentError("?", operation=f"{getattr(func, '__name__', func)}, after its engine was dropped,")
+            raise ParameterNotResidentError(
+                "?", operation=f"{getattr(func, '__name__', func)}, after its engine was dropped,"
+            )
         if func is torch.Tensor.stride and len(args) == 1 and not kwargs:
             return host.slot_of(paged[0]).spec.stride
         return host.operate(func, args, kwargs, list(paged))
@@ -111,7 +119,7 @@ class PagedParameter(_HeldParameter):
         return _deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_copy(self).__reduce_ex__(protocol)
+        return nn.Parameter.__reduce_ex__(_plain_copy(self), protocol)
 
 
 def _plain_copy(parameter: nn.Parameter) -> nn.Parameter:
@@ -137,10 +145,40 @@ _METADATA: frozenset[Any] = frozenset(
     [
         getter
         for name in (
-            "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "names", "itemsize", "nbytes",
-            "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "is_nested", "is_mkldnn",
-            "is_sparse_csr", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_xla", "retains_grad", "output_nr", "_version",
-            "_backward_hooks", "_post_accumulate_grad_hooks", "name", "_base", "_grad",
+            "shape",
+            "dtype",
+            "device",
+            "requires_grad",
+            "is_leaf",
+            "ndim",
+            "layout",
+            "grad_fn",
+            "names",
+            "itemsize",
+            "nbytes",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "is_mps",
+            "is_xpu",
+            "is_nested",
+            "is_mkldnn",
+            "is_sparse_csr",
+            "is_vulkan",
+            "is_ipu",
+            "is_maia",
+            "is_mtia",
+            "is_xla",
+            "retains_grad",
+            "output_nr",
+            "_version",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "name",
+            "_base",
+            "_grad",
         )
         for getter in _property(name)
     ]
@@ -152,14 +190,39 @@ _METADATA: frozenset[Any] = frozenset(
     + [
         getattr(torch.Tensor, name)
         for name in (
-            "numel", "nelement", "dim", "ndimension", "size", "element_size", "is_floating_point", "is_complex", "is_signed",
-            "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__",
-            "_is_view", "is_inference", "has_names", "is_neg", "is_conj", "is_set_to", "is_same_size",
+            "numel",
+            "nelement",
+            "dim",
+            "ndimension",
+            "size",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+            "is_signed",
+            "get_device",
+            "requires_grad_",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "__hash__",
+            "__len__",
+            "_is_view",
+            "is_inference",
+            "has_names",
+            "is_neg",
+            "is_conj",
+            "is_set_to",
+            "is_same_size",
         )
         if hasattr(torch.Tensor, name)
     ]
-    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.result_type,
-       torch._has_compatible_shallow_copy_type]
+    + [
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_same_size,
+        torch.result_type,
+        torch._has_compatible_shallow_copy_type,
+    ]
 )
 """Operations that look at the metadata only, which the placeholder answers truthfully."""
 
@@ -212,14 +275,17 @@ def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _placeholders[dtype, device]
 
 
+_AUTOGRAD_FIELD: Any = torch.Tensor.grad
+
+
 def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that autograd put into the parameter, whatever the engine says about it."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
+        gradient: torch.Tensor | None = _AUTOGRAD_FIELD.__get__(parameter)
     return gradient
 
 
 def set_plain_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Set or clear the gradient that autograd accumulates into."""
     with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.grad.__set__(parameter, gradient)  # type: ignore[attr-defined]
+        _AUTOGRAD_FIELD.__set__(parameter, gradient)

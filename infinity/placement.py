@@ -127,8 +127,12 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
     weights_on_host = weights_minimum if request.shares_host_memory else 0
     minimum = fixed + weights_on_host + pages_minimum + uploads_minimum + gradients_minimum
     if request.budget_bytes < minimum:
-        raise BudgetTooSmallError(HOST_KEY, budget_bytes=request.budget_bytes, minimum_bytes=minimum, reason=_explain(
-            units, request, fixed, weights_on_host, pages_minimum + uploads_minimum, gradients_minimum))
+        raise BudgetTooSmallError(
+            HOST_KEY,
+            budget_bytes=request.budget_bytes,
+            minimum_bytes=minimum,
+            reason=_explain(units, request, fixed, weights_on_host, pages_minimum + uploads_minimum, gradients_minimum),
+        )
     left = request.budget_bytes - minimum
 
     # Pages first: they keep both directions of the drive busy. Then what saves most bytes per byte of memory.
@@ -145,7 +149,11 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         upload_pages = min(_FEWEST_UPLOAD_PAGES + left // 2 // _UPLOAD_PAGE_BYTES, _PREFERRED_UPLOAD_PAGES)
         left -= (upload_pages - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
 
-    wished = 2 * largest_numel * _FP32_BYTES if request.updates_in_backward and request.num_micro_batches == 1 else total_gradients
+    wished = (
+        2 * largest_numel * _FP32_BYTES
+        if request.updates_in_backward and request.num_micro_batches == 1
+        else total_gradients
+    )
     gradients = gradients_minimum + min(max(wished - gradients_minimum, 0), left // 2)
     left -= gradients - gradients_minimum
     weights = weights_minimum
@@ -155,9 +163,17 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         weights = _device_weights(request, total_weights, weights_minimum)
     in_memory, scratch = _keep_gradients(units, gradients)
     return Placement(
-        weights_bytes=weights, page_bytes=page_bytes, num_pages=num_pages, chunk_numel=chunk_numel,
-        upload_page_bytes=_UPLOAD_PAGE_BYTES, num_upload_pages=upload_pages, gradient_bytes=gradients,
-        gradient_scratch_bytes=scratch, gradients_in_memory=in_memory, fixed_bytes=fixed, minimum_bytes=minimum,
+        weights_bytes=weights,
+        page_bytes=page_bytes,
+        num_pages=num_pages,
+        chunk_numel=chunk_numel,
+        upload_page_bytes=_UPLOAD_PAGE_BYTES,
+        num_upload_pages=upload_pages,
+        gradient_bytes=gradients,
+        gradient_scratch_bytes=scratch,
+        gradients_in_memory=in_memory,
+        fixed_bytes=fixed,
+        minimum_bytes=minimum,
     )
 
 
@@ -168,9 +184,12 @@ def _smallest_page(request: Request, per_element: int, largest_numel: int) -> tu
     chunk_numel = request.page_bytes // per_element // CHUNK_GRANULE * CHUNK_GRANULE
     if chunk_numel == 0:
         least = _page_for(CHUNK_GRANULE, per_element)
-        raise ConfigValueError("infinity.page_bytes", request.page_bytes,
-                               f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state",
-                               cure=f"Set it to at least {format_bytes(least)}, or leave it out")
+        raise ConfigValueError(
+            "infinity.page_bytes",
+            request.page_bytes,
+            f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state",
+            cure=f"Set it to at least {format_bytes(least)}, or leave it out",
+        )
     chunk_numel = min(chunk_numel, largest_numel)
     return _page_for(chunk_numel, per_element), chunk_numel
 
@@ -188,8 +207,12 @@ def _device_weights(request: Request, total: int, minimum: int) -> int:
     if request.device_budget_bytes is None:
         return total
     if request.device_budget_bytes < minimum:
-        raise BudgetTooSmallError(DEVICE_KEY, budget_bytes=request.device_budget_bytes, minimum_bytes=minimum,
-                                  reason="The two largest units must be resident together")
+        raise BudgetTooSmallError(
+            DEVICE_KEY,
+            budget_bytes=request.device_budget_bytes,
+            minimum_bytes=minimum,
+            reason="The two largest units must be resident together",
+        )
     return min(total, request.device_budget_bytes)
 
 
@@ -221,27 +244,45 @@ def _explain(units: Sequence[UnitSize], request: Request, fixed: int, weights: i
     names = " and ".join(unit.name for unit in largest)
     parts = []
     if fixed:
-        tiers = [key for key, tier in (("offload_param", request.param_tier), ("offload_optimizer", request.optimizer_tier))
-                 if tier != "nvme"]
-        parts.append(f"{format_bytes(fixed)} for what {' and '.join(tiers)} keep in RAM (device \"nvme\" would page it)")
+        tiers = [
+            key
+            for key, tier in (("offload_param", request.param_tier), ("offload_optimizer", request.optimizer_tier))
+            if tier != "nvme"
+        ]
+        parts.append(f'{format_bytes(fixed)} for what {" and ".join(tiers)} keep in RAM (device "nvme" would page it)')
     if weights:
-        what = "all weights (offload_param.device is \"none\")" if request.param_tier == "none" else f"the weights of {names}"
+        what = (
+            'all weights (offload_param.device is "none")'
+            if request.param_tier == "none"
+            else f"the weights of {names}"
+        )
         parts.append(f"{format_bytes(weights)} for {what}")
     parts.append(f"{format_bytes(pages)} for pages")
-    whose = "the largest unit" if gradients == max(u.trainable_numel for u in units) * _FP32_BYTES else "all units (no NVMe tier takes them)"
+    whose = (
+        "the largest unit"
+        if gradients == max(u.trainable_numel for u in units) * _FP32_BYTES
+        else "all units (no NVMe tier takes them)"
+    )
     parts.append(f"{format_bytes(gradients)} for the gradients of {whose}")
     return "It must hold " + ", ".join(parts)
 
 
-def predict(units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int],
-            backward_start: int) -> Prediction:
+def predict(
+    units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
+) -> Prediction:
     """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
     sizes = [unit.weight_bytes for unit in units]
     read = write = 0
     num_micro_batches = request.num_micro_batches
-    fetches = simulate_fetches(order, sizes, placement.weights_bytes, prefetches=request.prefetches, num_cycles=num_micro_batches)
+    fetches = simulate_fetches(
+        order, sizes, placement.weights_bytes, prefetches=request.prefetches, num_cycles=num_micro_batches
+    )
     in_step = not request.updates_in_backward
-    filled = {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable} if in_step else set()
+    filled = (
+        {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
+        if in_step
+        else set()
+    )
     if request.param_tier == "nvme":
         seen: set[int] = set()
         for position, unit in fetches:
@@ -257,8 +298,11 @@ def predict(units: Sequence[UnitSize], request: Request, placement: Placement, o
         read += records
         write += records
     if in_step or num_micro_batches > 1:
-        spilled = sum(unit.trainable_numel * _FP32_BYTES for index, unit in enumerate(units)
-                      if index not in placement.gradients_in_memory)
+        spilled = sum(
+            unit.trainable_numel * _FP32_BYTES
+            for index, unit in enumerate(units)
+            if index not in placement.gradients_in_memory
+        )
         # In backward, the last micro-batch's sum goes into the update without another detour.
         read += spilled * (num_micro_batches if in_step else num_micro_batches - 1)
         write += spilled * (num_micro_batches if in_step else num_micro_batches - 1)

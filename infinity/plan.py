@@ -40,17 +40,30 @@ class Plan:
             ("largest unit", "{}: {}".format(*_largest(self.units))),
             ("weights / optimizer state on", f"{self.param_tier} / {self.optimizer_tier}"),
             *((f"states on {tier}", _size(size)) for tier, size in self.states_bytes.items() if size),
-            ("host memory budget", f"{_size(self.host_budget_bytes)} ({self.host_budget_source}; minimum {_size(self.minimum_budget_bytes)})"),
+            (
+                "host memory budget",
+                f"{_size(self.host_budget_bytes)} ({self.host_budget_source}; minimum {_size(self.minimum_budget_bytes)})",
+            ),
             ("  flat buffers for weights", _size(placement.weights_bytes)),
             ("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}"),
-            ("  gradients", _size(placement.gradient_bytes) + (", the rest spilled to NVMe" if placement.spills and self.update == "step" else "")),
+            (
+                "  gradients",
+                _size(placement.gradient_bytes)
+                + (", the rest spilled to NVMe" if placement.spills and self.update == "step" else ""),
+            ),
         ]
         if placement.fixed_bytes:
             rows.append(("  states kept in RAM", _size(placement.fixed_bytes)))
         rows += [
             ("optimizer update", self.update.replace("_", " ")),
-            ("predicted read per step", f"{_size(self.predicted_read_bytes_per_step)} ({self.predicted_read_bytes_per_step / per:.2f} B per parameter)"),
-            ("predicted written per step", f"{_size(self.predicted_write_bytes_per_step)} ({self.predicted_write_bytes_per_step / per:.2f} B per parameter)"),
+            (
+                "predicted read per step",
+                f"{_size(self.predicted_read_bytes_per_step)} ({self.predicted_read_bytes_per_step / per:.2f} B per parameter)",
+            ),
+            (
+                "predicted written per step",
+                f"{_size(self.predicted_write_bytes_per_step)} ({self.predicted_write_bytes_per_step / per:.2f} B per parameter)",
+            ),
         ]
         return rows
 

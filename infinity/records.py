@@ -112,8 +112,9 @@ class _UnitRecords:
 
 
 class _PagedLease:
-    def __init__(self, page: Page, workspace: Workspace, read: Handle | None, swapper: Swapper, records: _UnitRecords,
-                 index: int) -> None:
+    def __init__(
+        self, page: Page, workspace: Workspace, read: Handle | None, swapper: Swapper, records: _UnitRecords, index: int
+    ) -> None:
         self._page = page
         self.workspace = workspace
         self._read = read
@@ -189,8 +190,12 @@ class PagedRecords:
         try:
             workspace.record[valid_bytes:].zero_()
             if valid_bytes and records.extent is not None:
-                read = self.swapper.read(records.extent, workspace.record[:valid_bytes],
-                                         offset=records.offsets[chunk.index], priority=Priority.PREFETCH)
+                read = self.swapper.read(
+                    records.extent,
+                    workspace.record[:valid_bytes],
+                    offset=records.offsets[chunk.index],
+                    priority=Priority.PREFETCH,
+                )
         except BaseException:
             page.release()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +15,19 @@ from infinity.parameter import plain_grad, set_plain_grad
 
 
 class GradientHost(Protocol):
-    """Whoever keeps the gradients: the engine."""
+    """Whoever knows the gradients (``infinity.parameter_gradients``)."""
 
-    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
+    def get(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
 
-    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None: ...
+    def set(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None: ...
+
+
+class Gatherer(Protocol):
+    """Whoever gives full weights: the engine."""
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> Any: ...
+
+    def scatter(self, gathering: Any) -> None: ...
 
 
 class Residence:
@@ -29,9 +37,15 @@ class Residence:
         self._holding = holding
         self._pager = pager
         self.gradients: GradientHost | None = None
+        self.engine: Gatherer | None = None
 
-    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-                parameters: list[nn.Parameter]) -> Any:
+    def operate(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: list[nn.Parameter],
+    ) -> Any:
         mine = [parameter for parameter in parameters if self._holding.holds(parameter)]
         return self._pager.operate(function, args, kwargs, mine, self._holding.locate)
 
@@ -40,13 +54,13 @@ class Residence:
         return self._pager.copy_of(*self._holding.locate(parameter))
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        return plain_grad(parameter) if self.gradients is None else self.gradients.gradient_of(parameter)
+        return plain_grad(parameter) if self.gradients is None else self.gradients.get(parameter)
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         if self.gradients is None:
             set_plain_grad(parameter, gradient)
         else:
-            self.gradients.set_gradient(parameter, gradient)
+            self.gradients.set(parameter, gradient)
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
         return self._holding.locate(parameter)[1]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from infinity.engine import Engine
+
+class OptimizerHost(Protocol):
+    """The engine, as far as its optimizer needs it."""
+
+    def optimizer_step(self) -> None: ...
+
+    def optimizer_zero_grad(self) -> None: ...
+
+    def has_state(self, parameter: torch.Tensor) -> bool: ...
+
+    def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]: ...
+
+    def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None: ...
 
 
 class EngineBackend:
     """Passes ``optimizer.step()``, ``zero_grad()`` and state access on to the engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: OptimizerHost) -> None:
         self._engine = engine
 
     def step(self) -> None:

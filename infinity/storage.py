@@ -10,8 +10,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from infinity.config import InfinityConfig, IOSection
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetTooSmallError, StorageError
@@ -30,8 +28,16 @@ _FP32_BYTES = 4
 class Storage:
     """Opens what the placement asks for. Nothing is written before all of it could be opened."""
 
-    def __init__(self, config: InfinityConfig, device: ComputeDevice, placement: Placement, request: Request,
-                 sizes: Sequence[UnitSize], *, spills_from_start: bool) -> None:
+    def __init__(
+        self,
+        config: InfinityConfig,
+        device: ComputeDevice,
+        placement: Placement,
+        request: Request,
+        sizes: Sequence[UnitSize],
+        *,
+        spills_from_start: bool,
+    ) -> None:
         """
         Args:
             config: tiers, directories and I/O settings.
@@ -54,8 +60,11 @@ class Storage:
         self._predicted: tuple[tuple[int, ...], Plan] | None = None
         weight_bytes = sum(size.weight_bytes for size in sizes)
         state_bytes = sum(record_bytes(s.trainable_numel, s.num_states, request.weight_itemsize) for s in sizes)
-        self.gradient_bytes = sum(s.trainable_numel * _FP32_BYTES for index, s in enumerate(sizes)
-                                  if index not in placement.gradients_in_memory)
+        self.gradient_bytes = sum(
+            s.trainable_numel * _FP32_BYTES
+            for index, s in enumerate(sizes)
+            if index not in placement.gradients_in_memory
+        )
         needed: dict[tuple[str, tuple[Path, ...]], int] = {}
         param_key = (config.offload_param.device, config.offload_param.nvme_paths)
         state_key = (config.offload_optimizer.device, config.offload_optimizer.nvme_paths)
@@ -87,19 +96,22 @@ class Storage:
             return Swapper.open(directories, capacity, settings)
         except VolumeError as error:
             names = ", ".join(map(str, directories))
-            raise StorageError(names, f"cannot hold the states: {error}",
-                               cure="Choose another nvme_path, or give several as a list") from error
+            raise StorageError(
+                names, f"cannot hold the states: {error}", cure="Choose another nvme_path, or give several as a list"
+            ) from error
 
-    def _build(self, device: ComputeDevice, param_key: tuple[str, tuple[Path, ...]],
-               state_key: tuple[str, tuple[Path, ...]]) -> tuple[WeightStore | None, RecordStore]:
+    def _build(
+        self, device: ComputeDevice, param_key: tuple[str, tuple[Path, ...]], state_key: tuple[str, tuple[Path, ...]]
+    ) -> tuple[WeightStore | None, RecordStore]:
         placement = self._placement
         deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
         if param_key[0] != "none":
             arena = None
             if placement.num_upload_pages:
-                arena = StagingArena(placement.upload_page_bytes, placement.num_upload_pages, device.pin,
-                                     deadline_seconds=deadline)
+                arena = StagingArena(
+                    placement.upload_page_bytes, placement.num_upload_pages, device.pin, deadline_seconds=deadline
+                )
                 self._arenas.append(arena)
             weights = WeightStore(self._swappers[param_key], device, arena)
         if state_key[0] == "none":
@@ -117,7 +129,8 @@ class Storage:
         """
         if self._spill_key is None:
             raise BudgetTooSmallError(
-                HOST_KEY, budget_bytes=self._request.budget_bytes,
+                HOST_KEY,
+                budget_bytes=self._request.budget_bytes,
                 minimum_bytes=self._request.budget_bytes + self.gradient_bytes,
                 reason="All gradients have to wait in RAM for optimizer.step(), and no NVMe tier takes them",
             )
@@ -152,7 +165,8 @@ class Storage:
         names = {"none": "device", "cpu": "host", "nvme": "nvme"}
         result[names[self._request.param_tier]] += sum(s.weight_bytes for s in self._sizes)
         result[names[self._request.optimizer_tier]] += sum(
-            record_bytes(s.trainable_numel, s.num_states, self._request.weight_itemsize) for s in self._sizes)
+            record_bytes(s.trainable_numel, s.num_states, self._request.weight_itemsize) for s in self._sizes
+        )
         if self._spill_room:
             result["nvme"] += self.gradient_bytes
         return result
@@ -161,9 +175,14 @@ class Storage:
         """``plan`` with the predictions that follow from the recorded trace."""
         if self._predicted is None or self._predicted[0] != trace.order:
             prediction = predict(self._sizes, self._request, self._placement, trace.order, trace.backward_start)
-            self._predicted = trace.order, dataclasses.replace(
-                plan, predicted_read_bytes_per_step=prediction.read_bytes,
-                predicted_write_bytes_per_step=prediction.write_bytes)
+            self._predicted = (
+                trace.order,
+                dataclasses.replace(
+                    plan,
+                    predicted_read_bytes_per_step=prediction.read_bytes,
+                    predicted_write_bytes_per_step=prediction.write_bytes,
+                ),
+            )
         return self._predicted[1]
 
     def close(self) -> None:
@@ -185,6 +204,10 @@ class Storage:
 
 
 def _swapper_config(io: IOSection) -> SwapperConfig:
-    return SwapperConfig(request_bytes=io.request_bytes, num_threads=io.num_threads, max_inflight=io.max_inflight,
-                         deadline_seconds=io.deadline_seconds, direct=io.direct)
-
+    return SwapperConfig(
+        request_bytes=io.request_bytes,
+        num_threads=io.num_threads,
+        max_inflight=io.max_inflight,
+        deadline_seconds=io.deadline_seconds,
+        direct=io.direct,
+    )

@@ -105,8 +105,9 @@ def wanted(order: Sequence[int], position: int, num_bytes: Sequence[int], capaci
     return result
 
 
-def simulate_fetches(order: Sequence[int], num_bytes: Sequence[int], capacity_bytes: int, *, prefetches: bool,
-                     num_cycles: int = 1) -> list[tuple[int, int]]:
+def simulate_fetches(
+    order: Sequence[int], num_bytes: Sequence[int], capacity_bytes: int, *, prefetches: bool, num_cycles: int = 1
+) -> list[tuple[int, int]]:
     """What the pager fetches in ``num_cycles`` runs through ``order``, in the steady state.
 
     Returns (position in the cycles, unit) of each fetch, where positions count from 0 over all cycles.

@@ -42,7 +42,7 @@ class GradientSource(Protocol):
         ...
 
     def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        """The gradient of one piece: fp32, 1-D; may be changed in place. ``scratch`` is the part of the chunk's scratch for it."""
+        """The gradient of one piece: fp32, 1-D; may be changed in place. ``scratch`` is its part of the chunk's scratch."""
         ...
 
     def release(self) -> None:
@@ -64,15 +64,28 @@ class ParameterState:
 class PieceUpdater(Protocol):
     """Runs the optimizer's rule on one piece (see ``infinity.optim.piece``)."""
 
-    def update(self, group: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor] | None,
-               scalars: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+    def update(
+        self,
+        group: dict[str, Any],
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor] | None,
+        scalars: dict[str, Any],
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
 
 class UpdateJob:
     """One update of one unit. The training thread creates it and waits for it; the stream runs it."""
 
-    def __init__(self, unit: Unit, chunks: Sequence[Chunk], gradients: GradientSource,
-                 groups: Mapping[int, dict[str, Any]], clip_coefficient: torch.Tensor | None, after: Fence) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        chunks: Sequence[Chunk],
+        gradients: GradientSource,
+        groups: Mapping[int, dict[str, Any]],
+        clip_coefficient: torch.Tensor | None,
+        after: Fence,
+    ) -> None:
         """
         Args:
             unit: what is updated.
@@ -163,8 +176,14 @@ class _Item:
 class UpdateStream:
     """Runs update jobs in order, reading ahead as far as working memory allows."""
 
-    def __init__(self, records: RecordStore, weights: WeightStore | None, updater: PieceUpdater, device: ComputeDevice,
-                 states: Mapping[tuple[int, int], ParameterState]) -> None:
+    def __init__(
+        self,
+        records: RecordStore,
+        weights: WeightStore | None,
+        updater: PieceUpdater,
+        device: ComputeDevice,
+        states: Mapping[tuple[int, int], ParameterState],
+    ) -> None:
         """
         Args:
             records: where optimizer state rests.
@@ -346,8 +365,9 @@ class UpdateStream:
         names = workspace.states if state.names is None else state.names
         views = {name: workspace.states[name][span] for name in names}
         is_first = state.is_fresh
-        tensors, scalars = self._updater.update(job.groups[piece.slot.index], workspace.main[span], gradient,
-                                                None if is_first else views, state.scalars)
+        tensors, scalars = self._updater.update(
+            job.groups[piece.slot.index], workspace.main[span], gradient, None if is_first else views, state.scalars
+        )
         if is_first:
             for name, tensor in tensors.items():
                 workspace.states[name][span].copy_(tensor)

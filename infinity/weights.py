@@ -57,7 +57,9 @@ class WeightStore:
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle:
         """Read a chunk's model weights into host memory: ``target`` has the compute dtype and ``chunk.numel`` elements."""
-        return self.swapper.read(_extent_of(unit), target, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH)
+        return self.swapper.read(
+            _extent_of(unit), target, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH
+        )
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
         """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done."""
@@ -206,7 +208,9 @@ class Uploader:
                 page.release()
                 return
             target = _target_of(upload)
-            upload.fence = self._device.upload(target[offset : offset + num_bytes], page.tensor[:num_bytes], upload.after)
+            upload.fence = self._device.upload(
+                target[offset : offset + num_bytes], page.tensor[:num_bytes], upload.after
+            )
             self._copying.append((page, upload.fence))
             if offset + num_bytes == target.numel():
                 upload.finish(None)

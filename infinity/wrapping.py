@@ -55,7 +55,9 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
                     blocks.append(fqn)
                     continue
             elif is_list_of_blocks(child):
-                blocks.extend(f"{fqn}.{inner}" for inner, block in child.named_children() if any(True for _ in block.parameters()))
+                blocks.extend(
+                    f"{fqn}.{inner}" for inner, block in child.named_children() if any(True for _ in block.parameters())
+                )
                 continue
             visit(child, f"{fqn}.")
 
@@ -117,7 +119,9 @@ def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) 
             unit = by_block[home]
         else:
             owner = fqn.rpartition(".")[0]
-            too_large = leftovers is not None and leftovers.num_bytes + num_bytes > max(largest_block, _SMALL_UNIT_BYTES)
+            too_large = leftovers is not None and leftovers.num_bytes + num_bytes > max(
+                largest_block, _SMALL_UNIT_BYTES
+            )
             if leftovers is None or (too_large and owner != owner_of_last):
                 leftovers = UnitMembers(owner or fqn)
                 units.append(leftovers)

@@ -2,5 +2,6 @@
 
 from infinity.telemetry.clock import StepClock
 from infinity.telemetry.report import StepReport
+from infinity.telemetry.reporter import Reporter
 
-__all__ = ["StepClock", "StepReport"]
+__all__ = ["Reporter", "StepClock", "StepReport"]

@@ -9,7 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_CAUSES = {"read": "reads from NVMe", "update": "the optimizer", "gradients": "room for gradients", "write": "writes to NVMe"}
+_CAUSES = {
+    "read": "reads from NVMe",
+    "update": "the optimizer",
+    "gradients": "room for gradients",
+    "write": "writes to NVMe",
+}
 
 
 class StepClock:

@@ -1,0 +1,68 @@
+"""Batches and losses as `Engine.train_batch` meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from infinity.errors import StepOrderError
+
+
+def call_with(function: Any, batch: Any) -> Any:
+    """Call ``function`` with a batch: a mapping gives keyword arguments, a tuple or list arguments, else one argument."""
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    if isinstance(batch, tuple | list):
+        return function(*batch)
+    return function(batch)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output: ``.loss``, ``["loss"]``, the first of a tuple, or the output itself.
+
+    Raises:
+        StepOrderError: there is none.
+    """
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None:
+        loss = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(loss, torch.Tensor):
+        raise StepOrderError(
+            "engine.train_batch()",
+            f"the model returned no loss but {type(output).__name__}",
+            cure='Return a scalar tensor, an object with ".loss", or a tuple that begins with the loss',
+        )
+    return loss
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``; the containers keep their types."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Mapping) and not hasattr(batch, "to"):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        moved = [move(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch.
+
+    Raises:
+        StepOrderError: the loader is empty.
+    """
+    while True:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise StepOrderError(
+                "engine.train_batch()", "training_data gives no batch", cure="Check its length and dataloader_drop_last"
+            )

@@ -1,0 +1,247 @@
+"""Which units are in memory: what comes next is fetched early, what is furthest away makes room.
+
+Knows units, flat buffers and the trace; must not know modules, autograd, gradients or files. Everything here runs in the
+thread that trains (or in autograd's, while that one waits inside backward): there is no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from infinity.errors import BudgetTooSmallError
+from infinity.flat_pool import FlatPool
+from infinity.telemetry.clock import StepClock
+from infinity.trace import Trace, wanted
+from infinity.unit import Arrival, Unit
+
+if TYPE_CHECKING:
+    from infinity.device import FlatBuffer
+
+
+class WeightSource(Protocol):
+    """Brings a unit's model weights into its flat buffer."""
+
+    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival: ...
+
+
+class Residency:
+    """Keeps at most ``pool.capacity_bytes`` of flat buffers and decides which."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        pool: FlatPool,
+        source: WeightSource | None,
+        clock: StepClock,
+        *,
+        prefetches: bool,
+        guess: Sequence[int],
+        budget_key: str,
+    ) -> None:
+        """
+        Args:
+            units: all units, by index.
+            pool: memory for flat buffers.
+            source: where weights come from; None: they never leave memory, and nothing is evicted.
+            clock: counts the waiting.
+            prefetches: fetch ahead of need.
+            guess: the order of need before the first micro-batch is recorded.
+            budget_key: the config key that sets the pool's size, for messages.
+        """
+        self.units = list(units)
+        self.pool = pool
+        self.clock = clock
+        self.training_trace = Trace(guess)
+        self.eval_trace = Trace(sorted(set(guess)))
+        self.trace = self.training_trace
+        self._source = source
+        self._prefetches = prefetches
+        self._budget_key = budget_key
+        self._by_address: dict[int, Unit] = {}
+        self._sizes = [unit.num_bytes for unit in self.units]
+
+    def make_resident(self, unit: Unit) -> None:
+        if unit.flat is None and not self._attach(unit, is_demand=True):
+            self.await_update(unit)
+            flat = self._allocate(unit, is_demand=True)
+            if flat is None:
+                raise self._no_room(unit)
+            self.place(unit, flat, None)
+            unit.arrival = self._fetch(unit, is_demand=True)
+        self._await_arrival(unit)
+
+    def prepare_update(self, unit: Unit) -> None:
+        """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
+        unit.close()
+        self.await_update(unit)
+
+    def collect_all(self) -> None:
+        """Take note of everything that has arrived."""
+        for unit in self.units:
+            self._collect(unit)
+
+    def close(self) -> None:
+        """Give all flat buffers back. Errors of what is still on its way are of no interest any more."""
+        for unit in self.units:
+            unit.close()
+            unit.arrival = None
+            unit.update = None
+            if unit.flat is not None:
+                flat, unit.flat = unit.flat, None
+                self.pool.give_back(flat)
+        self._by_address.clear()
+
+    def _await_arrival(self, unit: Unit) -> None:
+        arrival = unit.arrival
+        if arrival is not None:
+            if not arrival.done():
+                arrival.promote()
+                with self.clock.waiting("update" if arrival is unit.update else "read"):
+                    arrival.wait()
+            else:
+                arrival.wait()
+            unit.arrival = None
+        self.await_update(unit)
+
+    def await_update(self, unit: Unit) -> None:
+        """Return when no update of ``unit`` is pending."""
+        update = unit.update
+        if update is not None:
+            if not update.done():
+                update.promote()
+                with self.clock.waiting("update"):
+                    update.wait()
+            else:
+                update.wait()
+            unit.update = None
+
+    def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
+        """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
+        if unit.update is None or not unit.update.accepts_buffer:
+            return False
+        flat = self._allocate(unit, is_demand=is_demand, keep=keep)
+        if flat is None:
+            return False
+        if not unit.update.attach(flat):  # it began a moment ago
+            self.pool.give_back(flat)
+            return False
+        self.place(unit, flat, unit.update)
+        return True
+
+    def place(self, unit: Unit, flat: FlatBuffer, arrival: Arrival | None = None) -> None:
+        """``flat`` is the unit's memory from now on; its weights come with ``arrival``, or are put there by the caller."""
+        unit.flat = flat
+        unit.arrival = arrival
+        self._by_address[flat.address] = unit
+
+    def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        if self._source is None:
+            raise RuntimeError(f"unit {unit.name} has no place to be fetched from")
+        return self._source.fetch(unit, is_demand=is_demand)
+
+    def wanted(self) -> list[int]:
+        """The units to hold now, next first."""
+        if self._source is None or not self._prefetches:
+            return []
+        return wanted(tuple(self.trace.upcoming()), 0, self._sizes, self.pool.capacity_bytes)
+
+    def pump(self) -> None:
+        """Start fetching what is wanted, evicting what is not."""
+        if self._source is None or not self._prefetches:
+            return
+        targets = self.wanted()
+        for index in targets:
+            unit = self.units[index]
+            if unit.update is not None and unit.update.done():
+                self._collect(unit)
+            if unit.flat is not None:
+                continue
+            if unit.update is not None:
+                # Its stored weights are about to change: nothing may be read before the update has written them.
+                self._attach(unit, is_demand=False, keep=targets)
+                continue
+            flat = self._allocate(unit, is_demand=False, keep=targets)
+            if flat is None:
+                return
+            self.place(unit, flat, None)
+            unit.arrival = self._fetch(unit, is_demand=False)
+
+    def _collect(self, unit: Unit) -> None:
+        """Take note of what has arrived at ``unit``; raises what went wrong on the way."""
+        if unit.arrival is not None and unit.arrival.done():
+            unit.arrival.wait()
+            unit.arrival = None
+        if unit.update is not None and unit.update.done():
+            unit.update.wait()
+            unit.update = None
+
+    def _allocate(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> FlatBuffer | None:
+        while True:
+            flat = self.pool.allocate(unit.num_bytes)
+            if flat is not None:
+                return flat
+            victim = self._victim(unit, is_demand=is_demand, keep=keep)
+            if victim is None:
+                return None
+            self.evict(victim)
+
+    def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
+        """The unit that is needed last among those that may leave. A prefetch waits for nothing and takes nothing wanted."""
+        rank = {index: place for place, index in enumerate(self.trace.upcoming())}
+        best: Unit | None = None
+        best_key = (-1, -1)
+        for unit in self.units:
+            if unit.flat is None or unit is wanting or unit.num_active or unit.index in keep:
+                continue
+            self._collect(unit)
+            is_busy = unit.arrival is not None or unit.update is not None
+            if is_busy and not is_demand:
+                continue
+            key = (0 if is_busy else 1, rank.get(unit.index, len(rank)))
+            if key > best_key:
+                unit.close()
+                if is_busy or not unit.flat.has_views:
+                    best, best_key = unit, key
+        return best
+
+    def evict(self, unit: Unit) -> None:
+        """Page ``unit`` out. What is on its way into its buffer has to arrive first."""
+        if unit.flat is None:
+            return
+        unit.close()
+        self._await_arrival(unit)
+        self._by_address.pop(unit.flat.address, None)
+        self.pool.give_back(unit.flat)
+        unit.flat = None
+
+    def _no_room(self, unit: Unit) -> BudgetTooSmallError:
+        held = [
+            f"{u.name} ({u.num_bytes} bytes, {'in use' if u.num_active else 'views of it are still referenced'})"
+            for u in self.units
+            if u.flat is not None
+        ]
+        return BudgetTooSmallError(
+            self._budget_key,
+            budget_bytes=self.pool.capacity_bytes,
+            minimum_bytes=self.pool.used_bytes + unit.num_bytes,
+            reason=f"This is the part of it for weights. Unit {unit.name} ({unit.num_bytes} bytes) is needed together with "
+            + ("; ".join(held) or "nothing else"),
+        )
+
+    def close_strays(self) -> None:
+        """Close the units that an operation opened and no module holds."""
+        for unit in self.units:
+            if unit.is_open and unit.num_active == 0:
+                unit.close()
+
+    def forward_order(self) -> list[int]:
+        """All units in the order in which the recorded forward needed them; units that it did not need come last."""
+        trace = self.training_trace
+        first = dict.fromkeys(trace.order[: trace.backward_start])
+        return [*first, *(unit.index for unit in self.units if unit.index not in first)]
+
+    @property
+    def fills(self) -> bool:
+        """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
+        return self._source is not None and self._prefetches

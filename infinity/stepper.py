@@ -1,0 +1,206 @@
+"""From gradients to updates: in backward as units become complete, or all at once in the step.
+
+Knows gradients, the update stream and the optimizer's groups; must not know modules, hooks or the order of the user's
+calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.device import ComputeDevice
+from infinity.errors import PartialUpdateError
+from infinity.gradients import GradientStore, clip_coefficient, total_norm
+from infinity.layout import Chunk, Slot
+from infinity.optim import Template
+from infinity.pager import Pager
+from infinity.unit import Unit
+from infinity.update import GradientSource, UpdateJob, UpdateStream
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How a step goes."""
+
+    gradient_clipping: float
+    """Largest global norm; 0 for no clipping."""
+    updates_in_backward: bool
+    """Whether a unit is updated as soon as its gradients are complete."""
+
+
+class Stepper:
+    """One optimizer step after the other. Gradients come in with `deliver`, and `apply` ends the step."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        chunks: Sequence[Sequence[Chunk]],
+        group_slots: Sequence[Sequence[tuple[Unit, Slot]]],
+        rules: StepRules,
+        *,
+        device: ComputeDevice,
+        pager: Pager,
+        gradients: GradientStore,
+        stream: UpdateStream,
+        template: Template,
+    ) -> None:
+        """
+        Args:
+            units: all units, by index.
+            chunks: of each unit.
+            group_slots: the trainable parameters of each parameter group, in its order.
+            rules: how a step goes.
+            device, pager, gradients, stream, template: whom it works with.
+        """
+        self.units = list(units)
+        self.rules = rules
+        self.gradients = gradients
+        self._chunks = chunks
+        self._group_slots = [list(group) for group in group_slots]
+        self._group_of = {
+            (unit.index, slot.index): index for index, group in enumerate(group_slots) for unit, slot in group
+        }
+        self._device = device
+        self._pager = pager
+        self._stream = stream
+        self._template = template
+        self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
+        self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        self._groups: list[dict[str, Any]] | None = None
+        self.updated: set[int] = set()
+        """Units that were updated in the backward of the present step."""
+        self.grad_norm: torch.Tensor | None = None
+        """2-norm of all gradients of the last step, before clipping: 0-dim fp32."""
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether some weights are already those of the next step, and others those of this one."""
+        return bool(self.updated or self._waiting)
+
+    def deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
+        """Gradients of a micro-batch, whole per parameter; they belong to the stepper from now on.
+
+        Args:
+            unit: whose.
+            gradients: of some or all of its parameters.
+            updates_now: update the unit, as soon as no backward needs its weights any more.
+        """
+        if not updates_now:
+            self.gradients.add(unit, gradients)
+            return
+        self._waiting.append((unit, gradients))
+        self._update_waiting(only_settled=True)
+
+    def finish_backward(self) -> None:
+        """Backward has ended: update what waited for it."""
+        self._update_waiting(only_settled=False)
+
+    def _update_waiting(self, *, only_settled: bool) -> None:
+        waiting, self._waiting = self._waiting, []
+        for place, (unit, gradients) in enumerate(waiting):
+            if unit.settle() or not only_settled:
+                if self._groups is None:
+                    self._groups = self._template.snapshots()
+                source = self.gradients.hand_over(unit, gradients, self._norms)
+                gradients.clear()
+                try:
+                    self._submit(unit, source, None)
+                except BaseException:
+                    self._waiting += waiting[place + 1 :]
+                    raise
+                self.updated.add(unit.index)
+            else:
+                self._waiting.append((unit, gradients))
+
+    def _submit(
+        self, unit: Unit, source: GradientSource, coefficient: torch.Tensor | None, *, is_held: bool = False
+    ) -> None:
+        if self._groups is None:
+            self._groups = self._template.snapshots()
+        groups = {slot.index: self._groups[self._group_of[unit.index, slot.index]] for slot in source.slots()}
+        job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
+        job.is_held = is_held and job.accepts_buffer
+        unit.update = job
+        self._stream.submit(job)
+
+    def apply(self, step: int) -> None:
+        """The rest of the step: whatever has a gradient and was not updated in backward.
+
+        Raises:
+            PartialUpdateError: hyperparameters changed since the first update in backward.
+        """
+        was_in_backward = bool(self.updated)
+        with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
+        for unit in with_gradients:
+            for slot in self.gradients.slots_with_gradient(unit):
+                self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
+        if was_in_backward:
+            self._check_groups_unchanged(step)
+        self.grad_norm = total_norm(self._norms_in_order())
+        coefficient = None
+        if self.rules.gradient_clipping > 0:
+            coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
+        for unit in with_gradients:
+            self._pager.prepare_update(unit)
+            source = self.gradients.source(unit)
+            self._submit(unit, source, coefficient, is_held=self._pager.fills and not was_in_backward)
+        self._forget()
+        if not was_in_backward:
+            self._pager.pump()
+
+    def _in_forward_order(self) -> list[Unit]:
+        return [self.units[index] for index in self._pager.forward_order()]
+
+    def _norms_in_order(self) -> list[torch.Tensor]:
+        return [
+            self._norms[unit.index, slot.index]
+            for group in self._group_slots
+            for unit, slot in group
+            if (unit.index, slot.index) in self._norms
+        ]
+
+    def _check_groups_unchanged(self, step: int) -> None:
+        before, now = self._groups or [], self._template.snapshots()
+        if _equal(before, now):
+            return
+        changed = sorted(
+            key
+            for key in {key for group in [*before, *now] for key in group}
+            if not _equal([group.get(key) for group in before], [group.get(key) for group in now])
+        )
+        raise PartialUpdateError(
+            step=step,
+            num_updated=len(self.updated),
+            num_units=len(self.units),
+            problem=f"the optimizer's {', '.join(changed)} changed between engine.backward() and engine.step()",
+        )
+
+    def _forget(self) -> None:
+        self._norms.clear()
+        self._groups = None
+        self.updated.clear()
+        self._waiting.clear()
+
+    def clear(self) -> None:
+        """Forget the present step and all gradients."""
+        self._forget()
+        self.gradients.clear()
+
+    def is_used_up(self, unit: Unit, slot: Slot) -> bool:
+        """Whether the parameter's gradient went into an update in the backward of the present step."""
+        return bool(self.updated) and (unit.index, slot.index) in self._norms
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equality of nested hyperparameters, tensors by value."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
