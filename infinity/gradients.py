@@ -125,12 +125,18 @@ class _MemorySource(_Source):
 
     def __init__(self, buffer: _Buffer, slots: Sequence[Slot]) -> None:
         super().__init__(slots)
-        self._buffer = buffer
+        self._values: torch.Tensor | None = buffer.values
 
     def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        if self._values is None:
+            raise RuntimeError("the gradients have been released")
         start = piece.slot.start + piece.start
-        values = self._buffer.values[start : start + piece.numel]
+        values = self._values[start : start + piece.numel]
         return values if values.device == scratch.device else scratch.copy_(values)
+
+    def release(self) -> None:
+        self._values = None  # a view would keep the memory from being unmapped
+        super().release()
 
 
 class _SpilledSource(_Source):
