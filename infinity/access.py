@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -189,14 +188,14 @@ class StateAccess:
                 main[span] = torch.where(is_kept, main[span], new.float())
             lease.write_back([])
 
-    @contextmanager
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """The parameters hold their full weights inside the ``with`` block; what was changed there is stored."""
-        gathering = self.gather(parameters)
-        try:
-            yield
-        finally:
-            self.scatter(gathering)
+    def restore(self) -> None:
+        """Make the parameters ordinary again, with their weights in memory of their own."""
+        units = self._holding.units
+        copies = [[self._pager.copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
+        self._holding.release()
+        for unit, values in zip(units, copies, strict=True):
+            for parameter, value in zip(unit.parameters, values, strict=True):
+                parameter.data = value
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Unit, dict[int, int]]]:
         """Open the parameters' units and keep them open. Returns what `scatter` needs."""

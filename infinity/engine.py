@@ -6,6 +6,8 @@ no bytes itself.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +101,8 @@ class Engine:
         self._pager.check = self._check_usable
         self._pager.on_forward = self._before_forward
         self._pager.on_settled_read = self._guard.check_settled
+        # Also at the interpreter's exit: a thread that still computes then would abort the process.
+        self._finalizer = weakref.finalize(self, _shut_down, parts.stream, parts.storage, os.getpid())
         parts.holding.install(self._pager, self._collector.note_call, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
@@ -359,7 +363,8 @@ class Engine:
             return
         try:
             if restore_weights:
-                self._restore_weights()
+                self.flush()
+                self._parts.access.restore()
         finally:
             self._guard.move_to(Phase.CLOSED)
             self._collector.close()
@@ -368,17 +373,7 @@ class Engine:
             self._parts.stream.close()
             self._pager.close()
             self._stepper.gradients.close()
-            self._parts.storage.close()
-
-    def _restore_weights(self) -> None:
-        self.flush()
-        units = self._parts.holding.units
-        copies = [[self._pager.copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
-        self._collector.close()
-        self._parts.holding.release()
-        for unit, values in zip(units, copies, strict=True):
-            for parameter, value in zip(unit.parameters, values, strict=True):
-                parameter.data = value
+            self._finalizer()
 
     def __enter__(self) -> Engine:
         return self
@@ -399,3 +394,10 @@ class Engine:
         self._reporter.begin()
         self._guard.check_settled()
         self._collect_plain_backward()
+
+
+def _shut_down(stream: UpdateStream, storage: Storage, pid: int) -> None:
+    """End threads and release files, in the process that has them (not in a forked child)."""
+    if os.getpid() == pid:
+        stream.close()
+        storage.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from pathlib import Path
 
 import psutil
@@ -56,3 +58,14 @@ def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int
         return None
     cache = int(statistics[statistics.index(cache_key) + 1]) if cache_key in statistics else 0
     return max(int(limit) - usage + cache, 0)
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library return freed heap memory to the system, where it can (glibc).
+
+    After a large model's tensors have been freed one by one, the heap keeps much of their memory in gaps.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -22,7 +22,7 @@ from infinity.errors import (
 )
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
-from infinity.host_memory import free_bytes
+from infinity.host_memory import free_bytes, give_back_freed_memory
 from infinity.layout import UnitLayout
 from infinity.model_check import check_model
 from infinity.optim import PieceUpdater, Template, build_template
@@ -296,6 +296,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     cast_buffers(model, config.compute_dtype, device.torch_device)
     for parameter, state in template.take_initial_states():
         access.load_state(parameter, state)
+    give_back_freed_memory()
     return engine
 
 

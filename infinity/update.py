@@ -11,6 +11,7 @@ buffer until it begins (`attach`), and the job fills it. That saves reading what
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.device import ComputeDevice, Fence, FlatBuffer
+from infinity.errors import EngineClosedError
 from infinity.layout import Chunk, Piece, Slot
 from infinity.records import Lease, RecordStore
 from infinity.unit import Arrival, Unit
@@ -250,7 +252,7 @@ class UpdateStream:
         return self._num_pending
 
     def close(self) -> None:
-        """Finish the queued jobs and end the thread."""
+        """End the thread after the chunk in hand. Queued jobs are dropped: `drain` first if they matter."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -263,13 +265,14 @@ class UpdateStream:
             with torch.no_grad():
                 while self._advance():
                     pass
+            if self._num_pending:
+                raise EngineClosedError("an update that was still pending")
         except BaseException as error:
             self._fail(error)
 
     def _advance(self) -> bool:
         self._fill()
-        if self._window:
-            begin = time.perf_counter()
+        if self._window and not self._is_stopping:
             item = self._window[0]
             item.lease.wait()
             for handle in item.reads:
@@ -287,14 +290,14 @@ class UpdateStream:
         with self._changed:
             while not self._has_runnable() and not self._is_stopping:
                 self._changed.wait()
-            return bool(self._jobs)
+            return not self._is_stopping
 
     def _has_runnable(self) -> bool:
         return any(not job.is_held for job in self._jobs)
 
     def _fill(self) -> None:
         """Start the reads of the next chunks while there are pages; the first one waits for a page."""
-        while True:
+        while not self._is_stopping:
             if self._next is None:
                 self._next = self._take()
                 if self._next is None:
@@ -323,7 +326,7 @@ class UpdateStream:
                     return found
                 self._current = None
             with self._changed:
-                runnable = [job for job in self._jobs if not job.is_held or self._is_stopping]
+                runnable = [job for job in self._jobs if not job.is_held]
                 if not runnable:
                     return None
                 job = runnable[0]
@@ -389,10 +392,15 @@ class UpdateStream:
         with self._changed:
             self._error = error
             jobs = [item.job for item in self._window] + list(self._jobs)
+            if self._current is not None:
+                jobs += [job for job, _, _ in self._current]
             if self._next is not None:
                 jobs.append(self._next[0])
             self._jobs.clear()
             self._changed.notify_all()
-        for job in jobs:
+        for item in self._window:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                item.lease.discard()
+        for job in dict.fromkeys(jobs):
             job.gradients.release()
             job.finish(error)
