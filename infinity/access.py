@@ -5,6 +5,7 @@ Knows units, records and weights at rest; must not be used while updates are pen
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -169,6 +170,7 @@ class StateAccess:
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
         base = unit.flat.tensor()
+        unit.version += 1
         self._write_weights(unit, base)
         if self._is_fp32:
             return
@@ -219,16 +221,29 @@ class StateAccess:
 
     def scatter(self, gathering: Sequence[tuple[Unit, dict[int, int]]]) -> None:
         """The counterpart of `gather`."""
-        for unit, before in gathering:
-            after = self._checksums(unit)
-            changed = [slot for slot in unit.layout.slots if before[slot.index] != after[slot.index]]
-            try:
+        with contextlib.ExitStack() as rest:
+            for unit, _ in gathering:
+                rest.callback(self._let_go, unit)
+            for unit, before in gathering:
+                self._take_rebound(unit)
+                after = self._checksums(unit)
+                changed = [slot for slot in unit.layout.slots if before[slot.index] != after[slot.index]]
                 if changed:
                     self.store_modified(unit, changed)
-            finally:
-                self._let_go(unit)
+
+    def _take_rebound(self, unit: Unit) -> None:
+        """Copy what was assigned to ``parameter.data`` into the unit's buffer."""
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} is not resident")
+        base = unit.flat.tensor()
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            place = unit.view(base, slot)
+            if parameter.data_ptr() != place.data_ptr():
+                with torch.no_grad():
+                    place.copy_(parameter.data)
 
     def _let_go(self, unit: Unit) -> None:
+        unit.accept_changes()
         unit.num_active = max(unit.num_active - 1, 0)
         if not unit.num_active:
             unit.close()

@@ -10,18 +10,20 @@ parameter that is expected to fire has fired, where
   * expected are those that fired in the micro-batch before (all, in the first one);
   * the rule holds only if each can fire just once: its module was called once in this forward and nobody else owns the
     parameter, or it fired once in the micro-batch before, with the same number of calls.
+  * no backward used the unit's weights after its gradients were complete (a recomputation may, without a gradient).
 All others are complete when backward ends. A parameter that fires though it was not expected is delivered at the end
 too. One that fires after it was delivered is an error: the gradient that was delivered was not whole.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from infinity.errors import LateGradientError
+from infinity.errors import LateGradientError, LateUseError
 from infinity.layout import Slot
 from infinity.parameter import plain_grad, set_plain_grad
 from infinity.unit import Unit
@@ -38,6 +40,7 @@ class GradientCollector:
         units: Sequence[Unit],
         num_owners: Mapping[Key, int],
         deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None],
+        notice: Callable[[], None],
         step: Callable[[], int],
     ) -> None:
         """
@@ -45,18 +48,22 @@ class GradientCollector:
             units: all units, by index.
             num_owners: (unit, slot) -> number of modules that have the parameter as their own.
             deliver: takes a unit and the gradients of some of its parameters, which it owns from then on.
+            notice: called with every gradient, inside backward.
             step: the number of the present step, for messages.
         """
         self._units = list(units)
         self._num_owners = num_owners
         self._deliver = deliver
+        self._notice = notice
         self._step = step
         self._calls: dict[Key, int] = {}
         self._fired: dict[int, dict[int, int]] = {}
         self._delivered: set[Key] = set()
+        self._complete_units: set[int] = set()
         self._history: dict[Key, tuple[int, int]] | None = None
         self._never_early: set[Key] = set()
         self._expected: dict[int, frozenset[int] | None] = {}
+        self._used_late: set[int] = set()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(unit, slot))
             for unit in self._units
@@ -71,8 +78,13 @@ class GradientCollector:
         self._handles.clear()
 
     def _hook(self, unit: Unit, slot: Slot) -> Callable[[torch.Tensor], None]:
+        # Weak: the hook lives as long as the parameter, and must not keep the engine alive.
+        collector = weakref.ref(self)
+
         def on_gradient(parameter: torch.Tensor) -> None:
-            self._on_gradient(unit, slot)
+            present = collector()
+            if present is not None:
+                present._on_gradient(unit, slot)
 
         return on_gradient
 
@@ -82,7 +94,30 @@ class GradientCollector:
             key = (unit.index, slot.index)
             self._calls[key] = self._calls.get(key, 0) + 1
 
+    @property
+    def has_history(self) -> bool:
+        """Whether a whole micro-batch has been seen, so that it is known what to expect."""
+        return self._history is not None
+
+    def note_use(self, unit: Unit, *, is_saved: bool, is_updated: bool) -> None:
+        """Backward uses the unit's weights.
+
+        Args:
+            unit: which.
+            is_saved: forward saved them for this, so the unit could not be updated yet; otherwise a recomputation asks.
+            is_updated: the unit's update has begun nevertheless.
+
+        Raises:
+            LateUseError: the weights needed are gone.
+        """
+        if unit.index in self._complete_units and not is_saved:
+            self._used_late.add(unit.index)
+        if is_updated:
+            self._used_late.add(unit.index)
+            raise LateUseError(unit.name, step=self._step())
+
     def _on_gradient(self, unit: Unit, slot: Slot) -> None:
+        self._notice()
         key = (unit.index, slot.index)
         fired = self._fired.setdefault(unit.index, {})
         fired[slot.index] = fired.get(slot.index, 0) + 1
@@ -93,10 +128,13 @@ class GradientCollector:
             self._expected[unit.index] = self._expect(unit)
         expected = self._expected[unit.index]
         if expected is not None and slot.index in expected and expected <= fired.keys():
+            self._complete_units.add(unit.index)
             self._complete(unit)
 
     def _expect(self, unit: Unit) -> frozenset[int] | None:
         """The slots that will fire, each once; None if one of them may fire more often."""
+        if unit.index in self._used_late:
+            return None
         expected: list[int] = []
         for slot in unit.layout.slots:
             if not slot.spec.is_trainable or slot.numel == 0:
@@ -109,7 +147,8 @@ class GradientCollector:
                 fires, calls_then = self._history.get(key, (0, 0))
                 if fires == 0:
                     continue
-                fires_once = fires == 1 and calls == calls_then
+                # Called several times, it may fire several times: whether it does depends on the checkpointing.
+                fires_once = fires == 1 and calls == calls_then and calls <= 1
             if not fires_once or key in self._never_early:
                 return None
             expected.append(slot.index)
@@ -122,9 +161,11 @@ class GradientCollector:
             gradient = plain_grad(parameter)
             if gradient is not None:
                 gradients[slot] = gradient.detach()
-                set_plain_grad(parameter, None)
-                self._delivered.add((unit.index, index))
         if gradients:
+            delivered = list(gradients)
+            for slot in delivered:
+                set_plain_grad(unit.parameters[slot.index], None)
+                self._delivered.add((unit.index, slot.index))
             self._deliver(unit, gradients)
 
     @property
@@ -147,13 +188,17 @@ class GradientCollector:
     def reset(self) -> None:
         """Begin a new micro-batch; gradients not yet delivered stay in ``p.grad``."""
         self._calls.clear()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._complete_units.clear()
         self._fired.clear()
         self._delivered.clear()
         self._expected.clear()
 
     def drop(self) -> None:
-        """Begin a new micro-batch and drop what autograd has accumulated."""
-        self.reset()
+        """Drop what autograd has accumulated. Calls still count: their backward may be yet to come."""
+        self._forget_gradients()
         for unit in self._units:
             for parameter in unit.parameters:
                 _clear(parameter)

@@ -185,24 +185,28 @@ class CudaDevice(ComputeDevice):
         return event
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
-        with torch.cuda.stream(self._uploads):
-            if after is not None:
-                self._uploads.wait_event(after)
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._uploads)
-        return event
+        return self._copy(self._uploads, target, source, after)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
-        with torch.cuda.stream(self._downloads):
-            if after is not None:
-                self._downloads.wait_event(after)
+        self._copy(self._downloads, target, source, after).synchronize()
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Fence
+    ) -> torch.cuda.Event:
+        # Between two places on the GPU (an optimizer that runs there), one of them is working memory of the calling
+        # thread: its kernels have to have written the source, or left what was in the target's memory before.
+        here = self.mark() if source.is_cuda and target.is_cuda else None
+        with torch.cuda.stream(stream):
+            for fence in (after, here):
+                if fence is not None:
+                    stream.wait_event(fence)
             target.copy_(source, non_blocking=True)
-            # The caching allocator must not hand the gradient's memory out again before this copy has run.
-            source.record_stream(self._downloads)
-            event = torch.cuda.Event()
-            event.record(self._downloads)
-        event.synchronize()
+            if source.is_cuda:
+                # The caching allocator must not hand the source's memory out again before this copy has run.
+                source.record_stream(stream)
+            event = torch.cuda.Event(blocking=True)  # background threads that wait leave the core to others
+            event.record(stream)
+        return event
 
     def is_done(self, fence: Fence) -> bool:
         return fence is None or bool(fence.query())

@@ -81,7 +81,11 @@ class Engine:
         self._pager = parts.pager
         self._stepper = parts.stepper
         self._collector = GradientCollector(
-            parts.holding.units, parts.holding.num_owners(), self._deliver, lambda: self.global_steps
+            parts.holding.units,
+            parts.holding.num_owners(),
+            self._deliver,
+            self._pager.note_backward,
+            lambda: self.global_steps,
         )
         self._reporter = Reporter(
             parts.clock,
@@ -93,6 +97,7 @@ class Engine:
         )
         self._iterator: Iterator[Any] | None = None
         self._is_in_step = False
+        self._deferred_error: Exception | None = None
         self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
         parts.residence.gradients = ParameterGradients(
             parts.holding, self._pager, self._stepper, self._collect_plain_backward
@@ -100,6 +105,8 @@ class Engine:
         parts.residence.engine = self
         self._pager.check = self._check_usable
         self._pager.on_forward = self._before_forward
+        self._pager.on_backward_use = self._note_backward_use
+        self._pager.on_backward_end = self._end_plain_backward
         self._pager.on_settled_read = self._guard.check_settled
         # Also at the interpreter's exit: a thread that still computes then would abort the process.
         self._finalizer = weakref.finalize(self, _shut_down, parts.stream, parts.storage, os.getpid())
@@ -110,6 +117,8 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Arguments and result are those of ``module.forward``."""
         self._check_usable()
+        if self._pager.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
+            self._abandon_forward()
         return self.module(*args, **kwargs)
 
     forward = __call__
@@ -132,11 +141,12 @@ class Engine:
         self._collect_plain_backward()
         self._reporter.note_loss(loss, self.global_steps)
         self._guard.move_to(Phase.BACKWARD)
+        updates_now = self._updates_in_this_backward()
         is_complete = False
         try:
             (loss / self.config.gradient_accumulation_steps).backward()
             self._collector.finish()
-            self._stepper.finish_backward()
+            self._stepper.finish_backward(updates_now=updates_now)
             is_complete = True
         finally:
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
@@ -239,14 +249,40 @@ class Engine:
     # ----------------------------------------------------------------------------------- gradients, and the optimizer
 
     def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
+        # Without a history it is not known whether backward will still need the weights: see `infinity.collector`.
+        self._stepper.deliver(
+            unit, gradients, updates_now=self._updates_in_this_backward() and self._collector.has_history
+        )
+
+    def _updates_in_this_backward(self) -> bool:
         is_last = self._guard.phase is Phase.BACKWARD and self.is_gradient_accumulation_boundary()
-        self._stepper.deliver(unit, gradients, updates_now=is_last and self._stepper.rules.updates_in_backward)
+        return is_last and self._stepper.rules.updates_in_backward
+
+    def _note_backward_use(self, unit: Unit, is_saved: bool) -> None:
+        self._collector.note_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
+
+    def _end_plain_backward(self) -> None:
+        """Autograd tells that a backward has ended. What goes wrong here would be lost, so it is raised by the next call."""
+        if self._guard.phase is Phase.READY and self._collector.has_fired:
+            try:
+                self._finish_plain_backward()
+            except Exception as error:
+                self._deferred_error = error
 
     def _collect_plain_backward(self) -> None:
         """Take note of what a ``loss.backward()`` of the user left."""
-        if self._collector.has_fired and self._guard.phase is not Phase.BACKWARD and not in_backward():
+        if self._guard.phase is Phase.READY and self._collector.has_fired and not in_backward():
+            self._finish_plain_backward()
+
+    def _finish_plain_backward(self) -> None:
+        is_whole = False
+        try:
             self._collector.finish()
-            self._pager.end_backward(is_complete=True, fetches=False)
+            is_whole = True
+        finally:
+            if not is_whole:
+                self._guard.move_to(Phase.BROKEN)
+            self._pager.end_backward(is_complete=is_whole, fetches=False)
 
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
@@ -254,7 +290,13 @@ class Engine:
         self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
         self._reporter.begin()
         self._collect_plain_backward()
-        self._stepper.apply(self.global_steps)
+        is_complete = False
+        self._guard.move_to(Phase.STEPPING)
+        try:
+            self._stepper.apply(self.global_steps)
+            is_complete = True
+        finally:
+            self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
         self.global_steps += 1
         self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm())
 
@@ -346,11 +388,14 @@ class Engine:
 
         After an update in backward was cut off, weights are between two steps; this accepts them as they are.
         """
-        self._parts.holding.forget_calls()
-        self._pager.abandon_forward()
+        self._abandon_forward()
         self._stepper.clear()
         self.optimizer_zero_grad()
         self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
+
+    def _abandon_forward(self) -> None:
+        self._parts.holding.forget_calls()
+        self._pager.abandon_forward()
 
     def close(self, *, restore_weights: bool = False) -> None:
         """Release memory, files and threads. The model's weights go with them, unless ``restore_weights``.
@@ -386,6 +431,9 @@ class Engine:
     # --------------------------------------------------------------------------------------------------------- checking
 
     def _check_usable(self) -> None:
+        error, self._deferred_error = self._deferred_error, None
+        if error is not None:
+            raise error
         self._guard.check_open()
         self._parts.stream.raise_error()
         self._parts.storage.raise_pending()

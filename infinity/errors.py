@@ -22,6 +22,7 @@
     ├── StepError (RuntimeError)               the training loop and the engine disagree
     │   ├── StepOrderError                     a call at the wrong moment
     │   ├── LateGradientError                  a gradient came after its update began
+    │   ├── LateUseError                       backward needs weights that were updated already
     │   ├── PartialUpdateError                 some units are updated, others are not
     │   └── NonFiniteLossError                 the loss is NaN or infinite
     ├── EngineClosedError (RuntimeError)       a call after `close()`
@@ -294,6 +295,19 @@ class LateGradientError(StepError):
             f"parameter '{fqn}' got a gradient after the update of its unit '{unit}' began in step {step}: the update "
             "lacks it. Set config key 'infinity.update' to \"step\" when a model is used several times before "
             "engine.step()",
+            step=step,
+        )
+
+
+class LateUseError(StepError):
+    """Backward computes with weights of a unit whose update has already begun."""
+
+    def __init__(self, unit: str, *, step: int) -> None:
+        self.unit = unit
+        super().__init__(
+            f"backward of step {step} uses the weights of unit '{unit}' again, after its gradients were complete and its "
+            "update had begun. The model took another path than before. The engine has taken note: call engine.reset() "
+            "and repeat the step, or set config key 'infinity.update' to \"step\"",
             step=step,
         )
 

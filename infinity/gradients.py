@@ -292,11 +292,15 @@ class GradientStore:
     def _sum(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> _Buffer:
         """What is spilled of the unit plus ``gradients``, in fresh memory."""
         buffer = _Buffer(unit, self._take(unit.layout.trainable_numel * _FP32_BYTES))
-        if present:
-            swapper, extent = self._spill(unit)
-            with self._clock.waiting("read"):
-                swapper.read(extent, buffer.values).wait()
-        buffer.add(gradients, present, self._device)
+        try:
+            if present:
+                swapper, extent = self._spill(unit)
+                with self._clock.waiting("read"):
+                    swapper.read(extent, buffer.values).wait()
+            buffer.add(gradients, present, self._device)
+        except BaseException:
+            self._pool.give_back(buffer.flat)
+            raise
         return buffer
 
     def _memory_of(self, unit: Unit) -> _Buffer:
@@ -326,13 +330,14 @@ class GradientStore:
 
     def _retire(self) -> None:
         """Take back what is free again."""
-        waiting = deque((loan, flat) for loan, flat in self._loans if not self._take_back(loan, flat))
-        self._loans = waiting
+        for _ in range(len(self._loans)):
+            loan, flat = self._loans.popleft()
+            if not self._take_back(loan, flat):
+                self._loans.append((loan, flat))
 
     def _take_back(self, loan: _Loan, flat: FlatBuffer | None) -> bool:
         if not loan.is_released():
             return False
-        loan.wait()
         if flat is not None:
             self._pool.give_back(flat)
         return True
@@ -340,7 +345,8 @@ class GradientStore:
     def _retire_oldest(self) -> None:
         with self._clock.waiting("gradients"):
             self._loans[0][0].wait()
-        self._take_back(*self._loans.popleft())
+        loan, flat = self._loans.popleft()
+        self._take_back(loan, flat)
 
     def gradient_of(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
         """The live main gradient in RAM (fp32, the parameter's shape), None without one. Not for spilled units."""

@@ -30,7 +30,11 @@ class _ModuleHooks:
         owned: Sequence[tuple[Unit, Sequence[Slot]]],
         note_call: Callable[[Unit, Sequence[Slot]], None],
         keep_alive: object,
+        abandon: Callable[[], None] | None,
     ) -> None:
+        """``abandon``, for the model itself: forget the calls that were cut off."""
+        self._is_root = abandon is not None
+        self._abandon = abandon or (lambda: None)
         self._pager = pager
         self._units = list(units)
         self._owned = list(owned)
@@ -46,6 +50,8 @@ class _ModuleHooks:
         return _NoHooks, ()
 
     def before(self, module: nn.Module, args: Any) -> None:
+        if self._is_root and self._entered and self._pager.is_in_forward:
+            self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
         self._pager.begin_forward()
         self._entered.append(0)
         if self._pager.is_training_forward:
@@ -71,9 +77,11 @@ class _ModuleHooks:
 
 
 class _NoHooks:
-    def before(self, module: nn.Module, args: Any) -> None: ...
+    """What a copy of a module has in place of hooks."""
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None: ...
+    def before(self, *_: Any) -> None: ...
+
+    def after(self, *_: Any) -> None: ...
 
 
 class _BoundHook:
@@ -142,7 +150,8 @@ class ModelHolding:
             entered = [unit for unit, _ in own if reach == {unit.index}]
             if not entered and len(reach) == 1:
                 entered = [self.units[next(iter(reach))]]
-            hooks = _ModuleHooks(pager, entered, own, note_call, keep_alive)
+            abandon = (lambda: self._abandon_calls(pager)) if module is self.model else None
+            hooks = _ModuleHooks(pager, entered, own, note_call, keep_alive, abandon)
             self._hooks.append(hooks)
             self._handles.append(module.register_forward_pre_hook(_BoundHook(hooks, "before"), prepend=True))
             self._handles.append(module.register_forward_hook(_BoundHook(hooks, "after"), always_call=True))
@@ -160,6 +169,10 @@ class ModelHolding:
             unit, slot = self.locate(parameter)
             own.setdefault(unit.index, (unit, []))[1].append(slot)
         return list(own.values())
+
+    def _abandon_calls(self, pager: Pager) -> None:
+        self.forget_calls()
+        pager.abandon_forward()
 
     def forget_calls(self) -> None:
         """An exception has cut off whatever was running."""
@@ -189,8 +202,11 @@ class _LoadHooks:
         self._after_load = after_load
         self._gathered: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHooks:
-        return _LoadHooks(nn.Module(), lambda parameters: None, lambda gathered: None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
+        return _NoHooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoHooks, ()
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
@@ -210,19 +226,20 @@ class _LoadHooks:
 class _StateDictHooks:
     """``state_dict()`` of the model gives copies of the true weights."""
 
-    def __init__(self, pager: Pager | None) -> None:
+    def __init__(self, pager: Pager) -> None:
         self._pager = pager
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StateDictHooks:
-        return _StateDictHooks(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
+        return _NoHooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoHooks, ()
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._pager is not None:
-            self._pager.begin_state_dict()
+        self._pager.begin_state_dict()
 
     def after(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        if self._pager is not None:
-            self._pager.copies_detached = False
+        self._pager.copies_detached = False
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,21 +13,24 @@ from infinity.stepper import Stepper
 
 
 class Phase(enum.Enum):
-    """Where the loop is. Legal transitions: READY <-> BACKWARD, BACKWARD -> BROKEN -> READY, anything -> CLOSED."""
+    """Where the loop is. Legal transitions: READY <-> BACKWARD or STEPPING, these and READY -> BROKEN -> READY, all -> CLOSED."""
 
     READY = "ready"
     """Between calls; gradients of whole micro-batches may be held."""
     BACKWARD = "backward"
     """Inside ``engine.backward``; the gradients of one micro-batch are held in part."""
+    STEPPING = "stepping"
+    """Inside the optimizer's step; some units may be updated and others not."""
     BROKEN = "broken"
-    """A backward was cut off; gradients in part are held until they are dropped."""
+    """A backward or a step was cut off; what is held of it is held until it is dropped."""
     CLOSED = "closed"
     """Nothing is held."""
 
 
 _TRANSITIONS = {
-    Phase.READY: {Phase.BACKWARD, Phase.READY, Phase.CLOSED},
+    Phase.READY: {Phase.BACKWARD, Phase.STEPPING, Phase.BROKEN, Phase.CLOSED},
     Phase.BACKWARD: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
+    Phase.STEPPING: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
     Phase.BROKEN: {Phase.READY, Phase.CLOSED},
     Phase.CLOSED: {Phase.CLOSED},
 }
@@ -54,9 +57,9 @@ class LoopGuard:
             raise EngineClosedError("this call")
 
     def check_whole(self) -> None:
-        """Raise if a backward was cut off and its gradients have not been dropped."""
+        """Raise if a backward or step was cut off and what is left of it has not been dropped."""
         if self.phase is Phase.BROKEN:
-            self.check_not_partial("backward was cut off by an exception")
+            self.check_not_partial("it was cut off by an exception")
             raise StepOrderError(
                 "engine",
                 "the last backward was cut off by an exception, its gradients are not whole",

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import ParameterNotResidentError
+from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from infinity.flat_pool import FlatPool
 from infinity.layout import Slot
 from infinity.parameter import host_of, leaves
@@ -33,13 +33,17 @@ from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class _SavedView:
     """Stands for a view of a unit's weights in autograd's graph."""
 
-    __slots__ = ("dtype", "offset", "shape", "stride", "unit")
+    __slots__ = ("dtype", "offset", "shape", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
+        self.version = unit.version
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -48,6 +52,10 @@ class _SavedView:
 
     def __del__(self) -> None:
         self.unit.num_tokens -= 1
+
+
+_REBINDING: frozenset[Any] = frozenset({_DATA.__set__, torch.Tensor.set_})
+"""Operations that give a tensor other memory, which the engine would not see."""
 
 
 def in_backward() -> bool:
@@ -80,6 +88,11 @@ class Pager(Residency):
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a forward phase begins."""
         self.on_settled_read: Callable[[], None] = lambda: None
+        self.on_backward_use: Callable[[Unit, bool], None] = lambda unit, is_saved: None
+        """Called when backward uses a unit's weights, and whether forward had saved them for that."""
+        self.on_backward_end: Callable[[], None] = lambda: None
+        """Called when a backward ends that `note_backward` has noticed. Must not raise."""
+        self._open_backward = False
         """Called before weights are read outside forward and backward: raises if they are between two steps."""
 
     # ------------------------------------------------------------------------------------------------ forward phases
@@ -88,6 +101,11 @@ class Pager(Residency):
     def is_computing(self) -> bool:
         """Whether the model is inside a forward or a backward."""
         return self._depth > 0 or in_backward()
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward has begun and not ended, and no backward runs."""
+        return self._depth > 0 and not in_backward()
 
     @property
     def is_training_forward(self) -> bool:
@@ -107,6 +125,7 @@ class Pager(Residency):
     def begin_forward(self) -> None:
         """A module of the model begins its forward; the outermost one begins a forward phase."""
         if self._depth == 0 and not in_backward():
+            self._open_backward = False
             self.check()
             self.on_forward()
             self.close_strays()
@@ -127,6 +146,22 @@ class Pager(Residency):
             self.close_strays()
             if self.trace is self.eval_trace:
                 self.trace.commit()
+
+    def note_backward(self) -> None:
+        """Something happens inside backward: if it is the first thing, `on_backward_end` will be called when it ends.
+
+        The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
+        """
+        self.training_trace.begin_backward()
+        if not self._open_backward:
+            self._open_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        if self._open_backward:
+            self._open_backward = False
+            self.on_backward_end()
 
     def end_backward(self, *, is_complete: bool, fetches: bool) -> None:
         """Backward has ended.
@@ -163,18 +198,36 @@ class Pager(Residency):
         """The counterpart of `enter`."""
         unit.num_active = max(unit.num_active - 1, 0)
         if unit.num_active == 0:
+            slot = unit.changed()
             unit.close()
+            if slot is not None:
+                self._forget_changes(unit)
+                raise UnsupportedModelError(
+                    f"the model's forward writes to its parameter '{slot.spec.fqn}', and the engine cannot see by how much",
+                    cure="Change weights inside `with infinity.GatheredParameters(...)` between steps instead",
+                    fqn=slot.spec.fqn,
+                )
             if self.is_computing:
                 self.pump()
 
-    def touch(self, unit: Unit) -> None:
+    def _forget_changes(self, unit: Unit) -> None:
+        """What was written into the unit's buffer never happened, if the weights are stored elsewhere."""
+        if self._source is not None and unit.flat is not None and not unit.flat.has_views and not unit.num_active:
+            self.evict(unit)
+
+    def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
         """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way."""
         if in_backward():
-            self.training_trace.begin_backward()
+            self.note_backward()
+            self.on_backward_use(unit, is_saved)
         moved = self.trace.touch(unit.index)
         self.make_resident(unit)
         if moved:
-            self.pump()
+            unit.num_active += 1  # whatever the trace says, it is needed now
+            try:
+                self.pump()
+            finally:
+                unit.num_active -= 1
 
     # ------------------------------------------------------------------------------------------------ room and prefetch
 
@@ -182,6 +235,8 @@ class Pager(Residency):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version."""
+        if tensor.layout is not torch.strided:
+            return tensor, tensor._version
         unit = self._by_address.get(tensor.untyped_storage().data_ptr())
         if unit is not None and unit.flat is not None:
             return _SavedView(unit, tensor)
@@ -191,7 +246,12 @@ class Pager(Residency):
         """Autograd needs what `pack` got."""
         if isinstance(saved, _SavedView):
             unit = saved.unit
-            self.touch(unit)
+            if unit.version != saved.version:
+                raise RuntimeError(
+                    f"backward needs the weights of unit {unit.name} as they were in forward, but they have been changed by "
+                    "an optimizer step since. Run forward again"
+                )
+            self.touch(unit, is_saved=True)
             if unit.flat is None:
                 raise RuntimeError(f"unit {unit.name} is not resident after a touch")
             return unit.flat.tensor().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
@@ -216,32 +276,37 @@ class Pager(Residency):
     ) -> Any:
         """Run an operation on parameters that are paged out. See `ParameterHost.operate`."""
         units = list(dict.fromkeys(locate(parameter)[0] for parameter in parameters))
+        name = getattr(function, "__name__", str(function))
+        fqn = locate(parameters[0])[1].spec.fqn
+        if function in _REBINDING:
+            raise ParameterNotResidentError(fqn, operation="assigning its data" if name == "__set__" else name)
         if self.is_computing:
             with self.held(units):
                 return function(*args, **kwargs)
-        name = getattr(function, "__name__", str(function))
-        fqn = locate(parameters[0])[1].spec.fqn
         if self.copies_detached and name == "detach":
             return self.copy_of(*locate(parameters[0]))
         self.begin_outside_read()
         versions = [parameter._version for parameter in parameters]
+        kept = [(unit, unit.flat.tensor().clone()) for unit in units if self._source is None and unit.flat is not None]
         with self.held(units), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             result = function(*args, **kwargs)
             is_modified = any(p._version != v for p, v in zip(parameters, versions, strict=True))
             is_alias = any(
                 isinstance(leaf, torch.Tensor)
                 and host_of(leaf) is None
-                and not leaf.is_sparse
+                and leaf.layout is torch.strided
                 and self._by_address.get(leaf.untyped_storage().data_ptr()) in units
                 for leaf in leaves(result)
             )
+            if is_modified:
+                for unit, before in kept:
+                    if unit.flat is not None:
+                        unit.flat.tensor().copy_(before)
         for unit in units:
             unit.close()
         if is_modified:
-            # The write went into a buffer that is about to be forgotten; the stored weights are untouched.
             for unit in units:
-                if self._source is not None and unit.flat is not None and not unit.flat.has_views:
-                    self.evict(unit)
+                self._forget_changes(unit)
         if is_modified or is_alias:
             del result
             raise ParameterNotResidentError(fqn, operation=name)

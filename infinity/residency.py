@@ -6,7 +6,7 @@ thread that trains (or in autograd's, while that one waits inside backward): the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from infinity.errors import BudgetTooSmallError
@@ -23,6 +23,21 @@ class WeightSource(Protocol):
     """Brings a unit's model weights into its flat buffer."""
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival: ...
+
+
+class _Unstarted:
+    """Weights whose fetch did not get as far as beginning. Whoever waits for them begins it."""
+
+    def __init__(self, begin: Callable[[], Arrival]) -> None:
+        self._begin = begin
+
+    def wait(self) -> None:
+        self._begin().wait()
+
+    def done(self) -> bool:
+        return False
+
+    def promote(self) -> None: ...
 
 
 class Residency:
@@ -67,9 +82,9 @@ class Residency:
             flat = self._allocate(unit, is_demand=True)
             if flat is None:
                 raise self._no_room(unit)
-            self.place(unit, flat, None)
-            unit.arrival = self._fetch(unit, is_demand=True)
-        self._await_arrival(unit)
+            self._begin_fetch(unit, flat, is_demand=True)
+        self._take_arrival(unit)
+        self.await_update(unit)
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
@@ -92,17 +107,22 @@ class Residency:
                 self.pool.give_back(flat)
         self._by_address.clear()
 
-    def _await_arrival(self, unit: Unit) -> None:
+    def _take_arrival(self, unit: Unit) -> None:
+        """Return when what is on its way into the unit's buffer is there."""
         arrival = unit.arrival
         if arrival is not None:
-            if not arrival.done():
-                arrival.promote()
-                with self.clock.waiting("update" if arrival is unit.update else "read"):
+            try:
+                if not arrival.done():
+                    arrival.promote()
+                    with self.clock.waiting("update" if arrival is unit.update else "read"):
+                        arrival.wait()
+                else:
                     arrival.wait()
-            else:
-                arrival.wait()
+            except Exception:
+                if arrival is not unit.update:
+                    self._displace(unit)  # what came is not the weights
+                raise
             unit.arrival = None
-        self.await_update(unit)
 
     def await_update(self, unit: Unit) -> None:
         """Return when no update of ``unit`` is pending."""
@@ -118,16 +138,29 @@ class Residency:
 
     def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
         """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
-        if unit.update is None or not unit.update.accepts_buffer:
+        update = unit.update
+        if update is None or not update.accepts_buffer:
             return False
         flat = self._allocate(unit, is_demand=is_demand, keep=keep)
         if flat is None:
             return False
-        if not unit.update.attach(flat):  # it began a moment ago
-            self.pool.give_back(flat)
+        self.place(unit, flat, update)
+        if not update.attach(flat):  # it began a moment ago
+            self._displace(unit)
             return False
-        self.place(unit, flat, unit.update)
         return True
+
+    def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
+        # An interruption here must not leave a buffer that looks as if it held the weights.
+        self.place(unit, flat, _Unstarted(lambda: self._fetch(unit, is_demand=True)))
+        unit.arrival = self._fetch(unit, is_demand=is_demand)
+
+    def _displace(self, unit: Unit) -> None:
+        """``unit`` gives its buffer back, whatever was to come into it."""
+        flat, unit.flat, unit.arrival = unit.flat, None, None
+        if flat is not None:
+            self._by_address.pop(flat.address, None)
+            self.pool.give_back(flat)
 
     def place(self, unit: Unit, flat: FlatBuffer, arrival: Arrival | None = None) -> None:
         """``flat`` is the unit's memory from now on; its weights come with ``arrival``, or are put there by the caller."""
@@ -164,14 +197,12 @@ class Residency:
             flat = self._allocate(unit, is_demand=False, keep=targets)
             if flat is None:
                 return
-            self.place(unit, flat, None)
-            unit.arrival = self._fetch(unit, is_demand=False)
+            self._begin_fetch(unit, flat, is_demand=False)
 
     def _collect(self, unit: Unit) -> None:
         """Take note of what has arrived at ``unit``; raises what went wrong on the way."""
         if unit.arrival is not None and unit.arrival.done():
-            unit.arrival.wait()
-            unit.arrival = None
+            self._take_arrival(unit)
         if unit.update is not None and unit.update.done():
             unit.update.wait()
             unit.update = None
@@ -210,10 +241,9 @@ class Residency:
         if unit.flat is None:
             return
         unit.close()
-        self._await_arrival(unit)
-        self._by_address.pop(unit.flat.address, None)
-        self.pool.give_back(unit.flat)
-        unit.flat = None
+        self._take_arrival(unit)
+        self.await_update(unit)
+        self._displace(unit)
 
     def _no_room(self, unit: Unit) -> BudgetTooSmallError:
         held = [

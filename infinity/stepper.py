@@ -89,15 +89,22 @@ class Stepper:
             gradients: of some or all of its parameters.
             updates_now: update the unit, as soon as no backward needs its weights any more.
         """
+        self._pager.await_update(unit)  # an earlier one may still read the unit's gradient memory
         if not updates_now:
             self.gradients.add(unit, gradients)
             return
         self._waiting.append((unit, gradients))
         self._update_waiting(only_settled=True)
 
-    def finish_backward(self) -> None:
-        """Backward has ended: update what waited for it."""
+    def finish_backward(self, *, updates_now: bool) -> None:
+        """Backward has ended: update what waited for it, and, if ``updates_now``, all else that has a gradient."""
         self._update_waiting(only_settled=False)
+        if updates_now:
+            for unit in self.units:
+                if unit.index not in self.updated and self.gradients.slots_with_gradient(unit):
+                    self._pager.prepare_update(unit)
+                    self._waiting.append((unit, {}))
+            self._update_waiting(only_settled=False)
 
     def _update_waiting(self, *, only_settled: bool) -> None:
         waiting, self._waiting = self._waiting, []
@@ -105,6 +112,7 @@ class Stepper:
             if unit.settle() or not only_settled:
                 if self._groups is None:
                     self._groups = self._template.snapshots()
+                self._pager.await_update(unit)
                 source = self.gradients.hand_over(unit, gradients, self._norms)
                 gradients.clear()
                 try:
@@ -125,7 +133,13 @@ class Stepper:
         job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
         job.is_held = is_held and job.accepts_buffer
         unit.update = job
-        self._stream.submit(job)
+        unit.version += 1
+        try:
+            self._stream.submit(job)
+        except Exception as error:
+            job.finish(error)
+            unit.update = None
+            raise
 
     def apply(self, step: int) -> None:
         """The rest of the step: whatever has a gradient and was not updated in backward.
@@ -134,6 +148,8 @@ class Stepper:
             PartialUpdateError: hyperparameters changed since the first update in backward.
         """
         was_in_backward = bool(self.updated)
+        if not was_in_backward:
+            self._groups = self._template.snapshots()
         with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         for unit in with_gradients:
             for slot in self.gradients.slots_with_gradient(unit):
@@ -148,6 +164,7 @@ class Stepper:
             self._pager.prepare_update(unit)
             source = self.gradients.source(unit)
             self._submit(unit, source, coefficient, is_held=self._pager.fills and not was_in_backward)
+            self.updated.add(unit.index)
         self._forget()
         if not was_in_backward:
             self._pager.pump()

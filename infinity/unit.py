@@ -74,6 +74,9 @@ class Unit:
         self.num_tokens = 0
         """How many saved tensors of autograd stand for views of this unit."""
         self.is_open = False
+        self.version = 0
+        """Counts the changes of the weights, so that a graph over old ones is noticed."""
+        self._counters: list[int] = []
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
@@ -115,6 +118,19 @@ class Unit:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             bind(parameter, self.view(base, slot))
         self.is_open = True
+        self.accept_changes()
+
+    def accept_changes(self) -> None:
+        """What was written into the open parameters so far is meant."""
+        self._counters = [parameter._version for parameter in self.parameters]
+
+    def changed(self) -> Slot | None:
+        """A parameter that was written to since `open` or `accept_changes`, as far as torch's counters tell."""
+        if self.is_open:
+            for slot, parameter, counter in zip(self.layout.slots, self.parameters, self._counters, strict=True):
+                if parameter._version != counter:
+                    return slot
+        return None
 
     def close(self) -> None:
         """Take the flat buffer away from the parameters; views held by others keep it alive."""

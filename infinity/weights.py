@@ -129,6 +129,7 @@ class Uploader:
     """Moves units from their extents through pinned pages to the device, in a thread of its own.
 
     Reads of several pages are in flight while earlier pages are copied; a page is free again when its copy has run.
+    Whatever goes wrong reaches those who wait: nobody waits for a thread that has died.
     """
 
     def __init__(self, swapper: Swapper, device: ComputeDevice, arena: StagingArena) -> None:
@@ -138,41 +139,60 @@ class Uploader:
         self._queue: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
         self._reading: deque[tuple[_Upload, Page, Handle, int, int]] = deque()
         self._copying: deque[tuple[Page, Any]] = deque()
+        self._current: _Upload | None = None
+        """The upload of which the next page is to be read."""
+        self._lock = threading.Lock()
+        self._end: BaseException | None = None
+        """Why nothing is served any more."""
         self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)
         self._thread.start()
 
     def fetch(self, extent: Extent, flat: FlatBuffer, *, is_demand: bool) -> _Upload:
         """Start an upload. Uploads are served in the order of their requests."""
         upload = _Upload(extent, flat, self._device, is_demand=is_demand)
-        self._queue.put(upload)
+        with self._lock:
+            if self._end is None:
+                self._queue.put(upload)
+            else:
+                upload.finish(self._end)
         return upload
 
     def close(self) -> None:
         """Finish what was requested and end the thread."""
-        self._queue.put(None)
+        with self._lock:
+            if self._end is None:
+                self._end = RuntimeError("the uploader is closed")
+                self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        upload: _Upload | None = None
+        try:
+            self._serve()
+        except BaseException as error:
+            self._fail(error)
+
+    def _serve(self) -> None:
         offset = 0
         while True:
-            if upload is None:
-                idle = not self._reading and not self._copying
+            if self._current is None:
+                is_idle = not self._reading and not self._copying
                 try:
-                    upload = self._queue.get(block=idle)
+                    self._current = self._queue.get(block=is_idle)
                 except queue.Empty:
-                    upload = None
+                    pass
                 else:
                     offset = 0
-                    if upload is None:
+                    if self._current is None:
                         self._drain()
                         return
+            upload = self._current
             if upload is not None:
+                if upload.target is None or offset >= upload.target.numel():
+                    self._current = None  # all its pages are being read, or one of them has failed
+                    continue
                 page = self._next_page(f"weights of {upload.extent.name}")
                 if page is not None:
                     offset = self._read(upload, page, offset)
-                    if upload.issued.is_set() or offset >= _target_of(upload).numel():
-                        upload = None
                     continue
             if self._reading:
                 self._copy_oldest()
@@ -203,7 +223,7 @@ class Uploader:
         try:
             if upload.is_demand:
                 handle.promote(Priority.DEMAND)
-            handle.wait()
+            handle.wait()  # also for an upload that has failed: the page is in use until then
             if upload.error is not None:
                 page.release()
                 return
@@ -211,12 +231,13 @@ class Uploader:
             upload.fence = self._device.upload(
                 target[offset : offset + num_bytes], page.tensor[:num_bytes], upload.after
             )
-            self._copying.append((page, upload.fence))
-            if offset + num_bytes == target.numel():
-                upload.finish(None)
         except BaseException as error:
             page.release()
             upload.finish(error)
+            return
+        self._copying.append((page, upload.fence))
+        if offset + num_bytes == target.numel():
+            upload.finish(None)
 
     def _retire_oldest(self) -> None:
         page, fence = self._copying.popleft()
@@ -228,6 +249,21 @@ class Uploader:
             self._copy_oldest()
         while self._copying:
             self._retire_oldest()
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread ends: everybody who waits gets the error, and so does everybody who comes later."""
+        with self._lock:
+            self._end = error
+            waiting = [upload for upload, *_ in self._reading]
+            if self._current is not None:
+                waiting.append(self._current)
+            while not self._queue.empty():
+                upload = self._queue.get()
+                if upload is not None:
+                    waiting.append(upload)
+        for upload in waiting:
+            if not upload.issued.is_set():
+                upload.finish(error)
 
 
 def _target_of(upload: _Upload) -> torch.Tensor:
