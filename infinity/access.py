@@ -18,6 +18,7 @@ from infinity.errors import ModelError
 from infinity.holding import ModelHolding
 from infinity.layout import Chunk, Piece, Slot
 from infinity.pager import Pager
+from infinity.parameter import PagedParameter, let_go
 from infinity.records import Lease, RecordStore
 from infinity.unit import Unit
 from infinity.update import ParameterState
@@ -198,6 +199,18 @@ class StateAccess:
         for unit, values in zip(units, copies, strict=True):
             for parameter, value in zip(unit.parameters, values, strict=True):
                 parameter.data = value
+
+    def give_back(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Undo a take-over that did not get through: what is held already becomes ordinary again, in its old dtype.
+
+        Args:
+            dtypes: ``id`` of each parameter -> its dtype before.
+        """
+        held = [p for unit in self._holding.units for p in unit.parameters if isinstance(p, PagedParameter)]
+        values = [self.main_weight(parameter).to(dtypes[id(parameter)]) for parameter in held]
+        let_go(held)
+        for parameter, value in zip(held, values, strict=True):
+            parameter.data = value
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Unit, dict[int, int]]]:
         """Open the parameters' units and keep them open. Returns what `scatter` needs."""

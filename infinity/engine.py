@@ -6,13 +6,14 @@ no bytes itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -84,7 +85,7 @@ class Engine:
             parts.holding.units,
             parts.holding.num_owners(),
             self._deliver,
-            self._pager.note_backward,
+            self._notice_backward,
             lambda: self.global_steps,
         )
         self._reporter = Reporter(
@@ -98,9 +99,10 @@ class Engine:
         self._iterator: Iterator[Any] | None = None
         self._is_in_step = False
         self._deferred_error: Exception | None = None
+        self._has_stale_gradients = False
         self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
         parts.residence.gradients = ParameterGradients(
-            parts.holding, self._pager, self._stepper, self._collect_plain_backward
+            parts.holding, self._pager, self._stepper, self._before_gradient_access
         )
         parts.residence.engine = self
         self._pager.check = self._check_usable
@@ -248,6 +250,10 @@ class Engine:
 
     # ----------------------------------------------------------------------------------- gradients, and the optimizer
 
+    def _notice_backward(self) -> None:
+        self._check_cleared()
+        self._pager.note_backward()
+
     def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         # Without a history it is not known whether backward will still need the weights: see `infinity.collector`.
         self._stepper.deliver(
@@ -274,6 +280,10 @@ class Engine:
         if self._guard.phase is Phase.READY and self._collector.has_fired and not in_backward():
             self._finish_plain_backward()
 
+    def _before_gradient_access(self) -> None:
+        self._has_stale_gradients = False  # ``model.zero_grad()`` looks at each gradient, and finds it gone
+        self._collect_plain_backward()
+
     def _finish_plain_backward(self) -> None:
         is_whole = False
         try:
@@ -297,8 +307,18 @@ class Engine:
             is_complete = True
         finally:
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
+        self._has_stale_gradients = not self._is_in_step
         self.global_steps += 1
         self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm())
+
+    def _check_cleared(self) -> None:
+        if self._has_stale_gradients and self._guard.phase is not Phase.BACKWARD:
+            raise StepOrderError(
+                "backward",
+                "torch would add its gradients to those of the last step, which are gone",
+                cure="Call optimizer.zero_grad() between optimizer.step() and the next backward",
+                step=self.global_steps,
+            )
 
     def optimizer_zero_grad(self) -> None:
         """``optimizer.zero_grad()``: forget all gradients.
@@ -306,6 +326,7 @@ class Engine:
         Raises:
             PartialUpdateError: some of them were already used up in backward.
         """
+        self._has_stale_gradients = False
         self._guard.check_not_partial("gradients were dropped before engine.step()")
         self._collector.drop()
         self._stepper.clear()
@@ -406,19 +427,23 @@ class Engine:
         """
         if self._guard.phase is Phase.CLOSED:
             return
-        try:
+        with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
+            rest.callback(self._finalizer)
+            rest.callback(self._stepper.gradients.close)
+            rest.callback(self._pager.close)
+            rest.callback(self._parts.stream.close)
+            rest.callback(self._pager.abandon_forward)
+            rest.callback(self._parts.holding.uninstall)
+            rest.callback(self._collector.close)
+            rest.callback(self._guard.move_to, Phase.CLOSED)
             if restore_weights:
                 self.flush()
                 self._parts.access.restore()
-        finally:
-            self._guard.move_to(Phase.CLOSED)
-            self._collector.close()
-            self._parts.holding.uninstall()
-            self._pager.abandon_forward()
-            self._parts.stream.close()
-            self._pager.close()
-            self._stepper.gradients.close()
-            self._finalizer()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied or pickled: its states lie in scratch files. Copy engine.module instead"
+        )
 
     def __enter__(self) -> Engine:
         return self

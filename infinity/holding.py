@@ -50,6 +50,11 @@ class _ModuleHooks:
         return _NoHooks, ()
 
     def before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedModelError(
+                f"torch.compile cannot trace {type(module).__name__} while an engine pages its parameters",
+                cure="Train it without compiling",
+            )
         if self._is_root and self._entered and self._pager.is_in_forward:
             self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
         self._pager.begin_forward()
@@ -141,6 +146,7 @@ class ModelHolding:
         it would hold them through its whole forward, and operations on them fault them in anyway. The module in which
         all of a unit lies (a block) enters the unit as well, so that it is bound once per call.
         """
+        pager.on_use = note_call
         inside: dict[int, set[int]] = {}
         for module in self.model.modules():
             inside[id(module)] = {self.locate(p)[0].index for p in module.parameters()}

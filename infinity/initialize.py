@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from infinity.errors import (
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import free_bytes, give_back_freed_memory
-from infinity.layout import UnitLayout
+from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
 from infinity.optim import PieceUpdater, Template, build_template
 from infinity.pager import Pager
@@ -37,7 +38,7 @@ from infinity.storage import Storage
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit, spec_of
 from infinity.update import ParameterState, UpdateStream
-from infinity.wrapping import partition
+from infinity.wrapping import find_blocks, partition
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,15 @@ def _make_units(model: nn.Module, config: InfinityConfig) -> list[Unit]:
     return units
 
 
+def _used_together(
+    model: nn.Module, config: InfinityConfig, places: dict[int, tuple[Unit, Slot]]
+) -> tuple[frozenset[int], ...]:
+    """For each block, the units in which its parameters lie: more than one if some of them are shared with other blocks."""
+    modules = dict(model.named_modules())
+    blocks = [modules[fqn] for fqn in find_blocks(model, config.infinity.units)]
+    return tuple(frozenset(places[id(p)][0].index for p in block.parameters()) for block in blocks)
+
+
 def _guess(units: Sequence[Unit]) -> list[int]:
     """Before the first micro-batch is recorded: forward in the order of registration, backward in reverse."""
     forward = [unit.index for unit in units]
@@ -208,11 +218,11 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         num_micro_batches=config.gradient_accumulation_steps,
         page_bytes=config.infinity.page_bytes,
         prefetches=config.infinity.prefetch,
+        used_together=_used_together(model, config, places),
         can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
     )
     placement = place(sizes, request)
-    needs_store = not updates_in_backward or config.gradient_accumulation_steps > 1
-    storage = Storage(config, device, placement, request, sizes, spills_from_start=placement.spills and needs_store)
+    storage = Storage(config, device, placement, request, sizes)
     clock = StepClock()
     try:
         guess = _guess(units)
@@ -243,12 +253,11 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             open_swapper=storage.spill_swapper,
             pool=storage.gradient_pool,
         )
-        if placement.spills and needs_store:
+        if placement.spills:
             gradients.reserve()
     except BaseException:
         storage.close()
         raise
-    stream = UpdateStream(storage.records, storage.weights, updater, device, states)
     prediction = predict(sizes, request, placement, guess, len(units))
     plan = Plan(
         num_parameters=sum(slot.numel for unit in units for slot in unit.layout.slots),
@@ -266,18 +275,30 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         predicted_write_bytes_per_step=prediction.write_bytes,
     )
     residence = Residence(holding, pager)
-    _take_over(model, units, access, pager, storage, residence, device)
-    stepper = Stepper(
-        units,
-        chunks,
-        groups,
-        StepRules(config.gradient_clipping, updates_in_backward),
-        device=device,
-        pager=pager,
-        gradients=gradients,
-        stream=stream,
-        template=template,
-    )
+    dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
+    stream = UpdateStream(storage.records, storage.weights, updater, device, states)
+    try:
+        _take_over(units, access, pager, storage, residence, device)
+        stepper = Stepper(
+            units,
+            chunks,
+            groups,
+            StepRules(config.gradient_clipping, updates_in_backward),
+            device=device,
+            pager=pager,
+            gradients=gradients,
+            stream=stream,
+            template=template,
+        )
+        for parameter, state in template.take_initial_states():
+            access.load_state(parameter, state)
+    except BaseException:
+        # The model must not be left half taken over: what is paged out comes back, as far as it can be read.
+        with contextlib.ExitStack() as rest:
+            rest.callback(storage.close)
+            rest.callback(stream.close)
+            access.give_back(dtypes)
+        raise
     parts = Parts(
         holding=holding,
         residence=residence,
@@ -294,14 +315,11 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     )
     engine = Engine(config, parts)
     cast_buffers(model, config.compute_dtype, device.torch_device)
-    for parameter, state in template.take_initial_states():
-        access.load_state(parameter, state)
     give_back_freed_memory()
     return engine
 
 
 def _take_over(
-    model: nn.Module,
     units: Sequence[Unit],
     access: StateAccess,
     pager: Pager,

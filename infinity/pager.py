@@ -17,6 +17,7 @@ above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,6 @@ from infinity.parameter import host_of, leaves
 from infinity.residency import Residency, WeightSource
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
-
 
 _DATA: Any = torch.Tensor.data
 
@@ -56,6 +56,11 @@ class _SavedView:
 
 _REBINDING: frozenset[Any] = frozenset({_DATA.__set__, torch.Tensor.set_})
 """Operations that give a tensor other memory, which the engine would not see."""
+_EXPOSING: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__", "share_memory_")
+)
+"""Operations whose results look at the memory without being tensors."""
 
 
 def in_backward() -> bool:
@@ -90,6 +95,8 @@ class Pager(Residency):
         self.on_settled_read: Callable[[], None] = lambda: None
         self.on_backward_use: Callable[[Unit, bool], None] = lambda unit, is_saved: None
         """Called when backward uses a unit's weights, and whether forward had saved them for that."""
+        self.on_use: Callable[[Unit, Sequence[Slot]], None] = lambda unit, slots: None
+        """Called when an operation in a training forward uses parameters, other than through their own module."""
         self.on_backward_end: Callable[[], None] = lambda: None
         """Called when a backward ends that `note_backward` has noticed. Must not raise."""
         self._open_backward = False
@@ -135,6 +142,9 @@ class Pager(Residency):
             self.trace.begin()
             self._saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
             self._saving.__enter__()
+        elif self._depth == 0:
+            self._saving = self._saving_in_recomputation()
+            self._saving.__enter__()
         self._depth += 1
 
     def end_forward(self) -> None:
@@ -143,9 +153,30 @@ class Pager(Residency):
         if self._depth == 0 and self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
+            if in_backward():
+                return
             self.close_strays()
             if self.trace is self.eval_trace:
                 self.trace.commit()
+
+    def _saving_in_recomputation(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The pack and unpack hooks for a recomputation inside backward.
+
+        Without any, autograd keeps a leaf itself, and what it computes with then is whatever the parameter is bound to by
+        that time. Reentrant checkpointing has none: ours serve. Non-reentrant checkpointing has its own, which collect
+        what is saved and must stay; they keep a frozen parameter itself, so they get a view of it instead.
+        """
+        # Private, but the only way to see torch's own hooks; the exactness tests over checkpointing cover it.
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is None or top[0] == self.pack:
+            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        collect, give = top
+
+        def pack(tensor: torch.Tensor) -> Any:
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            return collect(tensor.detach() if is_frozen else tensor)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, give)
 
     def note_backward(self) -> None:
         """Something happens inside backward: if it is the first thing, `on_backward_end` will be called when it ends.
@@ -220,14 +251,14 @@ class Pager(Residency):
         if in_backward():
             self.note_backward()
             self.on_backward_use(unit, is_saved)
-        moved = self.trace.touch(unit.index)
-        self.make_resident(unit)
-        if moved:
-            unit.num_active += 1  # whatever the trace says, it is needed now
-            try:
+        unit.num_active += 1  # whatever the trace says, it is needed now
+        try:
+            moved = self.trace.touch(unit.index)
+            self.make_resident(unit)
+            if moved:
                 self.pump()
-            finally:
-                unit.num_active -= 1
+        finally:
+            unit.num_active -= 1
 
     # ------------------------------------------------------------------------------------------------ room and prefetch
 
@@ -278,10 +309,15 @@ class Pager(Residency):
         units = list(dict.fromkeys(locate(parameter)[0] for parameter in parameters))
         name = getattr(function, "__name__", str(function))
         fqn = locate(parameters[0])[1].spec.fqn
-        if function in _REBINDING:
+        if function in _REBINDING or (function in _EXPOSING and not self.is_computing):
             raise ParameterNotResidentError(fqn, operation="assigning its data" if name == "__set__" else name)
         if self.is_computing:
-            with self.held(units):
+            if self.is_training_forward:
+                for parameter in parameters:
+                    unit, slot = locate(parameter)
+                    self.on_use(unit, [slot])
+            saving = contextlib.nullcontext() if self._depth else self._saving_in_recomputation()
+            with self.held(units), saving:
                 return function(*args, **kwargs)
         if self.copies_detached and name == "detach":
             return self.copy_of(*locate(parameters[0]))

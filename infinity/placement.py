@@ -60,6 +60,8 @@ class Request:
     prefetches: bool
     can_spill: bool
     """Whether there is an NVMe tier that gradients could be spilled to."""
+    used_together: tuple[frozenset[int], ...] = ()
+    """For each block, the units in which its parameters lie."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,10 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
     uploads_minimum = 0
     if not request.shares_host_memory and request.param_tier != "none":
         uploads_minimum = _FEWEST_UPLOAD_PAGES * _UPLOAD_PAGE_BYTES
-    weights_minimum = total_weights if request.param_tier == "none" else sum(sizes[:2])
+    weights_minimum = total_weights if request.param_tier == "none" else _weights_needed_together(units, request)
     total_gradients = sum(unit.trainable_numel for unit in units) * _FP32_BYTES
-    keeps_all = not request.can_spill and not (request.updates_in_backward and request.num_micro_batches == 1)
-    gradients_minimum = total_gradients if keeps_all else largest_numel * _FP32_BYTES
+    # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
+    gradients_minimum = total_gradients if not request.can_spill else largest_numel * _FP32_BYTES
     fixed = total_weights if request.param_tier == "cpu" else 0
     records = sum(record_bytes(u.trainable_numel, u.num_states, request.weight_itemsize) for u in units)
     if request.optimizer_tier == "cpu" or (request.optimizer_tier == "none" and request.shares_host_memory):
@@ -161,6 +163,10 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         weights = min(total_weights, weights_minimum + left)
     elif request.param_tier != "none":
         weights = _device_weights(request, total_weights, weights_minimum)
+    if request.shares_host_memory:
+        left -= weights - weights_minimum
+    if not request.shares_host_memory or weights == total_weights:
+        gradients += max(min(left, total_gradients - gradients), 0)  # a plain loop keeps them all until its step
     in_memory, scratch = _keep_gradients(units, gradients)
     return Placement(
         weights_bytes=weights,
@@ -175,6 +181,17 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         fixed_bytes=fixed,
         minimum_bytes=minimum,
     )
+
+
+def _weights_needed_together(units: Sequence[UnitSize], request: Request) -> int:
+    """The two largest units, or the units that one block uses and the largest other one."""
+    sizes = sorted((unit.weight_bytes for unit in units), reverse=True)
+    needed = sum(sizes[:2])
+    for together in request.used_together:
+        if len(together) > 1:
+            others = [unit.weight_bytes for index, unit in enumerate(units) if index not in together]
+            needed = max(needed, sum(units[index].weight_bytes for index in together) + max(others, default=0))
+    return needed
 
 
 def _smallest_page(request: Request, per_element: int, largest_numel: int) -> tuple[int, int]:

@@ -35,8 +35,6 @@ class Storage:
         placement: Placement,
         request: Request,
         sizes: Sequence[UnitSize],
-        *,
-        spills_from_start: bool,
     ) -> None:
         """
         Args:
@@ -45,7 +43,6 @@ class Storage:
             placement: the division of the budget.
             request: what the placement was asked, for predictions.
             sizes: all units.
-            spills_from_start: reserve the space for spilled gradients now; otherwise at their first use.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -55,7 +52,6 @@ class Storage:
         self._request = request
         self._sizes = list(sizes)
         self._swappers: dict[tuple[str, tuple[Path, ...]], Swapper] = {}
-        self._extra: list[Swapper] = []
         self._arenas: list[StagingArena] = []
         self._predicted: tuple[tuple[int, ...], Plan] | None = None
         weight_bytes = sum(size.weight_bytes for size in sizes)
@@ -73,9 +69,8 @@ class Storage:
             needed[param_key] = needed.get(param_key, 0) + weight_bytes
         if state_key[0] != "none":
             needed[state_key] = needed.get(state_key, 0) + state_bytes
-        if spills_from_start and self._spill_key is not None:
+        if self._spill_key is not None:
             needed[self._spill_key] += self.gradient_bytes
-        self._spill_room = spills_from_start
         try:
             for key, num_bytes in needed.items():
                 self._swappers[key] = self._open(key, num_bytes)
@@ -121,11 +116,10 @@ class Storage:
         return weights, PagedRecords(self._swappers[state_key], arena, self._config.compute_dtype)
 
     def spill_swapper(self) -> Swapper:
-        """Where gradients are spilled. Opens it if there was no room reserved.
+        """Where gradients are spilled.
 
         Raises:
             BudgetTooSmallError: there is no NVMe tier to spill to.
-            StorageError: the directory has no room.
         """
         if self._spill_key is None:
             raise BudgetTooSmallError(
@@ -134,19 +128,14 @@ class Storage:
                 minimum_bytes=self._request.budget_bytes + self.gradient_bytes,
                 reason="All gradients have to wait in RAM for optimizer.step(), and no NVMe tier takes them",
             )
-        if self._spill_room:
-            return self._swappers[self._spill_key]
-        if not self._extra:
-            self._extra.append(self._open(self._spill_key, self.gradient_bytes))
-        return self._extra[0]
+        return self._swappers[self._spill_key]
 
     def _all(self) -> list[Swapper]:
-        return [*self._swappers.values(), *self._extra]
+        return list(self._swappers.values())
 
     def counters(self) -> tuple[int, int]:
         """Bytes read and written so far in the NVMe tier."""
         found = [swapper.statistics() for key, swapper in self._swappers.items() if key[0] == "nvme"]
-        found += [swapper.statistics() for swapper in self._extra]
         return sum(s.read_bytes for s in found), sum(s.write_bytes for s in found)
 
     def flush(self) -> None:
@@ -167,7 +156,7 @@ class Storage:
         result[names[self._request.optimizer_tier]] += sum(
             record_bytes(s.trainable_numel, s.num_states, self._request.weight_itemsize) for s in self._sizes
         )
-        if self._spill_room:
+        if self._spill_key is not None:
             result["nvme"] += self.gradient_bytes
         return result
 

@@ -380,7 +380,21 @@ class UpdateStream:
             state.scalars = scalars
             state.is_fresh = False
 
+    def _update_empty(self, job: UpdateJob) -> None:
+        """Parameters without elements are in no chunk; their steps count all the same."""
+        for slot in job.gradients.slots():
+            if slot.numel == 0:
+                state = self._states[job.unit.index, slot.index]
+                empty = torch.empty(0)
+                views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)
+                tensors, state.scalars = self._updater.update(
+                    job.groups[slot.index], empty, empty, views, state.scalars
+                )
+                state.names = tuple(tensors)
+                state.is_fresh = False
+
     def _finish(self, job: UpdateJob) -> None:
+        self._update_empty(job)
         job.gradients.release()
         fence = self._device.mark() if job.flat is not None else None
         job.finish(None, self._device, fence)

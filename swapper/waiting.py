@@ -71,8 +71,9 @@ class WaitingRoom:
     def _sleep(self, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
         if timeout_seconds is not None:
             return waiter.acquire(timeout=max(0.0, timeout_seconds))
+        # A little longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
-        while num_idle < TICKS_PER_DEADLINE:
+        while num_idle < TICKS_PER_DEADLINE + 2:
             num_completions = self.num_completions
             if waiter.acquire(timeout=self._deadline_seconds / TICKS_PER_DEADLINE):
                 return True

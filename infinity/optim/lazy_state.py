@@ -123,8 +123,7 @@ class LazyState(MutableMapping[Tensor, LazyEntry]):
         self._entry = entry
 
     def __getitem__(self, param: Tensor) -> LazyEntry:
-        if param not in self:
-            raise KeyError("this parameter has no optimizer state (yet)")
+        # As torch's, which is a defaultdict: a parameter without state gives an empty entry.
         return self._entry(param)
 
     def __contains__(self, param: object) -> bool:

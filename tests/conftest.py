@@ -1,0 +1,119 @@
+"""What all tests share: options, and places a test may need, each skipping with its reason where it cannot be had.
+
+- `nvme_dir`: an empty directory on a block device (O_DIRECT and byte counters mean something there).
+- `small_tmpfs`: mounts file systems of a given size, for tests of a full disk.
+- `memory_cgroup`, `blkio_cgroup`: control groups that limit and measure the processes put into them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.cgroup import Cgroup, block_device, why_unavailable
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options must be declared here: pytest reads no deeper conftest.py before the command line."""
+    parser.addoption(
+        "--full-grid", action="store_true", help="run the exactness suite over its whole grid (days on two cores)"
+    )
+    parser.addoption("--nvme-dir", default=None, help="directory on the drive that tests of real files use")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` or `root` are skipped, with the reason, where they cannot run."""
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "no CUDA device here"
+    if os.geteuid() != 0:
+        reasons["root"] = "needs root"
+    for item in items:
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def full_grid(pytestconfig: pytest.Config) -> bool:
+    """Whether `--full-grid` was given."""
+    return bool(pytestconfig.getoption("--full-grid"))
+
+
+@pytest.fixture
+def nvme_dir(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Path]:
+    """An empty directory on a block device: on `--nvme-dir`, else pytest's own drive, else the repository's."""
+    chosen = pytestconfig.getoption("--nvme-dir")
+    candidates = [Path(chosen)] if chosen else [tmp_path, _REPOSITORY]
+    for candidate in candidates:
+        if block_device(candidate) is not None and os.access(candidate, os.W_OK):
+            with tempfile.TemporaryDirectory(prefix=".nvme_test_", dir=candidate) as directory:
+                yield Path(directory)
+            return
+    pytest.skip(f"none of {', '.join(map(str, candidates))} lies on a block device; name one with --nvme-dir")
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A function that mounts a new tmpfs of the given number of bytes and returns its mount point."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    mounts: list[Path] = []
+
+    def mount(num_bytes: int) -> Path:
+        point = tmp_path / f"tmpfs_{len(mounts)}"
+        point.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(point)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            pytest.skip(f"tmpfs cannot be mounted here: {answer.stderr.strip()}")
+        mounts.append(point)
+        return point
+
+    yield mount
+    for point in mounts:
+        # Lazily: a test that lost its drive on purpose may have unmounted it, or still hold a file.
+        subprocess.run(["umount", "--lazy", str(point)], capture_output=True, check=False)
+
+
+def _cgroup(controller: str) -> Iterator[Cgroup]:
+    reason = why_unavailable(controller)
+    if reason is not None:
+        pytest.skip(reason)
+    with Cgroup(f"test_{controller}", (controller,)) as group:
+        yield group
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Cgroup]:
+    """A memory control group; `run_in_cgroup` starts processes inside it."""
+    yield from _cgroup("memory")
+
+
+@pytest.fixture
+def blkio_cgroup() -> Iterator[Cgroup]:
+    """A control group that can throttle drives; `run_in_cgroup` starts processes inside it."""
+    yield from _cgroup("blkio")
+
+
+@pytest.fixture
+def run_in_cgroup() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A function `(group, code, timeout_seconds)`: runs Python source in a process that joins `group` first."""
+
+    def run(group: Cgroup, code: str, timeout_seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+        join = " && ".join(f'echo $$ > "{path}"' for path in group.task_files)
+        command = ["/bin/sh", "-c", f'{join} && exec "$@"', "sh", sys.executable, "-c", code]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_seconds, check=False, cwd=_REPOSITORY
+        )
+
+    return run

@@ -1,0 +1,58 @@
+"""Puts a backend that does wrong what it is told between every engine and its drives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import swapper.swapper
+from swapper.backends.base import IOBackend, IORequest
+from swapper.backends.faults import FaultInjectingBackend
+from swapper.backends.wrappers import BackendWrapper, DelayLine
+
+
+@contextmanager
+def wrapped_drives(wrap: Callable[[IOBackend], IOBackend]) -> Iterator[None]:
+    """Every volume that is opened inside the ``with`` block is seen through ``wrap``."""
+    real = swapper.swapper.ThreadsBackend
+    with mock.patch.object(swapper.swapper, "ThreadsBackend", lambda *args, **kwargs: wrap(real(*args, **kwargs))):
+        yield
+
+
+@contextmanager
+def faulty_drives() -> Iterator[list[FaultInjectingBackend]]:
+    """As :func:`wrapped_drives`; gives the backends, so that a test can tell them what to do wrong, and when."""
+    backends: list[FaultInjectingBackend] = []
+
+    def wrap(inner: IOBackend) -> IOBackend:
+        backends.append(FaultInjectingBackend(inner))
+        return backends[-1]
+
+    with wrapped_drives(wrap):
+        yield backends
+
+
+class JitteringBackend(BackendWrapper):
+    """Delays each request by a random time of its own, so that they end in an order nobody planned for.
+
+    Args:
+        inner: does the work.
+        seed: the same one gives the same delays for the same order of requests.
+        longest_seconds: the upper bound of a delay.
+    """
+
+    def __init__(self, inner: IOBackend, seed: int, longest_seconds: float) -> None:
+        super().__init__(inner)
+        self._random = random.Random(seed)
+        self._longest_seconds = longest_seconds
+        self._delays = DelayLine()
+
+    def submit(self, request: IORequest) -> None:
+        delay = self._random.choice((0.0, self._random.random() * self._longest_seconds))
+        self._delays.call_later(delay, lambda: self.inner.submit(request))
+
+    def close(self, timeout_seconds: float) -> bool:
+        self._delays.close()
+        return self.inner.close(timeout_seconds)

@@ -1,0 +1,151 @@
+"""The settings under which training has to give the same bits, and which of them a run visits.
+
+``CI_ROWS`` is a pairwise covering with a few combinations of three and four added. ``full_rows()`` is every combination
+of the axes that decide how data moves; the companion axes (what is trained, and by which loop) take turns along it,
+because their full product would take days.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tests.exactness.covering import covering_rows, extended, pairs
+
+MOVEMENT_AXES: dict[str, tuple[Hashable, ...]] = {
+    "offload_param": ("nvme", "cpu", "none"),
+    "offload_optimizer": ("nvme", "cpu", "none"),
+    "checkpointing": ("none", "non_reentrant", "reentrant"),
+    "page": ("small", "large", "auto"),
+    "budget": ("tight", "roomy"),
+    "prefetch": (True, False),
+    "accumulation": (1, 3),
+    "clipping": (True, False),
+}
+COMPANION_AXES: dict[str, tuple[Hashable, ...]] = {
+    "optimizer": ("config", "groups", "instance"),
+    "dtype": ("fp32", "bf16"),
+    "loop": ("engine", "plain"),
+}
+AXES = {**MOVEMENT_AXES, **COMPANION_AXES}
+
+# An update may start inside backward only here, so each value of every other axis has to meet all three at once.
+IN_BACKWARD: dict[str, Hashable] = {"loop": "engine", "accumulation": 1, "clipping": False}
+# The job this package exists for meets every other value, and meets its tightest form in both kinds of update.
+MAIN_JOB: dict[str, Hashable] = {"offload_param": "nvme", "offload_optimizer": "nvme"}
+# Main gradients wait for the last micro-batch here, and the tiers decide where.
+ACCUMULATED: dict[str, Hashable] = {"loop": "engine", "accumulation": 3}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination of settings.
+
+    Attributes:
+        offload_param: tier of the model weights.
+        offload_optimizer: tier of the main weights and the optimizer state.
+        checkpointing: activation checkpointing of the blocks.
+        page: ``small`` cuts most parameters into several pages, ``large`` takes many parameters into one, and ``auto``
+            leaves the size to the engine.
+        budget: ``tight`` is the smallest host budget that the engine accepts, ``roomy`` holds everything.
+        prefetch: whether units are read ahead of need.
+        accumulation: micro-batches per step.
+        clipping: whether the global gradient norm is clipped.
+        optimizer: ``config`` names AdamW in the config; ``groups`` adds parameter groups; ``instance`` passes a torch
+            AdamW with groups.
+        dtype: compute dtype.
+        loop: ``engine`` calls engine.backward and engine.step, ``plain`` calls loss.backward and optimizer.step.
+    """
+
+    offload_param: str = "nvme"
+    offload_optimizer: str = "nvme"
+    checkpointing: str = "none"
+    page: str = "large"
+    budget: str = "roomy"
+    prefetch: bool = True
+    accumulation: int = 1
+    clipping: bool = False
+    optimizer: str = "config"
+    dtype: str = "fp32"
+    loop: str = "engine"
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Row:
+        return cls(**values)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    @property
+    def numerics(self) -> Row:
+        """The row with all that must not change a bit at its default: equal for rows that share a reference."""
+        unimportant = {name: getattr(Row(), name) for name in ("offload_param", "offload_optimizer", "page", "budget")}
+        # Without division by the number of micro-batches, the two loops are one.
+        loop = self.loop if self.accumulation > 1 else Row().loop
+        return replace(self, **unimportant, prefetch=Row().prefetch, loop=loop)
+
+    @property
+    def name(self) -> str:
+        """Short, unique, fit for a pytest id and for -k."""
+        words = (
+            f"p_{self.offload_param}",
+            f"o_{self.offload_optimizer}",
+            {"none": "nock", "reentrant": "reck", "non_reentrant": "ck"}[self.checkpointing],
+            f"{self.page}page",
+            self.budget,
+            "prefetch" if self.prefetch else "demand",
+            f"ga{self.accumulation}",
+            "clip" if self.clipping else "noclip",
+            self.optimizer,
+            self.dtype,
+            self.loop,
+        )
+        return "-".join(words)
+
+
+def covered_partials() -> list[Mapping[str, Hashable]]:
+    """What the rows of CI have to contain."""
+    return [
+        *pairs(AXES),
+        *extended(MAIN_JOB, AXES),
+        *extended(IN_BACKWARD, AXES),
+        *extended(ACCUMULATED, AXES),
+        {**MAIN_JOB, **IN_BACKWARD, "budget": "tight"},
+        {**MAIN_JOB, **ACCUMULATED, "budget": "tight"},
+    ]
+
+
+CI_ROWS: tuple[Row, ...] = tuple(Row.of(row) for row in covering_rows(AXES, covered_partials()))
+
+
+def full_rows() -> Iterator[Row]:
+    """Every combination of the movement axes, the companions taking turns."""
+    combinations = itertools.product(*COMPANION_AXES.values())
+    companions = [dict(zip(COMPANION_AXES, values, strict=True)) for values in combinations]
+    strides = _strides()
+    for digits in itertools.product(*(range(len(values)) for values in MOVEMENT_AXES.values())):
+        movement = {name: MOVEMENT_AXES[name][digit] for name, digit in zip(MOVEMENT_AXES, digits, strict=True)}
+        turn = sum(digit * stride for digit, stride in zip(digits, strides, strict=True))
+        yield Row.of({**movement, **companions[turn % len(companions)]})
+
+
+def rows_for(*, full: bool, has_checkpointing: bool) -> list[Row]:
+    """The rows to run; for a model without checkpointing they lose that setting."""
+    if full:
+        return [row for row in full_rows() if has_checkpointing or row.checkpointing == "none"]
+    if has_checkpointing:
+        return list(CI_ROWS)
+    return list(dict.fromkeys(replace(row, checkpointing="none") for row in CI_ROWS))
+
+
+def _strides() -> list[int]:
+    """Steps through the companions that are coprime to their number, so that no axis sees only some of them."""
+    num_companions = math.prod(len(values) for values in COMPANION_AXES.values())
+    coprime = [number for number in range(1, 4 * num_companions) if math.gcd(number, num_companions) == 1]
+    return coprime[: len(MOVEMENT_AXES)]

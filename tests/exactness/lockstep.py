@@ -1,0 +1,160 @@
+"""The same small model in plain torch and paged, for tests that treat both alike step by step and then compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from tests.exactness.case import Case, Draw, loss_of
+from tests.exactness.optimizers import CONFIG_SECTION, torch_optimizer
+from tests.exactness.paged import paged_snapshot
+from tests.exactness.record import Record, require_equal
+from tests.exactness.reference import PlainTorch
+from tests.exactness.shapes import SHAPES
+
+SHAPES_BY_NAME = {case.name: case for case in SHAPES}
+PLAIN = SHAPES_BY_NAME["plain"]
+
+
+def everything_on_nvme(directory: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A config with everything on NVMe and pages that cut parameters, merged with ``changes`` (None removes a key)."""
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": CONFIG_SECTION,
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "infinity": {"host_memory_budget": "64MiB", "page_bytes": 49152},
+    }
+    return _merged(config, changes or {})
+
+
+def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**config, **changes}
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(config.get(key), Mapping) and key != "optimizer":
+            merged[key] = _merged(config[key], value)
+        if value is None:
+            del merged[key]
+    return merged
+
+
+def make_batch(
+    step: int, micro_batch: int = 0, *, case: Case = PLAIN, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    return case.batch(Draw(step, micro_batch, dtype, torch.device("cpu")))
+
+
+@dataclass
+class Lockstep:
+    """A reference and an engine that started from equal models.
+
+    Attributes:
+        record, paged_record: what is to be compared; :meth:`note` writes to both.
+    """
+
+    reference: PlainTorch
+    model: nn.Module
+    engine: Any
+    optimizer: torch.optim.Optimizer
+    loader: Any
+    scheduler: Any
+    case: Case
+    dtype: torch.dtype
+    record: Record = field(default_factory=Record)
+    paged_record: Record = field(default_factory=Record)
+
+    @classmethod
+    def start(
+        cls,
+        directory: Path,
+        *,
+        case: Case = PLAIN,
+        changes: Mapping[str, Any] | None = None,
+        reference_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
+        arguments: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
+        loop: str = "engine",
+    ) -> Lockstep:
+        """
+        Args:
+            changes: to :func:`everything_on_nvme`.
+            reference_optimizer: over the main weights by FQN; by default what the default config's AdamW means.
+            arguments: more arguments of ``infinity.initialize``, from the model.
+            loop: ``plain`` when the test divides no losses and calls no ``engine.backward``.
+        """
+        config = everything_on_nvme(directory, changes)
+        dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
+        model = case.make("none")
+        reference = PlainTorch(
+            case.make("none"),
+            reference_optimizer or (lambda named: torch_optimizer("config", named)),
+            compute_dtype=dtype,
+            num_micro_batches=config["gradient_accumulation_steps"] if loop == "engine" else 1,
+            max_norm=config["gradient_clipping"],
+        )
+        engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=config, **arguments(model))
+        return cls(reference, model, engine, optimizer, loader, scheduler, case, dtype)
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def batch(self, step: int, micro_batch: int = 0) -> dict[str, Any]:
+        return make_batch(step, micro_batch, case=self.case, dtype=self.dtype)
+
+    def note(self, what: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
+        """Two values that have to be equal in the end."""
+        self.record.note(what, expected)
+        self.paged_record.note(what, actual)
+
+    def engine_step(self, step: int) -> None:
+        """One whole step with the engine's calls."""
+        for micro_batch in range(self.reference.num_micro_batches):
+            batch = self.batch(step, micro_batch)
+            random_state = torch.get_rng_state()
+            expected = self.reference.forward(batch)
+            self.reference.backward(expected)
+            torch.set_rng_state(random_state)
+            loss = loss_of(self.engine(**batch))
+            self.engine.backward(loss)
+            self.engine.step()
+            self.note(f"loss {step}.{micro_batch}", expected, loss)
+        norm = self.reference.step()
+        self.note(f"norm {step}", norm, torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32))
+
+    def plain_backward(self, step: int, micro_batch: int = 0) -> None:
+        """Forward and ``loss.backward`` on the hooked module."""
+        batch = self.batch(step, micro_batch)
+        random_state = torch.get_rng_state()
+        expected = self.reference.forward(batch)
+        self.reference.backward(expected)
+        torch.set_rng_state(random_state)
+        loss = loss_of(self.model(**batch))
+        loss.backward()
+        self.note(f"loss {step}.{micro_batch}", expected, loss)
+
+    def plain_step(self, step: int) -> None:
+        """Forward, backward, ``optimizer.step`` and ``zero_grad``."""
+        self.plain_backward(step)
+        self.reference.step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def each_optimizer(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """The reference's optimizer and the engine's."""
+        return self.reference.optimizer, self.optimizer
+
+    def require_equal(self) -> None:
+        """Compare all that was noted, and the weights and states as they are now."""
+        self.record.final = self.reference.snapshot()
+        self.paged_record.final = paged_snapshot(self.engine, self.optimizer)
+        require_equal(self.record, self.paged_record)

@@ -1,0 +1,146 @@
+"""The trainers under test: the engine's own loop and the plain loop on the hooked module, set up as a row says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import BudgetTooSmallError
+from tests.exactness.case import Case, loss_of
+from tests.exactness.grid import Row
+from tests.exactness.optimizers import CONFIG_SECTION, MAX_NORM, parameter_groups, torch_optimizer
+from tests.exactness.record import Snapshot
+
+_PAGE_BYTES = {"small": 36864, "large": 131072, "auto": None}
+_ROOMY_BYTES = 1 << 30
+
+
+def config_of(row: Row, directory: Path, *, budget_bytes: int) -> dict[str, Any]:
+    """The JSON a user would write for ``row``."""
+    zero: dict[str, Any] = {"stage": 3}
+    for key, device in (("offload_param", row.offload_param), ("offload_optimizer", row.offload_optimizer)):
+        zero[key] = {"device": device, **({"nvme_path": str(directory)} if device == "nvme" else {})}
+    own: dict[str, Any] = {"host_memory_budget": budget_bytes, "prefetch": row.prefetch}
+    if (page_bytes := _PAGE_BYTES[row.page]) is not None:
+        own["page_bytes"] = page_bytes
+    if row.loop == "plain" and row.budget == "tight":
+        # The smallest budget for updates in backward has no room for gradients that wait for optimizer.step().
+        own["update"] = "step"
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # Whoever writes the plain loop accumulates himself, and the config need not know.
+        "gradient_accumulation_steps": row.accumulation if row.loop == "engine" else 1,
+        "gradient_clipping": MAX_NORM if row.clipping else 0.0,
+        "bf16": {"enabled": row.dtype == "bf16"},
+        "zero_optimization": zero,
+        "infinity": own,
+    }
+    if row.optimizer != "instance":
+        config["optimizer"] = CONFIG_SECTION
+    return config
+
+
+class PagedTrainer:
+    """Knows an engine made for one case and row; subclasses know a loop."""
+
+    def __init__(self, case: Case, row: Row, directory: Path) -> None:
+        self.model = case.make(row.checkpointing)
+        self.directory = directory
+        named = {fqn: param for fqn, param in self.model.named_parameters() if param.requires_grad}
+        arguments: dict[str, Any] = {"model": self.model}
+        if row.optimizer == "groups":
+            arguments["model_parameters"] = parameter_groups(named)
+        elif row.optimizer == "instance":
+            arguments["optimizer"] = torch_optimizer("instance", named)
+        budget_bytes = _ROOMY_BYTES
+        if row.budget == "tight":
+            # The failure must leave model, groups and optimizer as they were: the same ones are used again.
+            budget_bytes = smallest_budget(arguments, config_of(row, directory, budget_bytes=1))
+        config = config_of(row, directory, budget_bytes=budget_bytes)
+        self.engine, self.optimizer, _, _ = infinity.initialize(**arguments, config=config)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def evaluate(self, batch: dict[str, Any]) -> torch.Tensor:
+        self.engine.eval()
+        with torch.no_grad():
+            loss = loss_of(self.engine(**batch))
+        self.engine.train()
+        return loss
+
+    def norm(self) -> torch.Tensor:
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
+
+    def snapshot(self) -> Snapshot:
+        return paged_snapshot(self.engine, self.optimizer)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class EngineLoop(PagedTrainer):
+    """``engine(...)``, ``engine.backward``, ``engine.step`` after every micro-batch."""
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        return loss_of(self.engine(**batch))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def step(self) -> torch.Tensor:
+        return self.norm()
+
+
+class PlainLoop(PagedTrainer):
+    """``model(...)``, ``loss.backward``, and the optimizer's ``step`` and ``zero_grad`` after the last micro-batch."""
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        return loss_of(self.model(**batch))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.norm()
+
+
+def paged_trainer(case: Case, row: Row, directory: Path) -> EngineLoop | PlainLoop:
+    """The trainer for the row's loop."""
+    return EngineLoop(case, row, directory) if row.loop == "engine" else PlainLoop(case, row, directory)
+
+
+def smallest_budget(arguments: dict[str, Any], config: dict[str, Any]) -> int:
+    """The minimum that the engine names when a budget is refused."""
+    try:
+        engine, *_ = infinity.initialize(**arguments, config=config)
+    except BudgetTooSmallError as error:
+        return error.minimum_bytes
+    engine.close()
+    raise AssertionError("a host budget of one byte was accepted")
+
+
+def paged_snapshot(engine: Any, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Everything that a paged model and its optimizer are."""
+    model: nn.Module = engine.module
+    params = dict(model.named_parameters())
+    weights = {}
+    for fqn, param in params.items():
+        # One by one: a tight budget has no room for all of them.
+        with infinity.GatheredParameters(param):
+            weights[fqn] = param.detach().clone()
+    trainable = {fqn: param for fqn, param in params.items() if param.requires_grad}
+    return Snapshot.copied(
+        weights=weights,
+        buffers=dict(model.named_buffers()),
+        main_weights={fqn: engine.state_of(param)["weight"] for fqn, param in trainable.items()},
+        state={fqn: dict(optimizer.state.get(param, {})) for fqn, param in trainable.items()},
+    )

@@ -1,0 +1,100 @@
+"""The loop in plain torch that says which bits are right. Nothing here knows of the packages under test.
+
+- The main weight is the parameter as it came, in fp32; the model weight is its cast to the compute dtype.
+- Each micro-batch runs backward on its share of the loss; its gradient is added to the main gradient in fp32.
+- A parameter without a gradient in all micro-batches of a step is left alone.
+- The norm is taken over whole main gradients in the order of the parameter groups, and clips by torch's own rule.
+- The optimizer updates the main weights, and their cast goes back into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.exactness.case import loss_of
+from tests.exactness.record import Snapshot
+
+
+class PlainTorch:
+    """Trains a model without anything being paged.
+
+    Args:
+        model: as the user made it. Cast and trained in place.
+        make_optimizer: takes the trainable main weights by FQN.
+        num_micro_batches: the share of each loss is 1 / this; 1 where the user divides, or does not, himself.
+        max_norm: of the clipped gradient; 0 for no clipping.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        *,
+        compute_dtype: torch.dtype,
+        num_micro_batches: int = 1,
+        max_norm: float = 0.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        model.to(device)
+        self.main = {
+            fqn: nn.Parameter(param.detach().to(torch.float32, copy=True))
+            for fqn, param in model.named_parameters()
+            if param.requires_grad
+        }
+        self.model = model.to(compute_dtype)
+        self.trainable = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
+        self.optimizer = make_optimizer(self.main)
+        self.num_micro_batches = num_micro_batches
+        self.max_norm = max_norm
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        return loss_of(self.model(**batch))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.num_micro_batches).backward()
+        for fqn, param in self.trainable.items():
+            if param.grad is None:
+                continue
+            main = self.main[fqn]
+            gradient = param.grad.float()
+            main.grad = gradient if main.grad is None else main.grad + gradient
+            param.grad = None
+
+    def step(self) -> torch.Tensor:
+        in_group_order = [main for group in self.param_groups for main in group["params"] if main.grad is not None]
+        norm = torch.nn.utils.get_total_norm([main.grad for main in in_group_order if main.grad is not None])
+        if self.max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(in_group_order, self.max_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for fqn, param in self.trainable.items():
+                param.copy_(self.main[fqn])
+        return norm
+
+    def evaluate(self, batch: dict[str, Any]) -> torch.Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            loss = loss_of(self.model(**batch))
+        self.model.train()
+        return loss
+
+    def snapshot(self) -> Snapshot:
+        state = {fqn: dict(self.optimizer.state.get(main, {})) for fqn, main in self.main.items()}
+        return Snapshot.copied(
+            weights=dict(self.model.named_parameters()),
+            buffers=dict(self.model.named_buffers()),
+            main_weights=self.main,
+            state=state,
+        )
+
+    def close(self) -> None:
+        """Nothing to release; here because the other trainers have it."""

@@ -1,0 +1,420 @@
+"""What cannot be trained is refused by `initialize` before anything is written, with the name, the value and the cure.
+
+After each refusal the model is as it was: an ordinary module with its own values, that plain torch and another engine
+can train.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import (
+    BatchSizeError,
+    BudgetTooSmallError,
+    ConfigError,
+    ConfigValueError,
+    InfinityError,
+    MetaParameterError,
+    ModelInUseError,
+    NoTrainableParameterError,
+    OptimizerNotPageableError,
+    ParameterGroupError,
+    StorageError,
+    UnknownConfigKeyError,
+    UnsupportedConfigError,
+    UnsupportedModelError,
+)
+from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Path]:
+    """A directory for scratch files that must be empty in the end."""
+    directory = tmp_path / "drive"
+    directory.mkdir()
+    yield directory
+    if directory.exists():
+        assert os.listdir(directory) == []
+
+
+def refused(
+    error: type[InfinityError],
+    *words: str,
+    drive: Path,
+    changes: dict[str, Any] | None = None,
+    config: Any = None,
+    model: Any = None,
+    arguments: Callable[[Any], dict[str, Any]] = lambda model: {},
+) -> InfinityError:
+    """`initialize` must raise ``error`` with all ``words`` in its message, and leave model and directory alone."""
+    model = PLAIN.make("none") if model is None else model
+    config = everything_on_nvme(drive, changes) if config is None else config
+    is_module = isinstance(model, nn.Module)
+    before = {}
+    if is_module:
+        before = {fqn: (p, None if p.is_meta else p.detach().clone()) for fqn, p in model.named_parameters()}
+    hooks = sum(len(module._forward_pre_hooks) for module in model.modules()) if is_module else 0
+
+    with pytest.raises(error) as raised:
+        infinity.initialize(model=model, config=config, **arguments(model))
+
+    message = str(raised.value)
+    for word in words:
+        assert word in message, f"{word!r} is not in: {message}"
+    if drive.exists():
+        assert os.listdir(drive) == []
+    if is_module:
+        assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+        for fqn, param in model.named_parameters():
+            original, value = before[fqn]
+            assert param is original
+            assert type(param) is type(original)
+            if value is not None:
+                assert torch.equal(param, value), fqn
+    return raised.value
+
+
+# ---------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "nearest"),
+    [
+        ({"gradient_acumulation_steps": 4}, "gradient_acumulation_steps", "gradient_accumulation_steps"),
+        ({"zero_optimization": {"offload_parm": {}}}, "zero_optimization.offload_parm", "offload_param"),
+        (
+            {"zero_optimization": {"offload_param": {"nvmepath": "/x"}}},
+            "zero_optimization.offload_param.nvmepath",
+            "nvme_path",
+        ),
+        ({"infinity": {"host_memory_budjet": "1GB"}}, "infinity.host_memory_budjet", "host_memory_budget"),
+        ({"aio": {"queue_deph": 8}}, "aio.queue_deph", "queue_depth"),
+    ],
+)
+def test_unknown_key_with_the_nearest_one(changes: dict[str, Any], key: str, nearest: str, drive: Path) -> None:
+    refused(UnknownConfigKeyError, key, nearest, drive=drive, changes=changes)
+
+
+def test_unknown_key_is_a_warning_where_that_was_asked_for(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = everything_on_nvme(drive, {"no_such_key": 1, "infinity": {"strict": False}})
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
+    engine.close()
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "no_such_key" in warned[0]
+
+
+def test_keys_without_effect_are_listed_once_with_the_reason(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changes = {"zero_optimization": {"sub_group_size": 1e9, "offload_param": {"buffer_count": 5, "buffer_size": 1e8}}}
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(drive, changes))
+        with engine:
+            engine.backward(engine(**make_batch(0)))
+            engine.step()
+    for key in ("sub_group_size", "buffer_count", "buffer_size"):
+        assert sum(key in record.getMessage() for record in caplog.records) == 1, key
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+            ("train_batch_size", "7", "2", "3"),
+        ),
+        ({"train_batch_size": 0, "train_micro_batch_size_per_gpu": None}, ("train_batch_size", "0")),
+        (
+            {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None},
+            ("train_micro_batch_size_per_gpu",),
+        ),
+    ],
+)
+def test_batch_sizes_that_do_not_multiply(changes: dict[str, Any], words: tuple[str, ...], drive: Path) -> None:
+    error = refused(ConfigError, *words, drive=drive, changes=changes)
+    assert isinstance(error, BatchSizeError | ConfigValueError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fp16": {"enabled": True}}, ("fp16", "bf16")),
+        ({"zero_optimization": {"offload_param": {"device": "tape"}}}, ("offload_param.device", "tape", "nvme")),
+        ({"infinity": {"host_memory_budget": "lots"}}, ("host_memory_budget", "lots")),
+        ({"infinity": {"page_bytes": 5000}}, ("page_bytes", "5000", "8192")),
+        ({"infinity": {"page_bytes": 4096}}, ("page_bytes", "4096")),
+        ({"gradient_clipping": -1.0}, ("gradient_clipping", "-1")),
+        ({"infinity": {"update": "in_backward"}, "gradient_clipping": 1.0}, ("in_backward", "gradient_clipping")),
+    ],
+)
+def test_values_that_cannot_be_used(changes: dict[str, Any], words: tuple[str, ...], drive: Path) -> None:
+    error = refused(ConfigError, *words, drive=drive, changes=changes)
+    assert isinstance(error, ConfigValueError | UnsupportedConfigError) or "in_backward" in words
+
+
+def test_config_is_missing(drive: Path) -> None:
+    with pytest.raises(InfinityError, match="config"):
+        infinity.initialize(model=PLAIN.make("none"))
+
+
+def test_config_file_is_missing_or_broken(drive: Path, tmp_path: Path) -> None:
+    refused(ConfigError, "nowhere.json", drive=drive, config=str(tmp_path / "nowhere.json"))
+    path = tmp_path / "broken.json"
+    path.write_text('{"train_batch_size": 1, "train_batch_size": 2}')
+    refused(ConfigError, "train_batch_size", drive=drive, config=str(path))
+    path.write_text(json.dumps(everything_on_nvme(drive))[:-1])
+    refused(ConfigError, "broken.json", drive=drive, config=str(path))
+
+
+def test_no_optimizer_anywhere(drive: Path) -> None:
+    refused(InfinityError, "optimizer", drive=drive, changes={"optimizer": None})
+
+
+def test_unknown_optimizer_name(drive: Path) -> None:
+    refused(InfinityError, "AdamWW", drive=drive, changes={"optimizer": {"type": "AdamWW", "params": {"lr": 1e-3}}})
+
+
+def test_unknown_optimizer_parameter(drive: Path) -> None:
+    changes = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betaz": [0.9, 0.99]}}}
+    refused(InfinityError, "betaz", drive=drive, changes=changes)
+
+
+# --------------------------------------------------------------------------------- directories, budget
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+def test_directory_is_missing(section: str, drive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "not_there"
+    changes = {"zero_optimization": {section: {"nvme_path": str(path)}}}
+    refused(StorageError, str(path), f"zero_optimization.{section}.nvme_path", drive=drive, changes=changes)
+    assert not path.exists()
+
+
+def test_directory_is_a_file(drive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("kept")
+    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(path)}}}
+    refused(StorageError, str(path), "directory", drive=drive, changes=changes)
+    assert path.read_text() == "kept"
+
+
+def test_directory_is_not_given(drive: Path) -> None:
+    changes = {"zero_optimization": {"offload_optimizer": {"nvme_path": None}}}
+    refused(ConfigError, "offload_optimizer", "nvme_path", drive=drive, changes=changes)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_directory_is_not_writable(drive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "locked"
+    path.mkdir(mode=0o500)
+    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(path)}}}
+    refused(StorageError, str(path), "writ", drive=drive, changes=changes)
+
+
+@pytest.mark.root
+def test_directory_on_a_read_only_file_system(drive: Path, small_tmpfs: Callable[[int], Path]) -> None:
+    import subprocess
+
+    point = small_tmpfs(1 << 20)
+    subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
+    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(point)}}}
+    refused(StorageError, str(point), "offload_param", drive=drive, changes=changes)
+
+
+@pytest.mark.root
+def test_directory_is_too_small_for_the_states(drive: Path, small_tmpfs: Callable[[int], Path]) -> None:
+    point = small_tmpfs(64 << 10)
+    changes = {"zero_optimization": {"offload_optimizer": {"nvme_path": str(point)}}}
+    error = refused(StorageError, str(point), drive=drive, changes=changes)
+    numbers = [int(word) for word in str(error).replace(";", " ").replace(",", " ").split() if word.isdigit()]
+    free = os.statvfs(point).f_bavail * os.statvfs(point).f_frsize
+    assert free == 64 << 10, "space that was reserved is given back"
+    assert free in numbers, f"the free bytes ({free}) are named in: {error}"
+    assert any(number > free for number in numbers), f"the needed bytes are named in: {error}"
+    assert os.listdir(point) == []
+
+
+@pytest.mark.parametrize("tiers", ["nvme", "cpu", "none"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_budget_below_the_minimum(tiers: str, dtype: str, drive: Path) -> None:
+    changes: dict[str, Any] = {
+        "infinity": {"host_memory_budget": 5000},
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"offload_param": {"device": tiers}, "offload_optimizer": {"device": tiers}},
+    }
+    error = refused(BudgetTooSmallError, "infinity.host_memory_budget", "5000", drive=drive, changes=changes)
+    assert isinstance(error, BudgetTooSmallError)
+    assert str(error.minimum_bytes) in str(error)
+    for budget, is_enough in ((error.minimum_bytes - 1, False), (error.minimum_bytes, True)):
+        changes["infinity"]["host_memory_budget"] = budget
+        if not is_enough:
+            refused(BudgetTooSmallError, str(error.minimum_bytes), drive=drive, changes=changes)
+            continue
+        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(drive, changes))
+        engine.close()
+
+
+# ----------------------------------------------------------------------------------------------- model
+
+
+def test_parameter_on_the_meta_device(drive: Path) -> None:
+    with torch.device("meta"):
+        whole = PLAIN.make("none")
+    refused(MetaParameterError, "embedding.weight", "meta", drive=drive, model=whole)
+    model = PLAIN.make("none")
+    model.blocks[1].up.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+    refused(MetaParameterError, "blocks.1.up.weight", drive=drive, model=model)
+
+
+def test_parameter_that_is_not_initialized(drive: Path) -> None:
+    model = PLAIN.make("none")
+    model.lazy = nn.LazyLinear(3)
+    with pytest.raises(InfinityError, match=r"lazy\.weight"):
+        infinity.initialize(model=model, config=everything_on_nvme(drive))
+
+
+def test_no_trainable_parameter(drive: Path) -> None:
+    refused(NoTrainableParameterError, "requires_grad", drive=drive, model=PLAIN.make("none").requires_grad_(False))
+    refused(NoTrainableParameterError, "no parameters", drive=drive, model=nn.ReLU())
+
+
+def test_no_module(drive: Path) -> None:
+    refused(UnsupportedModelError, "nn.Module", "dict", drive=drive, model={})
+
+
+def test_a_model_that_an_engine_holds(drive: Path) -> None:
+    model = PLAIN.make("none")
+    config = everything_on_nvme(drive)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    outer = nn.ModuleDict({"inner": model, "own": nn.Linear(2, 2)})
+    with engine:
+        for taken, name in ((model, "embedding.weight"), (model.blocks[1], "norm"), (outer, "inner.")):
+            with pytest.raises(ModelInUseError, match=name) as raised:
+                infinity.initialize(model=taken, config=config)
+            assert "close()" in str(raised.value)
+        engine.backward(engine(**make_batch(0)))
+        engine.step()
+        assert torch.isfinite(engine(**make_batch(1)))
+
+
+def test_a_compiled_model(drive: Path) -> None:
+    refused(
+        UnsupportedModelError, "torch.compile", drive=drive, model=torch.compile(PLAIN.make("none"), backend="eager")
+    )
+    model = PLAIN.make("none")
+    model.blocks[0].compile(backend="eager")
+    refused(UnsupportedModelError, "torch.compile", "blocks.0", drive=drive, model=model)
+
+
+def test_parameters_of_other_kinds(drive: Path) -> None:
+    class Special(nn.Parameter):
+        pass
+
+    model = PLAIN.make("none")
+    model.blocks[0].up.weight = Special(model.blocks[0].up.weight.detach())
+    refused(UnsupportedModelError, "blocks.0.up.weight", "Special", drive=drive, model=model)
+
+    model = PLAIN.make("none")
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    refused(UnsupportedModelError, "phase", "complex", drive=drive, model=model)
+
+
+# ------------------------------------------------------------------------------------------- optimizer
+
+
+def _halves(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())[1:]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda model: {"model_parameters": _halves(model)},
+        lambda model: {"model_parameters": [{"params": _halves(model)}]},
+        lambda model: {"optimizer": torch.optim.SGD(_halves(model), lr=0.1)},
+        lambda model: {"optimizer": lambda params: torch.optim.SGD(list(params)[1:], lr=0.1)},
+    ],
+    ids=["parameters", "groups", "instance", "callable"],
+)
+def test_a_trainable_parameter_in_no_group(arguments: Callable[[Any], dict[str, Any]], drive: Path) -> None:
+    error = refused(ParameterGroupError, "embedding.weight", "no parameter group", drive=drive, arguments=arguments)
+    assert error.fqn == "embedding.weight"
+
+
+def test_a_trainable_parameter_in_two_groups(drive: Path) -> None:
+    def arguments(model: nn.Module) -> dict[str, Any]:
+        params = list(model.parameters())
+        return {"model_parameters": [{"params": params}, {"params": params[:1]}]}
+
+    refused(InfinityError, "embedding.weight", "0", "1", drive=drive, arguments=arguments)
+
+
+def test_a_parameter_of_another_model_in_a_group(drive: Path) -> None:
+    stranger = nn.Parameter(torch.ones(3))
+
+    def arguments(model: nn.Module) -> dict[str, Any]:
+        return {"model_parameters": [*model.parameters(), stranger]}
+
+    refused(InfinityError, "(3,)", drive=drive, arguments=arguments)
+
+
+class MixesElements(torch.optim.Optimizer):
+    """Divides by the norm of the whole gradient: a piece of it gives another result."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad / (param.grad.norm() + 1e-6), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("how", ["instance", "class", "callable"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.LBFGS(params),
+        lambda params: torch.optim.SparseAdam(params),
+        lambda params: torch.optim.Adafactor(params),
+        lambda params: MixesElements(params),
+    ],
+    ids=["LBFGS", "SparseAdam", "Adafactor", "MixesElements"],
+)
+def test_an_optimizer_that_cannot_be_paged(make: Callable[[Any], Any], how: str, drive: Path) -> None:
+    name = type(make([nn.Parameter(torch.ones(2))])).__name__
+
+    def arguments(model: nn.Module) -> dict[str, Any]:
+        if how == "instance":
+            return {"optimizer": make(list(model.parameters()))}
+        if how == "class":
+            return {"optimizer": type(make([nn.Parameter(torch.ones(2))]))}
+        return {"optimizer": make}
+
+    random_state = torch.get_rng_state()
+    refused(OptimizerNotPageableError, name, drive=drive, arguments=arguments)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_refused_model_trains_in_plain_torch_and_in_an_engine(drive: Path) -> None:
+    model = PLAIN.make("none")
+    for changes in ({"no_such_key": 1}, {"infinity": {"host_memory_budget": 1}}, {"optimizer": None}):
+        refused(InfinityError, drive=drive, changes=changes, model=model)
+    expected = PLAIN.make("none")(**make_batch(0))
+    assert torch.equal(model(**make_batch(0)), expected)
+    model(**make_batch(0)).backward()
+    model.zero_grad()
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with engine:
+        assert torch.equal(engine(**make_batch(0)), expected)

@@ -1,0 +1,237 @@
+"""Drives that fail, stall or fill up under an engine: an error in words, never a hang and never stale data."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import InfinityError
+from swapper import StallError, SwapperError, TransferError
+from swapper.backends.base import Direction
+from swapper.backends.faults import FaultInjectingBackend, FaultRule
+from tests.exactness.case import Case
+from tests.exactness.families import FAMILIES
+from tests.exactness.faulty_drives import JitteringBackend, faulty_drives, wrapped_drives
+from tests.exactness.grid import Row
+from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.record import Difference
+from tests.exactness.verification import require_exact_training
+
+_CLIPPED = {"gradient_clipping": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _train(engine: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        engine.backward(engine(**make_batch(step)))
+        engine.step()
+    engine.flush()
+
+
+def _root_of(error: BaseException) -> TransferError:
+    """The swapper's error in the chain of causes: it names file, offset, bytes and errno."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, TransferError):
+            return link
+        link = link.__cause__ or link.__context__
+    raise AssertionError(f"no transfer error behind {error!r}")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ENODEV])
+@pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE])
+@pytest.mark.parametrize("changes", [{}, _CLIPPED, {"gradient_accumulation_steps": 2}], ids=["free", "clip", "ga2"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_an_io_error_stops_training_with_file_offset_bytes_and_errno(
+    code: int, direction: Direction, changes: dict[str, Any], nth: int, tmp_path: Path
+) -> None:
+    with faulty_drives() as backends:
+        budget = {"infinity": {"host_memory_budget": _smallest(tmp_path, changes)}}
+        config = everything_on_nvme(tmp_path, {**changes, **budget})
+        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
+        with engine:
+            _train(engine, 0, 2)
+            for backend in backends:
+                backend.add(FaultRule(direction=direction, nth=nth, errno=code))
+            with pytest.raises((InfinityError, SwapperError)) as raised:
+                _train(engine, 2, 6)
+            assert sum(backend.num_faults for backend in backends) >= 1
+            root = _root_of(raised.value)
+            assert root.errno == code
+            for part in (root.file, str(root.offset), str(root.num_bytes), os.strerror(code)):
+                assert part in str(raised.value), f"{part!r} is not in: {raised.value}"
+            assert root.num_bytes > 0
+
+
+def _smallest(directory: Path, changes: dict[str, Any]) -> int:
+    config = everything_on_nvme(directory, {**changes, "infinity": {"host_memory_budget": 1}})
+    with pytest.raises(infinity.errors.BudgetTooSmallError) as refused:
+        infinity.initialize(model=PLAIN.make("none"), config=config)
+    return int(refused.value.minimum_bytes)
+
+
+@pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE])
+def test_a_failed_drive_is_never_trained_past(direction: Direction, tmp_path: Path) -> None:
+    """Every call after the failure fails too, or trains on true data: never on stale data."""
+    with faulty_drives() as backends:
+        changes = {"infinity": {"host_memory_budget": _smallest(tmp_path, {})}}
+        both = Lockstep.start(tmp_path, changes=changes)
+        with both:
+            both.engine_step(0)
+            both.engine_step(1)
+            for backend in backends:
+                backend.add(FaultRule(direction=direction, errno=errno.EIO))
+            num_errors = 0
+            for step in range(2, 5):
+                try:
+                    both.engine_step(step)
+                    both.engine.flush()
+                except (InfinityError, SwapperError):
+                    num_errors += 1
+            assert num_errors == 3
+    assert os.listdir(tmp_path) == []
+
+
+def test_short_transfers_are_completed(tmp_path: Path) -> None:
+    with faulty_drives() as backends, Lockstep.start(tmp_path) as both:
+        for backend in backends:
+            for nth in (1, 4, 9):
+                backend.add(FaultRule(direction=Direction.READ, nth=nth, short_bytes=4096))
+                backend.add(FaultRule(direction=Direction.WRITE, nth=nth, short_bytes=4096))
+        for step in range(3):
+            both.engine_step(step)
+        both.require_equal()
+        assert sum(backend.num_faults for backend in backends) >= 6
+
+
+@pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE])
+def test_transfers_that_stay_short_are_an_error(direction: Direction, tmp_path: Path) -> None:
+    with faulty_drives() as backends:
+        changes = {"infinity": {"host_memory_budget": _smallest(tmp_path, {})}}
+        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
+        with engine:
+            _train(engine, 0, 1)
+            for backend in backends:
+                backend.add(FaultRule(direction=direction, short_bytes=0))
+            with pytest.raises((InfinityError, SwapperError)) as raised:
+                _train(engine, 1, 3)
+            assert _root_of(raised.value).num_bytes > 0
+
+
+@pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE])
+def test_a_drive_that_hangs_is_an_error_within_the_deadline(direction: Direction, tmp_path: Path) -> None:
+    with faulty_drives() as backends:
+        changes = {"infinity": {"host_memory_budget": _smallest(tmp_path, {}), "io_deadline_seconds": 1.0}}
+        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
+        try:
+            _train(engine, 0, 1)
+            for backend in backends:
+                backend.add(FaultRule(direction=direction, nth=2, hangs=True))
+            started = time.monotonic()
+            with pytest.raises((InfinityError, SwapperError)) as raised:
+                _train(engine, 1, 4)
+            assert time.monotonic() - started < 20
+            root = _root_of(raised.value)
+            assert isinstance(root, StallError)
+            assert str(root.offset) in str(raised.value)
+        finally:
+            for backend in backends:
+                backend.clear()
+                backend.release_hung()
+            engine.close()
+
+
+def test_flipped_bits_are_seen_by_the_suite(tmp_path: Path) -> None:
+    """There are no checksums yet; what must not happen is that a wrong bit passes for exact training."""
+    with faulty_drives() as backends, Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        for backend in backends:
+            backend.add(FaultRule(direction=Direction.READ, flipped_bit=8 * 1000 + 4))
+        both.engine_step(1)
+        both.engine_step(2)
+        with pytest.raises(Difference):
+            both.require_equal()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(SHAPES_BY_NAME[name] for name in ("plain", "tied_weights", "experts", "skipped_blocks", "called_twice")),
+        *(case for case in FAMILIES if case.name in {"t5", "gpt2"}),
+    ],
+    ids=lambda case: case.name,
+)
+def test_any_order_of_completion_gives_the_same_bits(case: Case, seed: int, tmp_path: Path) -> None:
+    """Reads and writes end late and in any order: what races would compute from stale or half-written memory shows."""
+    rows = (
+        Row(budget="tight", page="small", checkpointing="non_reentrant"),
+        Row(budget="tight", accumulation=3, clipping=True, dtype="bf16"),
+        Row(budget="roomy", clipping=True, page="small", checkpointing="reentrant"),
+    )
+    with wrapped_drives(lambda inner: JitteringBackend(inner, seed, 0.01)):
+        require_exact_training(case, rows[seed], tmp_path)
+
+
+@pytest.mark.root
+def test_a_drive_that_fills_up_later_does_no_harm(tmp_path: Path, small_tmpfs: Callable[[int], Path]) -> None:
+    """All space is reserved at the start: others may fill the drive to the brim."""
+    point = small_tmpfs(8 << 20)
+    with Lockstep.start(point, changes=_CLIPPED) as both:
+        both.engine_step(0)
+        with open(point / "filler", "wb") as filler, pytest.raises(OSError):
+            while True:
+                filler.write(b"\0" * 65536)
+                filler.flush()
+        both.engine_step(1)
+        both.engine_step(2)
+        both.require_equal()
+    assert os.listdir(point) == ["filler"]
+
+
+@pytest.mark.root
+def test_a_drive_that_is_unmounted_does_no_silent_harm(tmp_path: Path, small_tmpfs: Callable[[int], Path]) -> None:
+    point = small_tmpfs(8 << 20)
+    with Lockstep.start(point) as both:
+        both.engine_step(0)
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
+        # Open files of a lazily unmounted file system live on.
+        both.engine_step(1)
+        both.require_equal()
+
+
+def test_no_thread_is_left_after_a_failure(tmp_path: Path) -> None:
+    num_threads = threading.active_count()
+    with faulty_drives() as backends:
+        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _CLIPPED))
+        with pytest.raises((InfinityError, SwapperError)), engine:
+            _train(engine, 0, 1)
+            for backend in backends:
+                backend.add(FaultRule(direction=Direction.WRITE, errno=errno.EIO))
+            _train(engine, 1, 4)
+    del engine
+    for _ in range(100):
+        if threading.active_count() <= num_threads + 2:
+            break
+        time.sleep(0.02)
+    # Delay lines of the injecting backends may outlive them for a moment; the engine's own threads may not.
+    assert not [thread for thread in threading.enumerate() if "infinity" in thread.name or "update" in thread.name]
+    assert isinstance(backends[0], FaultInjectingBackend)
+    assert os.listdir(tmp_path) == []

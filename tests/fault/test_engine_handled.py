@@ -1,0 +1,319 @@
+"""What is not left to chance: two engines, copies, forks, compilation, changes to a held model, how a process ends."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import infinity
+from infinity.errors import InfinityError
+from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.shapes.blocks import LENGTH, VOCABULARY
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_AT_STEP = {"infinity": {"update": "step"}}
+_CLIPPED = {"gradient_clipping": 0.1}
+_ERRORS = (ValueError("user's fault"), KeyboardInterrupt())
+
+
+# ----------------------------------------------------------------------------------------- two engines
+
+
+def test_two_engines_in_one_process_and_directory(tmp_path: Path) -> None:
+    first = Lockstep.start(tmp_path)
+    second = Lockstep.start(tmp_path, case=SHAPES_BY_NAME["tied_weights"], changes=_CLIPPED)
+    with first, second:
+        for step in range(3):
+            first.engine_step(step)
+            second.engine_step(step)
+        first.require_equal()
+        second.require_equal()
+        first.engine.close()
+        second.engine_step(3)
+        second.require_equal()
+
+
+def test_the_forwards_of_two_engines_interleaved(tmp_path: Path) -> None:
+    """A generator and a discriminator: the loss of one goes through the other."""
+    first, second = Lockstep.start(tmp_path), Lockstep.start(tmp_path, case=SHAPES_BY_NAME["scalars"])
+    with first, second:
+        for step in range(2):
+            batch = make_batch(step)
+            expected = first.reference.forward(batch) * second.reference.forward(batch)
+            first.reference.backward(expected)
+            # That one backward filled the other model's gradients as well.
+            for fqn, param in second.reference.trainable.items():
+                assert param.grad is not None
+                second.reference.main[fqn].grad, param.grad = param.grad, None
+            first.reference.step()
+            second.reference.step()
+            loss = first.model(**batch) * second.model(**batch)
+            loss.backward()
+            for both in (first, second):
+                both.optimizer.step()
+                both.optimizer.zero_grad()
+            first.note(f"loss {step}", expected, loss)
+        first.require_equal()
+        second.require_equal()
+
+
+def test_a_held_model_inside_an_ordinary_one(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        outer = nn.Sequential()
+        outer.add_module("inner", both.model)
+        weight = nn.Parameter(torch.tensor(2.0))
+        for step in range(2):
+            batch = both.batch(step)
+            expected = both.reference.forward(batch) * weight.detach()
+            both.reference.backward(expected)
+            both.reference.step()
+            loss = outer.inner(**batch) * weight
+            loss.backward()
+            assert weight.grad is not None
+            both.optimizer.step()
+            both.optimizer.zero_grad()
+        both.require_equal()
+
+
+# ---------------------------------------------------------------------------------------------- copies
+
+
+def test_a_deep_copy_is_an_ordinary_model_with_the_true_weights(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["tied_weights"]) as both:
+        both.engine_step(0)
+        twin = copy.deepcopy(both.model)
+        for fqn, param in twin.named_parameters():
+            assert type(param) is nn.Parameter
+            assert torch.equal(param, both.reference.model.get_parameter(fqn)), fqn
+        assert twin.head.weight is twin.embedding.weight
+        both.engine_step(1)
+        # The copy lives on its own: an EMA, or an evaluation in another thread.
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        loss = twin(**both.batch(5))
+        loss.backward()
+        optimizer.step()
+        assert twin(**both.batch(5)) < loss
+        both.engine_step(2)
+        both.require_equal()
+
+
+def test_a_deep_copy_outlives_the_engine(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        twin = copy.deepcopy(both.model)
+        expected = both.reference.forward(both.batch(5))
+    assert torch.equal(twin(**make_batch(5)), expected)
+
+
+def test_a_pickled_model_has_the_true_weights_or_raises(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        buffer = io.BytesIO()
+        try:
+            torch.save(both.model, buffer)
+        except InfinityError:
+            return
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        for fqn, param in loaded.named_parameters():
+            assert torch.equal(param, both.reference.model.get_parameter(fqn)), fqn
+        assert torch.equal(loaded(**both.batch(5)), both.reference.forward(both.batch(5)))
+        both.engine_step(1)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("what", ["engine", "optimizer"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda value: torch.save(value, io.BytesIO())], ids=["copy", "pickle"])
+def test_copies_of_engine_and_optimizer_work_or_raise(what: str, how: Callable[[Any], Any], tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        with pytest.raises((InfinityError, TypeError), match=what):
+            how(getattr(both, what))
+        both.engine_step(1)
+        both.require_equal()
+
+
+# ----------------------------------------------------------------------------------------------- forks
+
+
+class TokenData(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {key: torch.randint(VOCABULARY, (LENGTH,), generator=generator) for key in ("tokens", "labels")}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_loader_workers_that_fork(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        loader = DataLoader(TokenData(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        for _ in range(2):
+            for batch in loader:
+                both.reference.backward(both.reference.forward(batch))
+                both.reference.step()
+                both.engine.backward(both.engine(**batch))
+                both.engine.step()
+        both.require_equal()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_neither_hangs_nor_harms(tmp_path: Path) -> None:
+    """A child that ends, or drops its copy of the engine, leaves the parent's files and threads alone."""
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        child = os.fork()
+        if child == 0:
+            try:
+                both.engine.close()
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+        both.engine_step(1)
+        both.require_equal()
+
+
+# ----------------------------------------------------------------------------- changes to a held model
+
+
+def test_compiling_a_held_model_is_exact_or_refused_by_name(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        compiled = torch.compile(both.model, backend="eager")
+        batch = both.batch(1)
+        try:
+            loss = compiled(**batch)
+            both.engine.backward(loss)
+            both.engine.step()
+        except InfinityError as error:
+            assert "compile" in str(error)
+            both.engine.reset()
+        else:
+            expected = both.reference.forward(batch)
+            both.reference.backward(expected)
+            both.reference.step()
+            both.note("compiled loss", expected, loss)
+        both.engine_step(2)
+        both.require_equal()
+
+
+def test_freezing_and_unfreezing_while_training(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        for is_trained, steps in ((False, (1, 2)), (True, (3,))):
+            for model in (both.model, both.reference.model):
+                model.blocks[1].requires_grad_(is_trained)
+            for step in steps:
+                both.engine_step(step)
+        both.require_equal()
+
+
+def test_a_module_added_to_a_held_model(tmp_path: Path) -> None:
+    """New parameters belong to nobody's optimizer; the forward works with them."""
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        for model in (both.model, both.reference.model):
+            torch.manual_seed(9)
+            model.blocks.append(nn.Linear(24, 24))
+        for step in (1, 2):
+            both.engine_step(step)
+        assert both.model.blocks[3].weight.grad is not None
+
+
+def test_hooks_of_the_user_see_true_weights(tmp_path: Path) -> None:
+    seen: dict[str, list[torch.Tensor]] = {"paged": [], "plain": []}
+    with Lockstep.start(tmp_path) as both:
+        for name, model in (("paged", both.model), ("plain", both.reference.model)):
+            values = seen[name]
+            for block in model.blocks:
+                block.register_forward_pre_hook(
+                    lambda module, _, values=values: values.append(module.up.weight.sum().detach())
+                )
+                block.register_forward_hook(
+                    lambda module, _, out, values=values: values.append(module.down.weight.sum().detach())
+                )
+        for step in range(2):
+            both.engine_step(step)
+        both.require_equal()
+    assert len(seen["plain"]) == 12
+    assert all(torch.equal(a, b) for a, b in zip(seen["paged"], seen["plain"], strict=True))
+
+
+def test_full_backward_hooks_of_the_user(tmp_path: Path) -> None:
+    seen: dict[str, list[torch.Tensor]] = {"paged": [], "plain": []}
+    with Lockstep.start(tmp_path) as both:
+        for name, model in (("paged", both.model), ("plain", both.reference.model)):
+            values = seen[name]
+            for block in model.blocks:
+                block.register_full_backward_hook(lambda _, gin, gout, values=values: values.append(gout[0].clone()))
+        for step in range(2):
+            both.engine_step(step)
+        both.require_equal()
+    assert len(seen["plain"]) == 6
+    assert all(torch.equal(a, b) for a, b in zip(seen["paged"], seen["plain"], strict=True))
+
+
+# --------------------------------------------------------------------------------------- process exits
+
+
+_TRAIN = """
+    import os, sys
+    from pathlib import Path
+    import torch, infinity
+    torch.set_num_threads(1)
+    from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(Path(sys.argv[1])))
+    for step in range(2):
+        engine.backward(engine(**make_batch(step)))
+        engine.step()
+    {end}
+"""
+
+
+def _run(directory: Path, end: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    code = textwrap.dedent(_TRAIN).format(end=end)
+    command = [sys.executable, *flags, "-W", "error", "-c", code, str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=_REPOSITORY)
+
+
+@pytest.mark.parametrize("flags", [(), ("-O",)], ids=["", "optimized"])
+def test_a_process_that_ends_without_close(flags: tuple[str, ...], tmp_path: Path) -> None:
+    done = _run(tmp_path, "print('end')", *flags)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_that_ends_with_an_exception(tmp_path: Path) -> None:
+    done = _run(tmp_path, "raise SystemExit(7)")
+    assert (done.returncode, done.stderr) == (7, "")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    done = _run(tmp_path, "engine(**make_batch(3)); os.kill(os.getpid(), 9)")
+    assert done.returncode == -9
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_engine_closed_twice_and_after_its_model_is_gone(tmp_path: Path) -> None:
+    model = PLAIN.make("none")
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    del model
+    engine.close()
+    engine.close()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,215 @@
+"""Exceptions and interrupts in a step, and losses that are no numbers."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.errors import InfinityError, NonFiniteLossError, NonFiniteLossWarning, StepError
+from tests.exactness.case import loss_of
+from tests.exactness.lockstep import Lockstep
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_AT_STEP = {"infinity": {"update": "step"}}
+_CLIPPED = {"gradient_clipping": 0.1}
+_ERRORS = (ValueError("user's fault"), KeyboardInterrupt())
+
+
+# -------------------------------------------------------------------------------- exceptions in a step
+
+
+class Interruption:
+    """Raises once, where it is told to."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error: BaseException | None = error
+
+    def __call__(self, *_: Any) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("changes", [{}, _CLIPPED, {"gradient_accumulation_steps": 3}], ids=["free", "clip", "ga3"])
+@pytest.mark.parametrize(
+    ("error", "step", "module"),
+    [
+        (ValueError("user's fault"), 0, "blocks.1"),
+        (ValueError("user's fault"), 2, "blocks.0.up"),
+        (ValueError("user's fault"), 2, "head"),
+        (KeyboardInterrupt(), 2, "blocks.2.down"),
+    ],
+    ids=lambda value: getattr(type(value), "__name__", "") if isinstance(value, BaseException) else str(value),
+)
+def test_an_exception_in_forward(
+    error: BaseException, changes: dict[str, Any], step: int, module: str, tmp_path: Path
+) -> None:
+    """Nothing was accumulated by that micro-batch; the next call begins afresh, with or without a reset."""
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for earlier in range(step):
+            both.engine_step(earlier)
+        handle = both.model.get_submodule(module).register_forward_hook(Interruption(error))
+        with pytest.raises(type(error)):
+            both.engine(**both.batch(77))
+        handle.remove()
+        for later in range(step, step + 2):
+            both.engine_step(later)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_an_exception_in_the_forward_of_a_later_micro_batch(micro_batch: int, tmp_path: Path) -> None:
+    """What earlier micro-batches accumulated stays."""
+    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 3}) as both:
+        both.engine_step(0)
+        for index in range(3):
+            batch = both.batch(1, index)
+            if index == micro_batch:
+                handle = both.model.blocks[1].register_forward_hook(Interruption(RuntimeError()))
+                with pytest.raises(RuntimeError):
+                    both.engine(**batch)
+                handle.remove()
+            both.reference.backward(both.reference.forward(batch))
+            both.engine.backward(both.engine(**batch))
+            both.engine.step()
+        both.reference.step()
+        both.engine_step(2)
+        both.require_equal()
+
+
+def _raise_in_backward(both: Lockstep, where: str, error: BaseException) -> None:
+    """Run one backward that ``error`` cuts off at the gradient of a module's output."""
+    interruption = Interruption(error)
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(interruption)
+
+    handle = both.model.get_submodule(where).register_forward_hook(hook)
+    loss = both.engine(**both.batch(77))
+    handle.remove()
+    with pytest.raises(type(error)):
+        both.engine.backward(loss)
+
+
+@pytest.mark.parametrize("error", _ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
+@pytest.mark.parametrize("where", ["blocks.2", "blocks.0", "embedding"])
+def test_an_exception_in_backward_before_any_update_is_reset(
+    error: BaseException, changes: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        both.engine_step(0)
+        _raise_in_backward(both, where, error)
+        both.engine.reset()
+        for step in (1, 2):
+            both.engine_step(step)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
+def test_a_step_after_a_cut_off_backward_is_an_error_until_it_is_reset(changes: dict[str, Any], tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        both.engine_step(0)
+        _raise_in_backward(both, "blocks.0", ValueError())
+        with pytest.raises(StepError):
+            both.engine.step()
+        both.engine.reset()
+        both.engine_step(1)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("where", ["blocks.0", "embedding"])
+def test_a_backward_cut_off_after_updates_is_never_silent(where: str, tmp_path: Path) -> None:
+    """Some units hold new weights and others old ones: whatever comes next says so, or nothing had been updated."""
+    with Lockstep.start(tmp_path) as both:
+        for step in range(2):
+            both.engine_step(step)
+        _raise_in_backward(both, where, KeyboardInterrupt())
+        try:
+            both.engine.step()
+        except StepError:
+            both.engine.reset()
+            # Training goes on from the mixture that reset accepts: no crash, no hang, finite losses.
+            for step in (3, 4):
+                loss = both.engine(**both.batch(step))
+                assert torch.isfinite(loss)
+                both.engine.backward(loss)
+                both.engine.step()
+            return
+        pytest.fail("engine.step() after a backward that was cut off did not raise")
+
+
+def test_a_keyboard_interrupt_during_the_updates(tmp_path: Path) -> None:
+    """The signal comes while engine.step() runs: the engine can still be closed without a hang, and leaves nothing."""
+    with Lockstep.start(tmp_path, changes=_CLIPPED) as both:
+        both.engine_step(0)
+        interrupted = False
+        for step in range(1, 12):
+            both.engine.backward(both.engine(**both.batch(step)))
+            timer = threading.Timer(0.0002 * step, _thread.interrupt_main)
+            try:
+                timer.start()
+                both.engine.step()
+                both.engine.flush()
+                timer.join()
+                for _ in range(1000):
+                    pass
+            except KeyboardInterrupt:
+                interrupted = True
+                break
+            except StepError:
+                break
+            finally:
+                timer.cancel()
+        assert interrupted
+        try:
+            both.engine.reset()
+            loss = both.engine(**both.batch(0))
+            both.engine.backward(loss)
+            both.engine.step()
+            both.engine.flush()
+        except InfinityError:
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_exception_in_a_gradient_hook_of_the_plain_loop(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.plain_step(0)
+        handle = both.model.get_parameter("blocks.1.up.weight").register_hook(Interruption(ValueError()))
+        loss = loss_of(both.model(**both.batch(77)))
+        with pytest.raises(ValueError):
+            loss.backward()
+        handle.remove()
+        both.optimizer.zero_grad()
+        both.plain_step(1)
+        both.plain_step(2)
+        both.require_equal()
+
+
+# ------------------------------------------------------------------------------------------------- NaN
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("changes", [{}, _CLIPPED])
+def test_a_loss_that_is_not_finite_is_reported_with_the_step(
+    value: float, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for step in range(2):
+            both.engine_step(step)
+        loss = both.engine(**both.batch(2)) * value
+        with pytest.warns(NonFiniteLossWarning, match=r"step 2\b.*" + str(value)):
+            try:
+                both.engine.backward(loss)
+            except NonFiniteLossError:
+                warnings.warn(NonFiniteLossWarning(step=2, loss=value), stacklevel=1)

@@ -1,0 +1,363 @@
+"""Other processes: killed ones leave nothing, two do not meet, forked children harm nobody, Ctrl-C breaks nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from swapper import ALIGNMENT, StagingArena, Swapper, SwapperClosedError, SwapperConfig
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CONFIG = SwapperConfig(deadline_seconds=20.0)
+
+
+def _start(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, *flags, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def _run(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    process = _start(code, *arguments, flags=flags)
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, out, err
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+_BUSY = """
+    import sys, numpy
+    from swapper import Swapper
+    swapper = Swapper.open([sys.argv[1]], 16 << 20)
+    extent = swapper.allocate(16 << 20, "x")
+    data = numpy.ones(16 << 20, dtype=numpy.uint8)
+    swapper.write(extent, data).wait()
+    print("ready", flush=True)
+    while True:
+        swapper.write(extent, data)
+        swapper.read(extent, data).wait()
+"""
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def test_kill_9_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
+    directory = small_tmpfs(24 << 20)
+    free_bytes = _free_bytes(directory)
+    process = _start(_BUSY, directory)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert os.listdir(directory) == []
+        assert _free_bytes(directory) <= free_bytes - (16 << 20)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    _until(lambda: _free_bytes(directory) == free_bytes)
+    assert os.listdir(directory) == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("pass", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6)],
+)
+def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, code: int) -> None:
+    returncode, _, err = _run(
+        f"""
+        import os, sys, numpy
+        from swapper import StagingArena, Swapper
+        swapper = Swapper.open([sys.argv[1]], 8 << 20)
+        arena = StagingArena(1 << 20, 2)
+        page = arena.lease()
+        extent = swapper.allocate(8 << 20, "x")
+        handle = swapper.write(extent, numpy.ones(8 << 20, dtype=numpy.uint8))
+        {ending}
+        """,
+        tmp_path,
+    )
+    assert returncode == code
+    assert "Traceback" not in err and "Error" not in err, err
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_processes_in_one_directory_never_meet(tmp_path: Path) -> None:
+    code = """
+        import sys, numpy
+        from swapper import Swapper
+        value = int(sys.argv[2])
+        with Swapper.open([sys.argv[1]], 4 << 20) as swapper:
+            extent = swapper.allocate(4 << 20, "x")
+            for round in range(20):
+                data = numpy.full(4 << 20, value + round, dtype=numpy.uint8)
+                copy = numpy.zeros_like(data)
+                swapper.write(extent, data)
+                if round == 0:
+                    print("ready", flush=True)
+                    sys.stdin.readline()
+                swapper.read(extent, copy).wait()
+                if not (copy == data).all():
+                    sys.exit(f"round {round}: read bytes of the other process")
+    """
+    processes = [_start(code, tmp_path, value) for value in (10, 100)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        results = []
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in processes:
+            _, err = process.communicate(timeout=60)
+            results.append((process.returncode, err))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert results == [(0, ""), (0, "")]
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_assertions() -> None:
+    """`python -O` removes assert statements: everything must work, and go wrong, as with them."""
+    returncode, out, err = _run(
+        """
+        import errno, numpy
+        from swapper import *
+        from swapper.backends import *
+        from swapper.testing import run_conformance
+        if __debug__:
+            raise SystemExit("assertions are on")
+        backend = FaultInjectingBackend(MemoryBackend(1 << 20, 2), [FaultRule(nth=3, errno=errno.EIO)])
+        with Swapper(backend) as swapper:
+            extent = swapper.allocate(5000, "x")
+            data = numpy.arange(5000, dtype=numpy.uint8)
+            copy = numpy.zeros_like(data)
+            swapper.write(extent, data)
+            swapper.read(extent, copy).wait()
+            print((copy == data).all())
+            for use in (lambda: swapper.write(extent, data).wait(), lambda: swapper.read(extent, copy),
+                        lambda: swapper.read(extent, copy, offset=9000)):
+                try:
+                    use()
+                except SwapperError as error:
+                    print(type(error).__name__)
+        print(run_conformance(lambda n: MemoryBackend(n, 2)) > 10)
+        """,
+        flags=("-O",),
+    )
+    assert (returncode, err) == (0, "")
+    assert out.split() == ["True", "TransferError", "BrokenExtentError", "ExtentRangeError", "True"]
+
+
+def _in_child(function: Callable[[], bool]) -> None:
+    """Run a function in a forked child and require that it returns true."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if function() else 2
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 30
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+
+
+def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> None:
+    swapper = Swapper.open([tmp_path], 1 << 20, _CONFIG)
+    arena = StagingArena(ALIGNMENT, 4)
+    with swapper, arena:
+        extent = swapper.allocate(ALIGNMENT, "x")
+        page = arena.lease()
+        page.tensor.fill_(5)
+        handle = swapper.write(extent, page.tensor)
+        fd = swapper.backend.volume.files[0].fd  # type: ignore[attr-defined]
+
+        def child() -> bool:
+            for use in (
+                lambda: swapper.read(extent, bytearray(1)),
+                lambda: swapper.allocate(1, "y"),
+                swapper.flush,
+                lambda: swapper.free(extent),
+            ):
+                try:
+                    use()
+                    return False
+                except SwapperClosedError as error:
+                    if "belongs to process" not in str(error):
+                        return False
+            swapper.close()
+            try:
+                os.fstat(fd)
+                return False  # a child that lives on would keep the space of the parent occupied
+            except OSError:
+                pass
+            own = Swapper.in_memory(1 << 20)
+            mine = own.allocate(1, "mine")
+            own.write(mine, bytearray(b"z")).wait()
+            own.close()
+            gc.collect()
+            return True
+
+        _in_child(child)
+        handle.wait()
+        copy = torch.zeros(ALIGNMENT, dtype=torch.uint8)
+        swapper.read(extent, copy).wait()
+        assert (copy == 5).all() and (page.tensor == 5).all()
+        page.release()
+
+
+def test_children_that_drop_everything_harm_nobody(tmp_path: Path) -> None:
+    holder = {"swapper": Swapper.open([tmp_path], 1 << 20, _CONFIG), "arena": StagingArena(1 << 20, 4)}
+    swapper = holder["swapper"]
+    assert isinstance(swapper, Swapper)
+    extent = swapper.allocate(1 << 20, "x")
+    data = np.full(1 << 20, 3, dtype=np.uint8)
+
+    def child() -> bool:
+        nonlocal swapper, extent
+        holder.clear()
+        del swapper, extent
+        gc.collect()
+        return True
+
+    for _ in range(3):
+        handle = swapper.write(extent, data)
+        _in_child(child)
+        handle.wait()
+        swapper.read(extent, data).wait()
+        assert (data == 3).all()
+    swapper.close()
+
+
+class _Squares(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def test_data_loader_workers_beside_a_busy_swapper(tmp_path: Path) -> None:
+    with Swapper.open([tmp_path], 4 << 20, _CONFIG) as swapper:
+        extent = swapper.allocate(4 << 20, "x")
+        data = np.ones(4 << 20, dtype=np.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            loader = torch.utils.data.DataLoader(
+                _Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork"
+            )
+            for _ in range(2):
+                seen = []
+                for batch in loader:
+                    swapper.write(extent, data)
+                    swapper.read(extent, data).wait()
+                    seen += batch.tolist()
+                assert seen == [index * index for index in range(64)]
+        assert (data == 1).all()
+
+
+def test_ctrl_c_at_any_moment_breaks_nothing(tmp_path: Path) -> None:
+    returncode, out, err = _run(
+        """
+        import _thread, random, sys, threading, time, numpy
+        from swapper import Swapper, SwapperConfig, SwapperError
+        from swapper.errors import BrokenExtentError
+
+        swapper = Swapper.open([sys.argv[1]], 8 << 20, SwapperConfig(request_bytes=65536, deadline_seconds=10.0))
+        extents = [swapper.allocate(1 << 20, f"extent {i}") for i in range(8)]
+        data = [numpy.zeros(1 << 20, dtype=numpy.uint8) for _ in extents]
+        for extent, memory in zip(extents, data):
+            swapper.write(extent, memory)
+        swapper.flush()
+
+        dice, num_interrupts, armed = random.Random(0), 0, threading.Event()
+
+        def interrupt():
+            while True:
+                armed.wait()
+                time.sleep(dice.random() * 0.004)
+                if armed.is_set():
+                    armed.clear()
+                    _thread.interrupt_main()
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        deadline = time.monotonic() + 8
+        while num_interrupts < 150 and time.monotonic() < deadline:
+            try:
+                armed.set()
+                while True:
+                    index = dice.randrange(8)
+                    swapper.write(extents[index], data[index])
+                    swapper.read(extents[index], data[index])
+                    swapper.read(extents[index], data[index]).wait()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            except BrokenExtentError:
+                pass  # a write that an interrupt cut off before it was known to anybody
+        while True:
+            try:
+                armed.clear()
+                time.sleep(0.05)
+                break
+            except KeyboardInterrupt:
+                pass
+        started = time.monotonic()
+        for value, (extent, memory) in enumerate(zip(extents, data)):
+            while True:
+                try:
+                    memory[:] = value + 1
+                    swapper.write(extent, memory).wait()
+                    copy = numpy.zeros_like(memory)
+                    swapper.read(extent, copy).wait()
+                    break
+                except SwapperError as error:
+                    print("late:", error, file=sys.stderr)
+                    if time.monotonic() - started > 30:
+                        raise
+            if not (copy == value + 1).all():
+                sys.exit("wrong bytes")
+        swapper.close()
+        print(num_interrupts >= 20, time.monotonic() - started < 30)
+        """,
+        tmp_path,
+    )
+    assert returncode == 0, err
+    assert out.split() == ["True", "True"], (out, err)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,153 @@
+"""Requests on the same bytes keep their order, however unevenly fast the backend is in the two directions."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from swapper import ALIGNMENT, Priority, StagingArena, Swapper, SwapperConfig
+from swapper.backends import IOBackend, IORequest, LatencyBackend, MemoryBackend
+
+_BLOCK = ALIGNMENT
+_NUM_BLOCKS = 16
+
+
+class _Uneven(LatencyBackend):
+    """Delays every transfer by another time, so that those in flight together end in any order."""
+
+    def __init__(self, inner: IOBackend) -> None:
+        super().__init__(inner)
+        self._dice = random.Random(0)
+
+    def submit(self, request: IORequest) -> None:
+        self._delays.call_later(self._dice.choice([0.0, 0.0003, 0.002]), lambda: self.inner.submit(request))
+
+
+@pytest.fixture(params=["slow writes", "slow reads", "uneven"])
+def swapper(request: pytest.FixtureRequest) -> Iterator[Swapper]:
+    inner = MemoryBackend(64 * _BLOCK, num_threads=2)
+    backend = {
+        "slow writes": lambda: LatencyBackend(inner, write_seconds=0.002),
+        "slow reads": lambda: LatencyBackend(inner, read_seconds=0.002),
+        "uneven": lambda: _Uneven(inner),
+    }[request.param]()
+    with Swapper(backend, SwapperConfig(request_bytes=2 * _BLOCK)) as made:
+        yield made
+
+
+def _bytes(value: int, num_blocks: int = _NUM_BLOCKS) -> np.ndarray:
+    return np.full(num_blocks * _BLOCK, value, dtype=np.uint8)
+
+
+def test_a_read_after_a_write_returns_the_written_bytes(swapper: Swapper) -> None:
+    extent = swapper.allocate(_NUM_BLOCKS * _BLOCK, "x")
+    copies = []
+    for value in range(40):
+        swapper.write(extent, _bytes(value))
+        copies.append(_bytes(255))
+        swapper.read(extent, copies[-1], priority=Priority.DEMAND)
+    swapper.flush()
+    for extra in range(40, 60):  # a prefetch of lower priority than the write before it
+        swapper.write(extent, _bytes(extra), priority=Priority.DEMAND)
+        copies.append(_bytes(255))
+        last = swapper.read(extent, copies[-1], priority=Priority.PREFETCH)
+    last.wait()
+    swapper.write(extent, _bytes(0)).wait()
+    assert [copy.min() for copy in copies] == [copy.max() for copy in copies] == list(range(60))
+
+
+def test_a_write_after_a_read_does_not_change_what_is_read(swapper: Swapper) -> None:
+    extent = swapper.allocate(_NUM_BLOCKS * _BLOCK, "x")
+    swapper.write(extent, _bytes(0))
+    copies = []
+    for value in range(1, 30):
+        copies.append(_bytes(255))
+        swapper.read(extent, copies[-1], priority=Priority.PREFETCH)
+        swapper.write(extent, _bytes(value), priority=Priority.DEMAND)
+    swapper.flush()
+    assert [(copy.min(), copy.max()) for copy in copies] == [(value, value) for value in range(29)]
+
+
+def test_the_last_of_several_writes_wins(swapper: Swapper) -> None:
+    extent = swapper.allocate(_NUM_BLOCKS * _BLOCK, "x")
+    dice = random.Random(1)
+    model = np.zeros(_NUM_BLOCKS, dtype=np.uint8)
+    swapper.write(extent, _bytes(0))
+    for value in range(1, 120):
+        start, stop = sorted(dice.sample(range(_NUM_BLOCKS + 1), 2))
+        priority = dice.choice(list(Priority))
+        swapper.write(extent, _bytes(value, stop - start), offset=start * _BLOCK, priority=priority)
+        model[start:stop] = value
+    copy = _bytes(255)
+    swapper.read(extent, copy).wait()
+    assert (copy.reshape(_NUM_BLOCKS, _BLOCK) == model[:, None]).all()
+
+
+def test_freed_space_is_not_reused_before_its_last_write_is_over(swapper: Swapper) -> None:
+    for value in range(1, 30):
+        first = swapper.allocate(64 * _BLOCK, "first")
+        swapper.write(first, _bytes(255, 64))
+        swapper.free(first)
+        second = swapper.allocate(64 * _BLOCK, "second")
+        copy = _bytes(0, 64)
+        swapper.write(second, _bytes(value, 64))
+        swapper.read(second, copy).wait()
+        assert (copy == value).all()
+        swapper.free(second)
+
+
+def test_the_update_cycle_of_an_optimizer(swapper: Swapper) -> None:
+    """Read, change, write back, with fewer pages than chunks: each step must see the result of the step before."""
+    num_steps, num_chunks = 12, 10
+    with StagingArena(_BLOCK, 4) as arena:
+        extents = [swapper.allocate(_BLOCK, f"chunk {index}") for index in range(num_chunks)]
+        for extent in extents:
+            swapper.write(extent, _bytes(0, 1))
+        for _ in range(num_steps):
+            waiting = []
+            for extent in [*extents, None, None]:
+                if extent is not None:
+                    page = arena.lease(30, owner=extent.name)
+                    handle = swapper.read(extent, page.tensor, priority=Priority.PREFETCH)
+                    waiting.append((extent, page, handle))
+                if waiting and (extent is None or len(waiting) > 2):
+                    done_extent, done_page, done_handle = waiting.pop(0)
+                    done_handle.wait()
+                    done_page.tensor.add_(1)
+                    written = swapper.write(done_extent, done_page.tensor)
+                    written.add_done_callback(lambda _, page=done_page: page.release())
+        for extent in extents:
+            copy = _bytes(255, 1)
+            swapper.read(extent, copy).wait()
+            assert (copy == num_steps).all(), extent
+        swapper.flush()
+
+
+def test_many_threads_on_their_own_extents_and_one_shared_swapper(swapper: Swapper) -> None:
+    errors: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            for round_number in range(15):
+                extent = swapper.allocate(3 * _BLOCK, f"thread {number}")
+                value = (number * 31 + round_number) % 256
+                swapper.write(extent, _bytes(value, 3))
+                copy = _bytes(0, 3)
+                swapper.read(extent, copy).wait()
+                if not (copy == value).all():
+                    errors.append(f"thread {number} read something else")
+                swapper.free(extent)
+        except BaseException as error:
+            errors.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert swapper.free_bytes == swapper.capacity_bytes

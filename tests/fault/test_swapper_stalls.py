@@ -1,0 +1,222 @@
+"""Nothing waits for ever: hung transfers end in errors within their deadline, and harm nothing afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swapper import ALIGNMENT, Extent, StallError, Swapper, SwapperClosedError, SwapperConfig, SwapperError
+from swapper.backends import Direction, FaultInjectingBackend, FaultRule, LatencyBackend, MemoryBackend
+
+_BLOCK = ALIGNMENT
+_CAPACITY = 64 * _BLOCK
+_DEADLINE_SECONDS = 0.4
+_CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=_DEADLINE_SECONDS)
+# A machine with more work than cores is slow, and only that: no test may fail for it.
+_PATIENCE_SECONDS = 20.0
+
+
+def _bytes(num_blocks: int = 1, value: int = 1) -> np.ndarray:
+    return np.full(num_blocks * _BLOCK, value, dtype=np.uint8)
+
+
+def _opened(config: SwapperConfig = _CONFIG) -> tuple[Swapper, FaultInjectingBackend, Extent]:
+    backend = FaultInjectingBackend(MemoryBackend(_CAPACITY))
+    swapper = Swapper(backend, config)
+    extent = swapper.allocate(16 * _BLOCK, "layer 7")
+    swapper.write(extent, _bytes(16)).wait()
+    return swapper, backend, extent
+
+
+def _close(swapper: Swapper, backend: FaultInjectingBackend) -> None:
+    backend.clear()
+    backend.release_hung()
+    swapper.close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail("it did not happen")
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_hung_transfer_ends_its_wait_within_the_deadline(direction: Direction) -> None:
+    swapper, backend, extent = _opened()
+    backend.add(FaultRule(direction=direction, hangs=True, times=1))
+    started = time.monotonic()
+    handle = getattr(swapper, direction.name.lower())(extent, _bytes(), offset=3 * _BLOCK)
+    with pytest.raises(StallError) as caught:
+        handle.wait()
+    elapsed = time.monotonic() - started
+    assert 0.9 * _DEADLINE_SECONDS < elapsed < _PATIENCE_SECONDS
+    assert isinstance(caught.value, TimeoutError)
+    assert (caught.value.offset, caught.value.num_bytes) == (3 * _BLOCK, _BLOCK)
+    for part in (direction.name.lower(), "4096 bytes", "offset 12288", "host memory", "'layer 7'", "deadline_seconds"):
+        assert part in str(caught.value)
+    _close(swapper, backend)
+
+
+def test_a_hung_write_that_nobody_waits_for_is_raised_by_a_later_call() -> None:
+    swapper, backend, extent = _opened()
+    other = swapper.allocate(_BLOCK, "other")
+    backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
+    handle = swapper.write(extent, _bytes())
+    _until(handle.done)
+    with pytest.raises(StallError, match=r"saw no answer for more than 0\.4 seconds"):
+        swapper.write(other, _bytes())
+    _close(swapper, backend)
+
+
+def test_flush_does_not_hang() -> None:
+    swapper, backend, extent = _opened()
+    backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
+    swapper.write(extent, _bytes())
+    with pytest.raises(StallError):
+        swapper.flush()
+    swapper.flush()
+    _close(swapper, backend)
+
+
+def test_the_bytes_of_a_hung_write_are_out_of_use_until_it_is_over() -> None:
+    swapper, backend, extent = _opened()
+    backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
+    hung = swapper.write(extent, _bytes(2, 5))
+    behind = swapper.read(extent, _bytes(), offset=_BLOCK)
+    for handle in (hung, behind):
+        with pytest.raises(StallError):
+            handle.wait()
+    # The old write may still reach the drive: a new one must not be overtaken by it.
+    for attempt in (swapper.read, swapper.write):
+        with pytest.raises(StallError, match="is behind a transfer that hangs"):
+            attempt(extent, _bytes()).wait()
+    swapper.read(extent, _bytes(), offset=2 * _BLOCK).wait()
+    backend.release_hung()
+    swapper.write(extent, _bytes(2, 6)).wait()
+    copy = _bytes(2, 0)
+    swapper.read(extent, copy).wait()
+    assert (copy == 6).all()
+    swapper.close()
+
+
+def test_the_space_of_a_hung_write_is_not_given_to_others() -> None:
+    swapper, backend, extent = _opened()
+    free_bytes = swapper.free_bytes
+    backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
+    with pytest.raises(StallError):
+        swapper.write(extent, _bytes()).wait()
+    swapper.free(extent)
+    assert swapper.free_bytes == free_bytes
+    _close(swapper, backend)
+
+
+def test_a_long_request_is_no_stall_while_its_pieces_come_through() -> None:
+    backend = LatencyBackend(MemoryBackend(_CAPACITY), read_seconds=0.05)
+    with Swapper(backend, SwapperConfig(request_bytes=_BLOCK, deadline_seconds=0.4, max_inflight=1)) as swapper:
+        extent = swapper.allocate(20 * _BLOCK, "x")
+        swapper.write(extent, _bytes(20))
+        started = time.monotonic()
+        swapper.read(extent, _bytes(20)).wait()
+        assert time.monotonic() - started > 0.4
+
+
+def test_a_request_behind_others_is_no_stall_while_they_come_through() -> None:
+    backend = LatencyBackend(MemoryBackend(_CAPACITY), write_seconds=0.05)
+    with Swapper(backend, SwapperConfig(deadline_seconds=0.4, max_inflight=1)) as swapper:
+        extent = swapper.allocate(16 * _BLOCK, "x")
+        for block in range(16):
+            swapper.write(extent, _bytes(), offset=block * _BLOCK)
+        started = time.monotonic()
+        swapper.flush()
+        assert time.monotonic() - started > 0.4
+
+
+def test_a_wait_of_ones_own_choice() -> None:
+    swapper, backend, extent = _opened(SwapperConfig(deadline_seconds=60.0))
+    backend.add(FaultRule(hangs=True, times=1))
+    handle = swapper.read(extent, _bytes())
+    started = time.monotonic()
+    for timeout_seconds in (0.05, 0.0, -1.0):
+        with pytest.raises(StallError, match=f"after a wait of {timeout_seconds:g} seconds"):
+            handle.wait(timeout_seconds)
+    assert time.monotonic() - started < _PATIENCE_SECONDS
+    assert not handle.done()
+    backend.release_hung()
+    handle.wait(_PATIENCE_SECONDS)
+    swapper.close()
+
+
+def test_close_with_a_hung_transfer_ends_and_everybody_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    swapper, backend, extent = _opened()
+    backend.add(FaultRule(hangs=True))
+    handles = [swapper.read(extent, _bytes(), offset=block * _BLOCK) for block in range(8)]
+    errors: list[SwapperError] = []
+
+    def wait() -> None:
+        try:
+            handles[7].wait()
+        except SwapperError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    started = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        swapper.close()
+    thread.join(_PATIENCE_SECONDS)
+    assert time.monotonic() - started < _PATIENCE_SECONDS
+    assert all(handle.done() for handle in handles)
+    assert [type(error) for error in errors] in ([SwapperClosedError], [StallError])
+    assert "closed while transfers hang" in caplog.text
+    backend.release_hung()  # completes into a closed scheduler, and must harm nobody
+
+
+@pytest.mark.parametrize("blocked", Direction)
+def test_neither_direction_starves_when_the_other_occupies_all_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: Direction
+) -> None:
+    name = "preadv" if blocked is Direction.READ else "pwritev"
+    real = getattr(os, name)
+    may_go = threading.Event()
+    num_blocked = []
+
+    def waiting(*arguments: object) -> int:
+        num_blocked.append(1)
+        may_go.wait(_PATIENCE_SECONDS)
+        return real(*arguments)
+
+    with Swapper.open([tmp_path], _CAPACITY, SwapperConfig(num_threads=2, request_bytes=_BLOCK)) as swapper:
+        extent = swapper.allocate(32 * _BLOCK, "x")
+        swapper.write(extent, _bytes(32)).wait()
+        monkeypatch.setattr(os, name, waiting)
+        slow = [getattr(swapper, blocked.name.lower())(extent, _bytes(), offset=i * _BLOCK) for i in range(16)]
+        _until(lambda: len(num_blocked) == 2)
+        other = swapper.write if blocked is Direction.READ else swapper.read
+        for block in range(16, 32):
+            other(extent, _bytes(), offset=block * _BLOCK).wait(_PATIENCE_SECONDS)
+        assert not any(handle.done() for handle in slow)
+        may_go.set()
+        for handle in slow:
+            handle.wait()
+
+
+def test_a_stopped_process_sees_no_stall() -> None:
+    """The watchdog counts its own ticks: time in which nobody ran (SIGSTOP, a debugger) is not held against a transfer."""
+    swapper, backend, extent = _opened(SwapperConfig(deadline_seconds=1000.0))
+    backend.add(FaultRule(hangs=True, times=1))
+    handle = swapper.read(extent, _bytes())
+    for _ in range(8):
+        swapper._scheduler._on_tick()
+        assert not handle.done()
+    swapper._scheduler._on_tick()
+    assert isinstance(handle.error, StallError)
+    _close(swapper, backend)

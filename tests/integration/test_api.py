@@ -1,0 +1,273 @@
+"""What a user of `initialize` and of the engine's loop was promised, besides exact training."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import InfinityError, StepError
+from infinity.schedules import WarmupLR
+from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+
+_BF16 = {"bf16": {"enabled": True}}
+
+
+def test_initialize_returns_four_and_holds_the_model_it_was_given(tmp_path: Path) -> None:
+    model = PLAIN.make("none")
+    params = list(model.parameters())
+    engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    with engine:
+        assert engine.module is model
+        assert loader is None
+        assert scheduler is None
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert engine.global_steps == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_config_in_a_file(tmp_path: Path) -> None:
+
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(everything_on_nvme(drive)))
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=str(path))
+    with engine:
+        engine.backward(engine(**make_batch(0)))
+        engine.step()
+
+
+def test_arguments_that_deepspeed_takes(tmp_path: Path) -> None:
+    config = everything_on_nvme(tmp_path)
+    engine, *_ = infinity.initialize(args=None, model=PLAIN.make("none"), config_params=config)
+    with engine:
+        engine.backward(engine(**make_batch(0)))
+        engine.step()
+
+
+def test_no_process_group_and_no_launcher_are_needed(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path):
+        assert not torch.distributed.is_initialized()
+
+
+def test_loader_from_training_data_with_collate_function(tmp_path: Path) -> None:
+    data = [make_batch(index) for index in range(8)]
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        return {key: torch.cat([sample[key] for sample in samples]) for key in samples[0]}
+
+    changes = {"train_micro_batch_size_per_gpu": 2}
+    with Lockstep.start(
+        tmp_path, changes=changes, arguments=lambda _: {"training_data": data, "collate_fn": collate}
+    ) as both:
+        assert len(both.loader) == 4
+        num_batches = 0
+        for batch in both.loader:
+            assert batch["tokens"].shape[0] == 4
+            expected = both.reference.forward(batch)
+            both.reference.backward(expected)
+            both.reference.step()
+            loss = both.engine(**batch)
+            both.engine.backward(loss)
+            both.engine.step()
+            both.note(f"loss {num_batches}", expected, loss)
+            num_batches += 1
+        assert num_batches == 4
+        both.require_equal()
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}])
+def test_train_batch_returns_the_mean_loss(changes: dict[str, Any], tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        num_micro_batches = both.reference.num_micro_batches
+        batches = iter([both.batch(step, m) for step in range(3) for m in range(num_micro_batches)])
+        for step in range(3):
+            losses = []
+            for micro_batch in range(num_micro_batches):
+                loss = both.reference.forward(both.batch(step, micro_batch))
+                both.reference.backward(loss)
+                losses.append(loss.detach())
+            both.reference.step()
+            mean = both.engine.train_batch(batches)
+            assert torch.allclose(mean, torch.stack(losses).mean(), rtol=1e-6)
+            assert not mean.requires_grad
+        assert both.engine.global_steps == 3
+        both.require_equal()
+
+
+def test_boundaries_and_counters(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 3}) as both:
+        engine, boundaries, steps = both.engine, [], []
+        for micro_batch in range(6):
+            loss = engine(**both.batch(0, micro_batch % 3))
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+            engine.backward(loss)
+            engine.step()
+            steps.append(engine.global_steps)
+        assert boundaries == [False, False, True] * 2
+        assert steps == [0, 0, 1, 1, 1, 2]
+        assert engine.gradient_accumulation_steps() == 3
+
+
+def test_norm_is_reported_with_and_without_clipping(tmp_path: Path) -> None:
+    for clipping in (0.0, 0.1):
+        with Lockstep.start(tmp_path, changes={"gradient_clipping": clipping}) as both:
+            assert both.engine.get_global_grad_norm() is None
+            both.engine_step(0)
+            assert both.engine.get_global_grad_norm() > 0.1
+            both.require_equal()
+
+
+def test_train_and_eval_switch_the_module(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["dropout"]) as both:
+        both.engine.eval()
+        assert not both.model.training
+        with torch.no_grad():
+            torch.manual_seed(1)
+            first = both.engine(**both.batch(0))
+            assert torch.equal(first, both.engine(**both.batch(0)))
+        both.engine.train()
+        assert both.model.training
+
+
+def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
+    """Somebody who forgets no_grad wastes memory and nothing else."""
+    with Lockstep.start(tmp_path) as both:
+        for step in range(3):
+            both.model.eval()
+            both.reference.model.eval()
+            expected = both.reference.forward(both.batch(step + 30))
+            both.note(f"evaluation {step}", expected, both.engine(**both.batch(step + 30)))
+            both.model.train()
+            both.reference.model.train()
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_inference_mode(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        for step in range(2):
+            both.engine_step(step)
+            with torch.inference_mode():
+                expected = both.reference.forward(both.batch(step + 30)).clone()
+                actual = both.engine(**both.batch(step + 30)).clone()
+            assert torch.equal(expected, actual)
+        both.require_equal()
+
+
+def test_autocast_around_the_forward(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        for step in range(3):
+            batch = both.batch(step)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                expected = both.reference.forward(batch)
+                loss = both.engine(**batch)
+            both.reference.backward(expected)
+            both.reference.step()
+            both.engine.backward(loss)
+            both.engine.step()
+            both.note(f"loss {step}", expected, loss)
+        both.require_equal()
+
+
+def test_a_step_left_out_after_an_update_in_backward_is_an_error(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        both.engine.backward(both.engine(**both.batch(1)))
+        with pytest.raises(StepError, match="step"):
+            both.engine.backward(both.engine(**both.batch(2)))
+
+
+def test_gradients_dropped_after_an_update_in_backward_are_an_error(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        both.engine.backward(both.engine(**both.batch(1)))
+        with pytest.raises(StepError):
+            both.optimizer.zero_grad()
+
+
+def test_update_at_step_allows_to_skip_one(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes={"infinity": {"update": "step"}}) as both:
+        both.engine_step(0)
+        both.engine.backward(both.engine(**both.batch(5)))
+        both.optimizer.zero_grad()
+        both.engine_step(1)
+        both.require_equal()
+
+
+def test_a_loss_that_is_no_scalar_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        with pytest.raises(InfinityError, match="one element"):
+            both.engine.backward(torch.ones(3, requires_grad=True))
+        both.engine_step(0)
+        both.require_equal()
+
+
+def test_lr_and_report(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        assert both.engine.get_lr() == [both.optimizer.param_groups[0]["lr"]]
+        assert both.engine.report is None
+        both.engine_step(0)
+        both.engine_step(1)
+        report = both.engine.report
+        assert report.step == 2
+        assert report.loss == pytest.approx(both.record.events[-2][1].item())
+        assert report.grad_norm == pytest.approx(both.record.events[-1][1].item())
+        assert report.seconds > 0
+        assert str(both.engine.plan)
+        assert both.engine.plan.minimum_budget_bytes <= both.engine.plan.host_budget_bytes
+
+
+def test_the_configs_schedule_steps_with_the_engine(tmp_path: Path) -> None:
+    params = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}
+    section = {"type": "WarmupLR", "params": params}
+    with Lockstep.start(tmp_path, changes={"scheduler": section, "gradient_accumulation_steps": 2}) as both:
+        assert isinstance(both.scheduler, torch.optim.lr_scheduler.LRScheduler)
+        schedule = WarmupLR(both.reference.optimizer, **params)
+        seen = []
+        for step in range(4):
+            seen.append(both.engine.get_lr()[0])
+            both.engine_step(step)
+            schedule.step()
+            assert both.engine.get_lr() == [group["lr"] for group in both.reference.param_groups]
+        assert len(set(seen)) >= 3, "the rate moves from step to step"
+        both.require_equal()
+
+
+@pytest.mark.parametrize("kind", ["instance", "callable"])
+def test_a_schedule_of_the_user(kind: str, tmp_path: Path) -> None:
+    make = torch.optim.lr_scheduler.ExponentialLR
+    if kind == "callable":
+        given: dict[str, Any] = {"lr_scheduler": lambda optimizer: make(optimizer, 0.5)}
+        with Lockstep.start(tmp_path, arguments=lambda _: given) as both:
+            _train_with_schedule(both, make(both.reference.optimizer, 0.5))
+        return
+
+    def arguments(model: nn.Module) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return {"optimizer": optimizer, "lr_scheduler": make(optimizer, 0.5)}
+
+    with Lockstep.start(
+        tmp_path,
+        changes={"optimizer": None},
+        arguments=arguments,
+        reference_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=1e-3),
+    ) as both:
+        _train_with_schedule(both, make(both.reference.optimizer, 0.5))
+
+
+def _train_with_schedule(both: Lockstep, reference_schedule: Any) -> None:
+    assert both.scheduler is not None
+    for step in range(3):
+        both.engine_step(step)
+        reference_schedule.step()
+        assert both.engine.get_lr() == reference_schedule.get_last_lr()
+    both.require_equal()

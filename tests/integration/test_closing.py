@@ -1,0 +1,91 @@
+"""What is left after an engine was closed, left by an exception, or dropped."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import EngineClosedError, InfinityError
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+_BF16 = {"bf16": {"enabled": True}}
+
+
+def test_leaving_the_with_block_closes(tmp_path: Path) -> None:
+
+    num_threads = threading.active_count()
+    with Lockstep.start(tmp_path) as both, both.engine as engine:
+        both.engine_step(0)
+        assert engine is both.engine
+    assert threading.active_count() <= num_threads
+    assert os.listdir(tmp_path) == []
+    for call in (
+        lambda: engine(**make_batch(0)),
+        engine.step,
+        lambda: engine.train_batch(iter([make_batch(0)])),
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+        engine.flush,
+        both.optimizer.step,
+        lambda: engine.save_16bit_model(tmp_path / "out"),
+        lambda: engine.state_of(next(both.model.parameters())),
+    ):
+        with pytest.raises(EngineClosedError):
+            call()
+    engine.close()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_exception_in_the_with_block_closes_and_is_passed_on(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    with pytest.raises(ZeroDivisionError), engine:
+        engine.backward(engine(**make_batch(0)))
+        raise ZeroDivisionError
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def test_weights_after_close_are_true_or_raise(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+    for fqn, param in both.model.named_parameters():
+        try:
+            value = param.detach().clone()
+        except InfinityError as error:
+            assert fqn in str(error) or "closed" in str(error)
+        else:
+            assert torch.equal(value, both.reference.model.get_parameter(fqn)), fqn
+    with pytest.raises(InfinityError):
+        both.model(**make_batch(0))
+
+
+def test_restored_weights_train_on_in_plain_torch_and_in_a_new_engine(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        both.engine.close(restore_weights=True)
+    model = both.model
+    for fqn, param in model.named_parameters():
+        assert type(param) is nn.Parameter
+        assert torch.equal(param, both.reference.model.get_parameter(fqn)), fqn
+    model(**make_batch(1)).backward()
+    model.zero_grad()
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    with engine:
+        assert torch.equal(engine(**make_batch(1)), both.reference.forward(make_batch(1)))
+
+
+def test_an_engine_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
+
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    engine.backward(engine(**make_batch(0)))
+    engine.step()
+    engine.flush()
+    del engine, _
+    gc.collect()
+    assert os.listdir(tmp_path) == []

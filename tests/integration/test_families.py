@@ -1,0 +1,20 @@
+"""Real Hugging Face models train to the bits of plain torch, under every row of the grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.exactness.case import Case
+from tests.exactness.families import FAMILIES
+from tests.exactness.grid import Row
+from tests.exactness.verification import require_exact_training
+
+pytest.importorskip("transformers")
+
+CASES = FAMILIES
+
+
+def test_family_trains_to_the_same_bits(case: Case, row: Row, tmp_path: Path) -> None:
+    require_exact_training(case, row, tmp_path)

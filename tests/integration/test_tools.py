@@ -1,0 +1,104 @@
+"""The programs that users start, as they start them: in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PNG = b"\x89PNG"
+
+
+def start(directory: Path, script: str, *options: str) -> subprocess.Popen[str]:
+    """Starts a tool in `directory`, which is on a drive and empty."""
+    return subprocess.Popen(
+        [sys.executable, str(_ROOT / "tools" / script), *options],
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"COLUMNS": "160", "PYTHONPATH": str(_ROOT)},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    try:
+        output, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def first_and_last_loss(output: str) -> tuple[float, float]:
+    """Read from the table."""
+    found = re.search(r"loss, mean .*? ([0-9.]+) +-> +([0-9.]+)", output)
+    assert found is not None, output
+    return float(found.group(1)), float(found.group(2))
+
+
+def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
+    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--steps", "30"))
+    assert code == 0, output
+    first, last = first_and_last_loss(output)
+    assert last < first - 0.5
+    for row in ("states on NVMe", "host memory budget", "peak host memory", "waiting for reads", "optimizer"):
+        assert row in output
+    assert (nvme_dir / "train.png").read_bytes().startswith(_PNG)
+    assert [path.name for path in nvme_dir.iterdir()] == ["train.png"]
+
+
+def test_train_reports_the_step_of_a_loss_that_is_not_a_number(nvme_dir: Path) -> None:
+    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--steps", "8", "--lr", "1e30", "--clip", "0"))
+    assert code == 1, output
+    assert "Ended after" in output
+    assert "loss of step" in output
+
+
+def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
+    process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "100000")
+    assert process.stdout is not None
+    deadline = time.monotonic() + 100
+    for line in process.stdout:  # "Model built ..." is printed right before the first step
+        if line.startswith("Model built"):
+            break
+        assert time.monotonic() < deadline
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "loss, mean" in output
+    assert "interrupted" in output
+
+
+def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:
+    missing = str(nvme_dir / "missing")
+    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--nvme-path", missing))
+    assert code == 1, output
+    assert "nvme_path" in output
+    assert missing in output.replace("\n", "")
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) -> None:
+    options = ["--model", "tiny", "--throttle", "none", "--turns", "1", "--steps-per-turn", "2", "--budget", "64MB"]
+    code, output = finish(start(nvme_dir, "bench_step.py", *options))
+    assert code == 0, output
+    assert [path.name for path in nvme_dir.iterdir()] == ["bench_step.json"]
+    result = json.loads((nvme_dir / "bench_step.json").read_text())
+    alone, offloaded = result["cases"]
+    assert [outcome["name"] for outcome in alone["outcomes"]] == ["in_memory"]
+    (ours,) = offloaded["outcomes"]
+    assert ours["error"] is None
+    assert ours["read_bytes_per_step"] > 0
+    losses = [turn["losses"] for turn in ours["turns"]]
+    assert losses == [turn["losses"] for turn in alone["outcomes"][0]["turns"]], "same numbers as in memory"

@@ -1,0 +1,92 @@
+"""The CPU as a GPU with streams: copies run as late as they may, and fences have a time. Missing waits become visible."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.device import FlatBuffer, SeparateHostDevice
+from infinity.flat_pool import FlatPool
+
+
+@dataclass(frozen=True)
+class LazyFence:
+    """``time``: when it was marked. ``copy``: number of the copy that it follows, or -1 for a mark of the compute stream."""
+
+    time: int
+    copy: int = -1
+
+
+class LazyDevice(SeparateHostDevice):
+    """Host to device copies are carried out when somebody waits for them, and not before, as on a busy stream.
+
+    Only the thread that trains has a compute stream: when a background thread lets "compute" wait, nothing runs.
+    Attributes:
+        violations: what should have been ordered and was not, in words.
+        num_lazy: copies that were carried out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._lock = threading.RLock()
+        self._clock = itertools.count(1)
+        self._copies: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._num_copies = 0
+        self._acquired: dict[int, int] = {}
+        self._trains_in = threading.get_ident()
+        self.violations: list[str] = []
+        self.num_lazy = 0
+
+    def watch(self, pool: FlatPool) -> None:
+        """Note when the pool hands out a buffer: kernels launched before may still use what lay there."""
+        allocate = pool.allocate
+
+        def watched(num_bytes: int) -> FlatBuffer | None:
+            flat = allocate(num_bytes)
+            if flat is not None:
+                self._acquired[flat.address] = next(self._clock)
+            return flat
+
+        pool.allocate = watched  # type: ignore[method-assign]
+
+    def mark(self) -> LazyFence:
+        return LazyFence(next(self._clock))
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> LazyFence:
+        acquired = self._acquired.get(target.untyped_storage().data_ptr(), 0)
+        if not isinstance(after, LazyFence) or after.time < acquired:
+            self.violations.append(
+                f"a copy into a buffer handed out at {acquired} follows {after}: kernels launched in between may still "
+                f"use its memory (thread {threading.current_thread().name})"
+            )
+        with self._lock:
+            number, self._num_copies = self._num_copies, self._num_copies + 1
+            self._copies.append((number, target, source))
+        return LazyFence(next(self._clock), number)
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+        with self._lock:
+            pending = {copied.untyped_storage().data_ptr() for _, copied, _ in self._copies}
+        if source.untyped_storage().data_ptr() in pending:
+            self.violations.append("a buffer is read while weights are still on their way into it")
+        target.copy_(source)
+
+    def is_done(self, fence: Any) -> bool:
+        with self._lock:
+            return not self._copies or self._copies[0][0] > fence.copy
+
+    def synchronize(self, fence: Any) -> None:
+        with self._lock, torch.no_grad():
+            while self._copies and self._copies[0][0] <= fence.copy:
+                _, target, source = self._copies.popleft()
+                target.copy_(source)
+                self.num_lazy += 1
+
+    def compute_waits_for(self, fence: Any) -> None:
+        if threading.get_ident() == self._trains_in:
+            self.synchronize(fence)

@@ -1,0 +1,74 @@
+"""Overrides by dotted key, as a training script's command line gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import load_config
+from infinity.errors import ConfigError, UnknownConfigKeyError, UnsupportedConfigError
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 4,
+    "bfloat16": {"enabled": True},
+    "aio": {"thread_count": 6},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}},
+    "gradient_clipping": "auto",
+}
+
+
+def test_values_are_replaced() -> None:
+    overrides = {
+        "train_batch_size": 8,
+        "optimizer.params.lr": 5e-4,
+        "infinity.host_memory_budget": "1GB",
+        "gradient_clipping": 0.5,
+    }
+    config = load_config(BASE, overrides=overrides)
+    assert config.train_batch_size == 8
+    assert config.optimizer is not None and config.optimizer.params == {"lr": 5e-4, "eps": 1e-6}
+    assert config.infinity.host_memory_budget == 10**9
+    assert config.gradient_clipping == 0.5
+    assert ("gradient_clipping", 0.5, "config") in config.decisions
+
+
+def test_present_name_replaces_another_spelling_and_back() -> None:
+    config = load_config(BASE, overrides={"bf16.enabled": False, "aio.num_threads": 9})
+    assert str(config.compute_dtype) == "torch.float32"
+    assert config.io.num_threads == 9
+
+
+def test_none_removes_and_auto_leaves_open() -> None:
+    config = load_config(BASE, overrides={"optimizer": None, "train_batch_size": "auto"})
+    assert config.optimizer is None
+    assert config.train_batch_size is None
+    assert load_config(BASE, overrides={"scheduler.params": None}).scheduler is None
+
+
+def test_deprecated_form_can_be_overridden(tmp_path: Path) -> None:
+    config = load_config(
+        {"train_batch_size": 1, "zero_optimization": {"stage": 2, "cpu_offload": True}},
+        overrides={
+            "zero_optimization.offload_optimizer.device": "nvme",
+            "zero_optimization.offload_optimizer.nvme_path": tmp_path,
+        },
+    )
+    assert config.offload_optimizer.nvme_paths == (tmp_path,)
+
+
+def test_they_are_checked_like_the_file() -> None:
+    with pytest.raises(UnknownConfigKeyError, match=r"'aio.blocksize' \(did you mean 'aio.block_size'\?\)"):
+        load_config(BASE, overrides={"aio.blocksize": 3})
+    with pytest.raises(UnsupportedConfigError, match=r"'fp16'"):
+        load_config(BASE, overrides={"fp16.enabled": True})
+    with pytest.raises(ConfigError, match=r"override 'zero_optimization.stage': .* not an object"):
+        load_config(BASE | {"zero_optimization": 3}, overrides={"zero_optimization.stage": 3})
+
+
+def test_finished_config_comes_back_as_it_is() -> None:
+    config = load_config(BASE)
+    assert load_config(config) is config
+    with pytest.raises(ConfigError, match="finished config"):
+        load_config(config, overrides={"train_batch_size": 8})

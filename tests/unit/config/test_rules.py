@@ -1,0 +1,215 @@
+"""What would change the numbers is refused when it is switched on; what only costs time or memory is noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infinity.config import load_config
+from infinity.config.block import Block, Keys, NoEffect, Refused
+from infinity.config.blocks import RootBlock
+from infinity.config.vocabulary import child_block
+from infinity.errors import UnsupportedConfigError
+
+BASE: dict[str, Any] = {"train_batch_size": 1}
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("fp16", {"fp16": {"enabled": True}}),
+    ("fp16", {"fp16": True}),
+    ("fp16", {"fp16": {"enabled": "true"}, "bf16": {"enabled": True}}),
+    ("fp16", {"fp16": {"loss_scale": 0}}),  # no word on whether it is enabled
+    ("amp", {"amp": {"enabled": True, "opt_level": "O1"}}),
+    ("torch_autocast", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    ("bf16.bf16_master_weights_and_grads", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+    ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
+    ("bf16.auto_cast", {"bf16": {"enabled": True, "auto_cast": True}}),
+    ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "bf16"}}),
+    ("data_types.param_dtype", {"data_types": {"param_dtype": "bf16"}}),
+    ("data_types.param_dtype", {"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}),
+    ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "float32"}, "bf16": {"enabled": True}}),
+    ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
+    ("sparse_gradients", {"sparse_gradients": True}),
+    ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
+    ("managed_gradient_accumulation", {"managed_gradient_accumulation": False}),
+    ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+    ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 4}}),
+    ("tensor_parallel.tp.tp_size", {"tensor_parallel": {"tp": {"tp_size": 2}}}),
+    ("pipeline.stages", {"pipeline": {"stages": 2}}),
+    ("pipeline.seed_layers", {"pipeline": {"seed_layers": True}}),
+    ("expert_parallel", {"expert_parallel": {"enabled": True, "autoep_size": 2}}),
+    (
+        "compression_training",
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+    ),
+    ("compression_training", {"compression_training": {"weight_quantization": {"shared_parameters": {"enabeld": 1}}}}),
+    ("weight_quantization", {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}}),
+    ("quantize_training", {"quantize_training": {"quantize_bits": {"start_bits": 12}}}),
+    ("sparse_attention", {"sparse_attention": {"mode": "fixed", "block": 16}}),
+    ("progressive_layer_drop", {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}),
+    ("curriculum_learning", {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}),
+    ("data_efficiency", {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": False}}}),
+    ("eigenvalue", {"eigenvalue": {"enabled": True}}),
+    ("elasticity", {"elasticity": {"enabled": True, "max_train_batch_size": 2000}}),
+    ("hybrid_engine", {"hybrid_engine": {"enabled": True}}),
+    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}),
+    (
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+    ),
+    ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
+    ("zero_optimization.zeropp_loco_param", {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}}),
+    ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
+]
+
+
+@pytest.mark.parametrize(("key", "config"), REFUSED)
+def test_refused_when_switched_on(key: str, config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedConfigError) as caught:
+        load_config(BASE | config)
+    assert caught.value.key == key
+    assert f"'{key}'" in str(caught.value)
+    assert "would change what is computed" in str(caught.value)
+
+
+def test_every_refusal_is_tested() -> None:
+    refusals = {
+        path for path, field in _fields(RootBlock, "") if any(isinstance(rule, Refused) for rule in field.metadata)
+    }
+    # These two are one annotation, and the check against the compute dtype is made elsewhere.
+    tested = {key for key, _ in REFUSED} - {"data_types.param_dtype", "data_types.buffer_dtype"}
+    assert refusals - tested == {"tensor_parallel.tp_size"}
+    assert tested <= refusals
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16}},
+        {"fp16": {"enabled": "auto", "loss_scale_window": 1000, "hysteresis": 2}},
+        {"fp16": False},
+        {"fp16": None},
+        {"fp16": {}},
+        {"amp": {"enabled": "auto", "opt_level": "auto"}},
+        {"torch_autocast": {"enabled": False}},
+        {"bf16": {"enabled": False, "bf16_master_weights_and_grads": True}},
+        {"data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"}},
+        {"data_types": {"grad_accum_dtype": None, "param_dtype": "torch.float32", "buffer_dtype": "fp32"}},
+        {"sparse_gradients": False},
+        {"managed_gradient_accumulation": True},
+        {"gradient_allreduce_op": "mean"},
+        {"sequence_parallel_size": 1},
+        {"tensor_parallel": {"autotp_size": 0}},
+        {"tensor_parallel": {"tp_size": 1, "tp": {"tp_size": 1}}},
+        {"pipeline": {"stages": "auto"}},
+        {"pipeline": {"stages": 1, "seed_layers": False}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+        {"progressive_layer_drop": {"enabled": False, "theta": 0.5}},
+        {"curriculum_learning": {"enabled": False}},
+        {"data_efficiency": {"enabled": False, "data_sampling": {"enabled": False}}},
+        {"elasticity": {"enabled": "false", "max_train_batch_size": 2000}},
+        {"zero_optimization": {"zero_quantized_weights": False, "zero_hpz_partition_size": 1, "zenflow": None}},
+        {"wandb": {"enabled": False, "project": "x"}, "tensorboard": {}, "csv_monitor": False, "comet": None},
+        {"flops_profiler": {"enabled": False, "profile_step": 5}, "comms_logger": {"enabled": False}},
+        {"prescale_gradients": False, "memory_breakdown": False, "dump_state": False, "graph_harvesting": False},
+        {"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True, "buffer_count": 5}}},
+    ],
+)
+def test_silent_when_switched_off(config: dict[str, Any]) -> None:
+    assert load_config(BASE | config).notices == ()
+
+
+def test_param_dtype_may_repeat_the_compute_dtype() -> None:
+    types = {"param_dtype": "bfloat16", "buffer_dtype": "bf16"}
+    assert load_config(BASE | {"bf16": {"enabled": True}, "data_types": types}).notices == ()
+
+
+def test_notices_are_grouped_by_reason() -> None:
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8, "sub_group_size": 1e9}
+    notices = load_config(BASE | {"zero_optimization": zero}).notices
+    assert notices == (
+        "zero_optimization.reduce_bucket_size, zero_optimization.overlap_comm: "
+        "no effect: it tunes communication between processes, and there is one process",
+        "zero_optimization.sub_group_size: "
+        "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out",
+        "zero_optimization.stage: stage 2 runs as stage 3, with the same numbers",
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lower_stages_are_noted(stage: int) -> None:
+    (notice,) = load_config(BASE | {"zero_optimization": {"stage": stage}}).notices
+    assert notice.startswith(f"zero_optimization.stage: stage {stage} runs as stage 3")
+    assert load_config(BASE | {"zero_optimization": {"stage": 3}}).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing_enable"),
+        ({"wandb": {"enabled": True, "project": "x"}}, "engine.report"),
+        ({"flops_profiler": {"enabled": True}}, "torch.profiler"),
+        ({"compile": {"deepcompile": True}}, "uncompiled"),
+        ({"bf16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}, "bf16.loss_scale, bf16.hysteresis"),
+        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
+        ({"log_level": "info"}, "logging"),
+        ({"aio": {"thread_count": 8}}, "aio.thread_count: another name of aio.intra_op_parallelism"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "offload_optimizer.ratio"),
+    ],
+)
+def test_noted(config: dict[str, Any], words: str) -> None:
+    (notice,) = load_config(BASE | config).notices
+    assert words in notice
+
+
+# What DeepSpeed 0.19.8 reads at the top level and in `zero_optimization`, from its documentation and defaults.
+DEEPSPEED_TOP = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+    steps_per_print dump_state wall_clock_breakdown memory_breakdown dataloader_drop_last log_level disable_python_gc
+    optimizer scheduler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer gradient_clipping
+    gradient_allreduce_op prescale_gradients gradient_predivide_factor communication_data_type
+    seq_parallel_communication_data_type sparse_gradients disable_allgather data_types fp16 bf16 bfloat16
+    torch_autocast amp zero_optimization aio activation_checkpointing checkpoint timers flops_profiler comms_logger
+    tensorboard wandb csv_monitor comet tensor_parallel expert_parallel sequence_parallel_size hybrid_engine pipeline
+    compile compression_training weight_quantization quantize_training sparse_attention progressive_layer_drop
+    curriculum_learning data_efficiency eigenvalue elasticity autotuning nebula datastates_ckpt graph_harvesting
+    vocabulary_size use_data_before_expert_parallelism
+"""
+DEEPSPEED_ZERO = """
+    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+    allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param
+    offload_optimizer zenflow sub_group_size cpu_offload cpu_offload_param cpu_offload_use_pin_memory
+    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold
+    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1
+    round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights
+    zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
+    mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+"""
+
+
+@pytest.mark.parametrize("key", DEEPSPEED_TOP.split())
+def test_deepspeeds_keys_are_known(key: str) -> None:
+    load_config({"train_micro_batch_size_per_gpu": 1, **({} if key == "train_batch_size" else {key: "auto"})})
+
+
+@pytest.mark.parametrize("key", DEEPSPEED_ZERO.split())
+def test_deepspeeds_zero_keys_are_known(key: str) -> None:
+    load_config(BASE | {"zero_optimization": {key: "auto"}})
+
+
+def test_no_key_is_both_refused_and_noted() -> None:
+    for path, field in _fields(RootBlock, ""):
+        assert sum(isinstance(rule, NoEffect | Refused) for rule in field.metadata) <= 1, path
+        assert sum(isinstance(rule, Keys) for rule in field.metadata) <= 1, path
+
+
+def _fields(block: type[Block], path: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, field in block.model_fields.items():
+        found.append((path + name, field))
+        if (child := child_block(field.annotation)) is not None:
+            found.extend(_fields(child, f"{path}{name}."))
+    return found

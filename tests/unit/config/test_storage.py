@@ -1,0 +1,104 @@
+"""Directories for scratch files are checked when the config is read, and nothing is written into them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import load_config
+from infinity.config.storage import check_directories
+from infinity.errors import ConfigValueError, StorageError
+
+KEY = "zero_optimization.offload_param.nvme_path"
+
+
+def nvme(path: object, **block: Any) -> dict[str, Any]:
+    offload = {"device": "nvme", **({} if path is None else {"nvme_path": path}), **block}
+    return {"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_param": offload}}
+
+
+def test_one_directory(tmp_path: Path) -> None:
+    section = load_config(nvme(str(tmp_path))).offload_param
+    assert section.device == "nvme"
+    assert section.nvme_paths == (tmp_path,)
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_directories(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    assert load_config(nvme(list(map(str, paths)))).offload_param.nvme_paths == tuple(paths)
+    assert load_config(nvme(paths)).offload_param.nvme_paths == tuple(paths)
+
+
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    section = load_config(nvme(".")).offload_param
+    monkeypatch.chdir("/")
+    assert section.nvme_paths == (tmp_path,)
+
+
+def test_home_and_variables_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    for name in ("~", "$SCRATCH", "${SCRATCH}/."):
+        assert load_config(nvme(name)).offload_param.nvme_paths == (tmp_path,)
+    monkeypatch.delenv("SCRATCH")
+    for name in ("$SCRATCH/x", "${SCRATCH}"):
+        with pytest.raises(ConfigValueError, match=r"SCRATCH.*is not set. Set the environment variable SCRATCH"):
+            load_config(nvme(name))
+
+
+@pytest.mark.parametrize("path", [None, "auto", []])
+def test_no_directory_given(path: object) -> None:
+    with pytest.raises(ConfigValueError, match=f"'{KEY}'.*no directory is given. Name a directory"):
+        load_config(nvme(path))
+
+
+@pytest.mark.parametrize("path", ["", 3, {"a": 1}, [1]])
+def test_not_a_path(path: object) -> None:
+    with pytest.raises(ConfigValueError, match=f"'{KEY}"):
+        load_config(nvme(path))
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(StorageError, match=f"'{missing}'.*'{KEY}'.*does not exist. Create it") as caught:
+        load_config(nvme([str(tmp_path), str(missing)]))
+    assert (caught.value.directory, caught.value.key) == (missing, KEY)
+    assert not missing.exists()
+    assert load_config(nvme(str(missing)), check_storage=False).offload_param.nvme_paths == (missing,)
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(StorageError, match="is not a directory"):
+        load_config(nvme(str(file)))
+    with pytest.raises(StorageError, match="does not exist"):
+        load_config(nvme(str(file / "below")))
+
+
+def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # root may write everywhere, so the answer of the system is replaced.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(StorageError, match=r"is not writable. Change its permissions"):
+        check_directories([tmp_path], key=KEY)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_not_writable_for_real(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StorageError, match="is not writable"):
+        load_config(nvme(str(tmp_path)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_path_is_left_alone_without_nvme(device: str) -> None:
+    """Files keep a path around while the device is another."""
+    section = load_config(nvme("/no/such/directory", device=device)).offload_param
+    assert (section.device, section.nvme_paths) == (device, ())

@@ -1,0 +1,90 @@
+"""Config text: comments, trailing commas, places of errors, duplicate keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.config.text import read_file, read_text
+from infinity.errors import ConfigSyntaxError
+
+
+def test_plain_json() -> None:
+    assert read_text('{"a": [1, 2.5, "x", null, true], "b": {}}') == {"a": [1, 2.5, "x", None, True], "b": {}}
+
+
+def test_comments_and_trailing_commas() -> None:
+    text = """
+    // head
+    {
+      "a": 1,  # one
+      /* a block
+         over lines, with a comma, */
+      "list": [1, 2, /* three */ ],  // end
+      "inner": {"x": 2,},
+    }
+    # tail
+    """
+    assert read_text(text) == {"a": 1, "list": [1, 2], "inner": {"x": 2}}
+
+
+@pytest.mark.parametrize("value", ["http://host/#top", "/* no */", "a, ]", 'quote \\" // still', "back\\\\", ",}"])
+def test_texts_are_left_alone(value: str) -> None:
+    expected = value.replace('\\"', '"').replace("\\\\", "\\")
+    assert read_text(f'{{"a": "{value}",}} // comment') == {"a": expected}
+
+
+def test_numbers_as_people_write_them() -> None:
+    assert read_text('{"a": 1e9, "b": 5e-5, "c": Infinity}') == {"a": 1e9, "b": 5e-5, "c": float("inf")}
+
+
+def test_error_names_line_and_column_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('// comment\n/* two\nlines */\n{\n  "a": 1\n  "b": 2\n}\n')
+    with pytest.raises(ConfigSyntaxError, match=r"ds_config.json'.*line 6, column 3.*double quotes"):
+        read_file(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "{'a': 1}", '{"a": True}', '{"a" 1}', '{"a": 1,,}', '{"a": "x}', "[1, 2,, 3]"]
+)
+def test_broken_text(text: str) -> None:
+    with pytest.raises(ConfigSyntaxError, match="line 1"):
+        read_text(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"stage"'])
+def test_not_an_object(text: str) -> None:
+    with pytest.raises(ConfigSyntaxError, match="not an object"):
+        read_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"a": 1, "b": 2, "a": 1}', "a"),
+        ('{"zero": {"stage": 1, "stage": 2}}', "zero.stage"),
+        ('{"list": [{}, {"x": 1, "x": 1}]}', "list.1.x"),
+    ],
+)
+def test_duplicate_keys(text: str, key: str) -> None:
+    with pytest.raises(ConfigSyntaxError, match=f"key '{key}' stands there twice") as caught:
+        read_text(text)
+    assert caught.value.key == key
+
+
+def test_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_file(path) == {"a": 1}
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigSyntaxError, match=r"nothing.json'.*does not exist"):
+        read_file(tmp_path / "nothing.json")
+    with pytest.raises(ConfigSyntaxError, match="Is a directory"):
+        read_file(tmp_path)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(ConfigSyntaxError, match=r"binary.json'.*decode"):
+        read_file(tmp_path / "binary.json")

@@ -1,0 +1,201 @@
+"""Values: what they become, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.config import InfinityConfig, OffloadSection, load_config
+from infinity.errors import ConfigError, ConfigSyntaxError, ConfigValueError
+
+BASE: dict[str, Any] = {"train_batch_size": 1}
+
+
+def test_defaults() -> None:
+    config = load_config(BASE)
+    assert config.gradient_clipping == 1.0
+    assert config.compute_dtype is torch.float32
+    assert config.optimizer is None and config.scheduler is None
+    assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
+    assert dataclasses.astuple(config.io) == (1 << 20, 4, 32, 120.0, True)
+    assert dataclasses.astuple(config.infinity) == (None, None, None, True, (), True, "auto")
+    assert config.steps_per_print is None
+    assert not config.wall_clock_breakdown and not config.dataloader_drop_last
+    assert config.notices == ()
+
+
+def test_default_clipping_is_announced() -> None:
+    assert ("gradient_clipping", 1.0, "default, as in DeepSpeed since 0.19") in load_config(BASE).decisions
+
+
+def test_our_block() -> None:
+    config = load_config(
+        BASE
+        | {
+            "gradient_clipping": 0,
+            "infinity": {
+                "host_memory_budget": "2GiB",
+                "device_memory_budget": 10**9,
+                "page_bytes": "8MiB",
+                "prefetch": False,
+                "units": ["LlamaDecoderLayer", "model.layers.*"],
+                "update": "in_backward",
+                "io_deadline_seconds": 5,
+                "direct_io": "false",
+            },
+        }
+    )
+    assert dataclasses.astuple(config.infinity) == (
+        2 << 30,
+        10**9,
+        8 << 20,
+        False,
+        ("LlamaDecoderLayer", "model.layers.*"),
+        True,
+        "in_backward",
+    )
+    assert (config.io.deadline_seconds, config.io.direct) == (5.0, False)
+
+
+@pytest.mark.parametrize("value", ["auto", None])
+def test_open_budgets(value: object) -> None:
+    section = load_config(BASE | {"infinity": {"host_memory_budget": value, "units": value, "update": value}}).infinity
+    assert section == load_config(BASE).infinity
+
+
+def test_one_unit_name() -> None:
+    assert load_config(BASE | {"infinity": {"units": "GPT2Block"}}).infinity.units == ("GPT2Block",)
+
+
+@pytest.mark.parametrize(
+    ("aio", "expected"),
+    [
+        ({"intra_op_parallelism": 1}, (1 << 20, 4, 32)),  # repeats DeepSpeed's default, too few for us
+        ({"intra_op_parallelism": 16}, (1 << 20, 16, 128)),
+        ({"queue_depth": 1}, (1 << 20, 4, 4)),
+        ({"block_size": 5000}, (8192, 4, 32)),
+        ({"block_size": "4MiB", "thread_count": 8, "num_threads": 8}, (4 << 20, 8, 64)),
+        (None, (1 << 20, 4, 32)),
+    ],
+)
+def test_io(aio: dict[str, Any] | None, expected: tuple[int, int, int]) -> None:
+    io = load_config(BASE | {"aio": aio}).io
+    assert (io.request_bytes, io.num_threads, io.max_inflight) == expected
+
+
+@pytest.mark.parametrize(("value", "steps"), [(None, None), (float("inf"), None), (0, None), (7, 7), (7.0, 7)])
+def test_steps_per_print(value: object, steps: int | None) -> None:
+    assert load_config(BASE | {"steps_per_print": value}).steps_per_print == steps
+
+
+@pytest.mark.parametrize("value", [True, {"enabled": "True"}, {"enabled": 1}])
+def test_bf16(value: object) -> None:
+    assert load_config(BASE | {"bf16": value}).compute_dtype is torch.bfloat16
+
+
+def test_old_form_of_zero() -> None:
+    assert (
+        load_config(BASE | {"zero_optimization": True}).notices
+        == load_config(BASE | {"zero_optimization": {"stage": 1}}).notices
+    )
+    load_config(BASE | {"zero_optimization": False})
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "words"),
+    [
+        ({"gradient_clipping": -1}, "gradient_clipping", "at least 0"),
+        ({"gradient_clipping": None}, "gradient_clipping", "Write 0 to switch clipping off"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping", "finite"),
+        ({"gradient_clipping": "one"}, "gradient_clipping", "must be a number"),
+        ({"bf16": {"enabled": "maybe"}}, "bf16.enabled", "true or false"),
+        ({"bf16": 3}, "bf16", "must be an object"),
+        ({"fp16": "on"}, "fp16", "must be an object"),
+        ({"wall_clock_breakdown": 2}, "wall_clock_breakdown", "true or false"),
+        ({"steps_per_print": "often"}, "steps_per_print", "must be a number"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", "is missing"),
+        ({"optimizer": {"type": 3}}, "optimizer.type", "must be a text"),
+        ({"optimizer": "AdamW"}, "optimizer", "must be an object"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params", "must be an object"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.3}}},
+            "optimizer.params.max_grad_norm",
+            r'set "gradient_clipping": 0\.3',
+        ),
+        ({"scheduler": {"type": "WarmupDecay"}}, "scheduler.type", "Did you mean 'WarmupDecayLR'"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps", "is missing"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "at most 3"),
+        ({"zero_optimization": {"stage": "three"}}, "zero_optimization.stage", "must be a number"),
+        ({"zero_optimization": 3}, "zero_optimization", "must be an object"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nmve"}}},
+            "zero_optimization.offload_param.device",
+            "Did you mean 'nvme'",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "gpu?"}}},
+            "zero_optimization.offload_optimizer.device",
+            "Take one of 'none', 'cpu', 'nvme'",
+        ),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "zero_optimization.offload_param", "must be an object"),
+        ({"zero_optimization": {"cpu_offload": "?"}}, "zero_optimization.cpu_offload", "true or false"),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.cpu_offload",
+            "contradicts zero_optimization.offload_optimizer.device = 'nvme'",
+        ),
+        ({"aio": {"block_size": 0}}, "aio.block_size", "more than 0"),
+        ({"aio": {"queue_depth": 0}}, "aio.queue_depth", "more than 0"),
+        ({"aio": {"thread_count": 1.5}}, "aio.intra_op_parallelism", "whole number"),
+        ({"aio": {"thread_count": 4, "num_threads": 8}}, "aio.num_threads", "contradicts aio.thread_count = 4"),
+        ({"infinity": {"host_memory_budget": "2 apples"}}, "infinity.host_memory_budget", '"2GB"'),
+        ({"infinity": {"host_memory_budget": 0}}, "infinity.host_memory_budget", "more than 0"),
+        ({"infinity": {"page_bytes": 5000}}, "infinity.page_bytes", "multiple of 4096.*Take 8192"),
+        ({"infinity": {"units": 3}}, "infinity.units", "a text or a list of texts"),
+        ({"infinity": {"update": "in_backwards"}}, "infinity.update", "Did you mean 'in_backward'"),
+        ({"infinity": {"update": "in_backward"}}, "infinity.update", "gradient_clipping = 1.0 needs all gradients"),
+        ({"infinity": {"io_deadline_seconds": 0}}, "infinity.io_deadline_seconds", "more than 0"),
+        ({"infinity": {"strict": "perhaps"}}, "infinity.strict", "true or false"),
+    ],
+)
+def test_wrong_values(config: dict[str, Any], key: str, words: str) -> None:
+    with pytest.raises(ConfigValueError, match=words) as caught:
+        load_config(BASE | config)
+    assert caught.value.key == key
+    assert f"'{key}'" in str(caught.value)
+
+
+def test_all_wrong_values_are_named() -> None:
+    with pytest.raises(ConfigValueError, match=r"'aio.queue_depth' = 0.*also wrong: 'infinity.page_bytes'"):
+        load_config(BASE | {"aio": {"queue_depth": 0}, "infinity": {"page_bytes": "?"}})
+
+
+@pytest.mark.parametrize("source", [3, None, ["a"]])
+def test_not_a_config(source: Any) -> None:
+    with pytest.raises(ConfigSyntaxError, match="Give the path of a JSON file, a dict, or JSON text"):
+        load_config(source)
+
+
+def test_keys_must_be_texts() -> None:
+    with pytest.raises(ConfigError, match="not a text"):
+        load_config({"train_batch_size": 1, 3: 4})  # type: ignore[dict-item]
+
+
+def test_config_is_frozen_and_described() -> None:
+    config = load_config(BASE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.gradient_clipping = 2.0  # type: ignore[misc]
+    assert isinstance(config, InfinityConfig)
+    assert "gradient_clipping" in config.describe()
+    assert len(config.describe().splitlines()) == len(config.decisions)
+
+
+def test_required_schedule_values_left_to_auto_wait_until_it_is_built() -> None:
+    """The caller may bring a schedule along, and then nobody needs them."""
+    section = load_config(
+        BASE | {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    ).scheduler
+    assert section is not None and section.params == {}

@@ -1,0 +1,241 @@
+"""The division of the budget: its parts fit into it, and a budget that is refused is refused with the true minimum."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.layout import CHUNK_GRANULE
+from infinity.placement import DEVICE_KEY, HOST_KEY, Placement, Request, UnitSize, place, predict
+from infinity.records import workspace_bytes
+
+_FP32_BYTES = 4
+_PAGE = 4096
+
+
+@st.composite
+def _units(draw: st.DrawFn, itemsize: int) -> list[UnitSize]:
+    num_states = draw(st.integers(0, 3))
+    numels = draw(st.lists(st.one_of(st.just(0), st.integers(1, 4000)), min_size=1, max_size=7))
+    assume(any(numels))
+    units = []
+    for index, granules in enumerate(numels):
+        frozen_bytes = draw(st.integers(0, 50)) * _PAGE if granules else draw(st.integers(1, 2000)) * _PAGE
+        numel = granules * CHUNK_GRANULE
+        weight_bytes = -(-numel * itemsize // _PAGE) * _PAGE + frozen_bytes
+        states = num_states if granules else 0
+        units.append(UnitSize(f"unit {index}", weight_bytes, numel, states, frozen_bytes == 0))
+    return units
+
+
+@st.composite
+def _questions(draw: st.DrawFn) -> tuple[list[UnitSize], Request]:
+    itemsize = draw(st.sampled_from([2, 4]))
+    param_tier = draw(st.sampled_from(["none", "cpu", "nvme"]))
+    optimizer_tier = draw(st.sampled_from(["none", "cpu", "nvme"]))
+    return draw(_units(itemsize)), Request(
+        budget_bytes=1 << 50,
+        device_budget_bytes=None,
+        param_tier=param_tier,
+        optimizer_tier=optimizer_tier,
+        weight_itemsize=itemsize,
+        shares_host_memory=draw(st.booleans()),
+        updates_in_backward=draw(st.booleans()),
+        num_micro_batches=draw(st.sampled_from([1, 3])),
+        page_bytes=draw(st.one_of(st.none(), st.integers(60_000, 5_000_000))),
+        prefetches=draw(st.booleans()),
+        can_spill="nvme" in (param_tier, optimizer_tier),
+    )
+
+
+def _host_bytes(placement: Placement, request: Request) -> int:
+    """What an engine with this placement takes of host memory."""
+    pages = 0
+    if request.optimizer_tier != "none":
+        pages = placement.num_pages * placement.page_bytes
+    elif request.shares_host_memory:
+        pages = placement.page_bytes  # working memory of one chunk
+    return (
+        placement.fixed_bytes
+        + (placement.weights_bytes if request.shares_host_memory else 0)
+        + pages
+        + placement.num_upload_pages * placement.upload_page_bytes
+        + placement.gradient_bytes
+    )
+
+
+def _minimum(units: list[UnitSize], request: Request) -> int:
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, dataclasses.replace(request, budget_bytes=0))
+    assert caught.value.key == HOST_KEY
+    return caught.value.minimum_bytes
+
+
+def _require_sound(placement: Placement, units: list[UnitSize], request: Request) -> None:
+    total = _host_bytes(placement, request)
+    assert total <= request.budget_bytes, f"{total - request.budget_bytes} bytes too many"
+    per_element = workspace_bytes(1, max(unit.num_states for unit in units), request.weight_itemsize)
+    assert placement.chunk_numel % CHUNK_GRANULE == 0
+    assert placement.chunk_numel > 0
+    assert placement.chunk_numel * per_element <= placement.page_bytes
+    assert placement.page_bytes % _PAGE == 0
+    if request.page_bytes is not None:
+        assert placement.page_bytes <= request.page_bytes + _PAGE
+    assert placement.num_pages >= 3
+    sizes = [unit.weight_bytes for unit in units]
+    if request.param_tier == "none":
+        assert placement.weights_bytes == sum(sizes)
+    else:
+        assert sum(sorted(sizes)[-2:]) <= placement.weights_bytes <= sum(sizes)
+    staged = not request.shares_host_memory and request.param_tier != "none"
+    assert (placement.num_upload_pages >= 2) == staged
+
+
+def _require_gradients_fit(placement: Placement, units: list[UnitSize], request: Request) -> None:
+    sizes = {index: unit.trainable_numel * _FP32_BYTES for index, unit in enumerate(units) if unit.trainable_numel}
+    kept = sum(sizes[index] for index in placement.gradients_in_memory)
+    assert kept + placement.gradient_scratch_bytes <= placement.gradient_bytes
+    spilled = [size for index, size in sizes.items() if index not in placement.gradients_in_memory]
+    assert placement.spills == bool(spilled)
+    assert all(size <= placement.gradient_scratch_bytes for size in spilled)
+    one_by_one = request.updates_in_backward and request.num_micro_batches == 1
+    if not request.can_spill and not one_by_one:
+        assert not spilled, "there is no tier to spill to"
+    assert placement.gradient_bytes >= max(sizes.values())
+
+
+@given(_questions(), st.floats(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_the_parts_fit_into_the_budget(question: tuple[list[UnitSize], Request], generosity: float) -> None:
+    units, request = question
+    minimum = _minimum(units, request)
+    roomy = 3 * minimum + 3 * sum(unit.weight_bytes + 16 * unit.trainable_numel for unit in units)
+    request = dataclasses.replace(request, budget_bytes=minimum + int(generosity**3 * (roomy - minimum)))
+    placement = place(units, request)
+    assert placement.minimum_bytes == minimum
+    _require_sound(placement, units, request)
+    _require_gradients_fit(placement, units, request)
+
+
+@given(_questions())
+@settings(max_examples=150, deadline=None)
+def test_the_minimum_that_is_named_is_the_minimum(question: tuple[list[UnitSize], Request]) -> None:
+    units, request = question
+    minimum = _minimum(units, request)
+    at_minimum = dataclasses.replace(request, budget_bytes=minimum)
+    placement = place(units, at_minimum)
+    _require_sound(placement, units, at_minimum)
+    _require_gradients_fit(placement, units, at_minimum)
+    assert _host_bytes(placement, at_minimum) == minimum, "all of the minimum is needed"
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, dataclasses.replace(request, budget_bytes=minimum - 1))
+    assert caught.value.minimum_bytes == minimum
+    assert str(minimum) in str(caught.value)
+
+
+@given(_questions(), st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=80, deadline=None)
+def test_more_memory_keeps_more_in_it(question: tuple[list[UnitSize], Request], one: float, other: float) -> None:
+    units, request = question
+    # Larger pages may well leave less for the weights: here there are none.
+    request = dataclasses.replace(
+        request, optimizer_tier="none", shares_host_memory=True, can_spill=request.param_tier == "nvme"
+    )
+    minimum = _minimum(units, request)
+    roomy = 2 * minimum + 2 * sum(unit.weight_bytes + 16 * unit.trainable_numel for unit in units)
+    kept = []
+    for generosity in sorted([one, other]):
+        budget = minimum + int(generosity * (roomy - minimum))
+        placement = place(units, dataclasses.replace(request, budget_bytes=budget))
+        gradients = sum(units[index].trainable_numel for index in placement.gradients_in_memory)
+        kept.append((placement.weights_bytes, gradients))
+    assert kept[0][0] <= kept[1][0]
+    assert kept[0][1] <= kept[1][1]
+
+
+def _request(**changes: object) -> Request:
+    values: dict[str, object] = {
+        "budget_bytes": 1 << 40,
+        "device_budget_bytes": None,
+        "param_tier": "nvme",
+        "optimizer_tier": "nvme",
+        "weight_itemsize": 2,
+        "shares_host_memory": True,
+        "updates_in_backward": True,
+        "num_micro_batches": 1,
+        "page_bytes": None,
+        "prefetches": True,
+        "can_spill": True,
+    }
+    return Request(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _model(num_blocks: int = 4, granules: int = 1000) -> list[UnitSize]:
+    numel = granules * CHUNK_GRANULE
+    return [UnitSize(f"block {index}", 2 * numel, numel, 2, True) for index in range(num_blocks)]
+
+
+def test_a_page_that_cannot_hold_one_chunk_is_refused_with_the_least() -> None:
+    with pytest.raises(ConfigValueError, match=r"infinity\.page_bytes") as caught:
+        place(_model(), _request(page_bytes=20_000))
+    least = workspace_bytes(CHUNK_GRANULE, 2, 2)
+    assert str(least) in str(caught.value)
+    place(_model(), _request(page_bytes=least))
+
+
+def test_what_the_budget_is_needed_for_is_said() -> None:
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(_model(), _request(budget_bytes=1, param_tier="cpu", optimizer_tier="cpu", can_spill=False))
+    text = str(caught.value)
+    assert "offload_param and offload_optimizer keep in RAM" in text
+    assert "block 0" in text
+    assert "for pages" in text
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_the_least_device_memory_holds_the_two_largest_units(param_tier: str) -> None:
+    units = [*_model(3), UnitSize("large", 9_000_000, 4_000_000 // CHUNK_GRANULE * CHUNK_GRANULE, 2, True)]
+    two_largest = sum(sorted(unit.weight_bytes for unit in units)[-2:])
+    staged = _request(shares_host_memory=False, param_tier=param_tier)
+    for room in (two_largest, two_largest + 1):
+        placement = place(units, dataclasses.replace(staged, device_budget_bytes=room))
+        assert placement.weights_bytes == room
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, dataclasses.replace(staged, device_budget_bytes=two_largest - 1))
+    assert caught.value.key == DEVICE_KEY
+    assert caught.value.minimum_bytes == two_largest
+    everything = place(units, dataclasses.replace(staged, device_budget_bytes=1 << 40)).weights_bytes
+    assert everything == sum(unit.weight_bytes for unit in units)
+
+
+def test_weights_that_stay_on_the_device_must_fit_into_its_budget() -> None:
+    units = _model()
+    total = sum(unit.weight_bytes for unit in units)
+    staged = _request(shares_host_memory=False, param_tier="none")
+    assert place(units, dataclasses.replace(staged, device_budget_bytes=total)).weights_bytes == total
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, dataclasses.replace(staged, device_budget_bytes=total - 1))
+    assert caught.value.key == DEVICE_KEY
+
+
+def test_the_main_job_moves_sixteen_bytes_in_and_fourteen_out() -> None:
+    """bf16, AdamW, everything on NVMe, no room for weights beyond the least: per parameter of a model of many blocks."""
+    units = _model(num_blocks=64)
+    request = _request()
+    placement = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request)))
+    order = [*range(64), *reversed(range(64))]
+    prediction = predict(units, request, placement, order, 64)
+    total = sum(unit.trainable_numel for unit in units)
+    assert prediction.write_bytes == 14 * total
+    assert 15.5 * total < prediction.read_bytes <= 16 * total
+
+
+def test_states_in_memory_move_nothing() -> None:
+    units = _model()
+    request = _request(param_tier="cpu", optimizer_tier="cpu", can_spill=False)
+    prediction = predict(units, request, place(units, request), [0, 1, 2, 3, 3, 2, 1, 0], 4)
+    assert (prediction.read_bytes, prediction.write_bytes) == (0, 0)

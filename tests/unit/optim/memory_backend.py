@@ -1,0 +1,177 @@
+"""A backend for `PagedOptimizer` that keeps everything in memory and updates piece by piece, and helpers around it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.optim import PIECE_ALIGNMENT, PagedOptimizer, PieceUpdater, Template, build_template
+from infinity.optim.template import OptimizerSource
+
+
+@dataclass(frozen=True)
+class Section:
+    """The config's optimizer block, as far as it concerns the optimizer."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+def page_aligned(numel: int) -> Tensor:
+    """A float32 tensor whose memory starts at a page."""
+    size = max(numel * 4, 1)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)[
+        :numel
+    ]
+
+
+def cut(numel: int, num_pieces: int, seed: int = 0) -> list[slice]:
+    """Up to `num_pieces` slices that cover a parameter, starting at random multiples of the alignment."""
+    inner = -(-numel // PIECE_ALIGNMENT) - 1
+    generator = torch.Generator().manual_seed(seed)
+    places = (torch.randperm(inner, generator=generator)[: num_pieces - 1] + 1).tolist() if inner > 0 else []
+    return [
+        slice(start, stop)
+        for start, stop in pairwise(sorted({0, numel, *(place * PIECE_ALIGNMENT for place in places)}))
+    ]
+
+
+def equal_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether all bits are the same: -0.0 is not 0.0, and NaN is NaN."""
+    return left.shape == right.shape and torch.equal(
+        left.detach().contiguous().view(torch.int32), right.detach().contiguous().view(torch.int32)
+    )
+
+
+@dataclass
+class _Kept:
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+class MemoryBackend:
+    """Keeps state flat, per parameter. Weights are the parameters themselves."""
+
+    def __init__(self, template: Template, updater: PieceUpdater, num_pieces: int = 3) -> None:
+        self._template = template
+        self._updater = updater
+        self._num_pieces = num_pieces
+        self._kept: dict[Tensor, _Kept] = {}
+        self.num_gathers = 0
+
+    def step(self) -> None:
+        for param in self._template.params():
+            if param.grad is not None:
+                self._update(param, param.grad.reshape(-1))
+
+    def _update(self, param: Tensor, grad: Tensor) -> None:
+        kept = self._kept.get(param)
+        group = self._template.snapshot(self._template.group_index(param))
+        weight = param.detach().view(-1)
+        made: list[dict[str, Tensor]] = []
+        scalars: dict[str, Any] = {}
+        for part in cut(weight.numel(), self._num_pieces, seed=weight.numel()):
+            state = {name: tensor[part] for name, tensor in kept.tensors.items()} if kept else None
+            tensors, scalars = self._updater.update(
+                group, weight[part], grad[part], state, kept.scalars if kept else {}
+            )
+            made.append(tensors)
+        if kept is None:
+            kept = self._kept[param] = _Kept({name: torch.cat([part[name] for part in made]) for name in made[0]}, {})
+        kept.scalars = scalars
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for param in self._template.params():
+            if not set_to_none and param.grad is not None:
+                param.grad.zero_()
+            else:
+                param.grad = None
+
+    def has_state(self, param: Tensor) -> bool:
+        kept = self._kept.get(param)
+        return kept is not None and bool(kept.tensors or kept.scalars)
+
+    def gather_state(self, param: Tensor) -> dict[str, Any]:
+        self.num_gathers += 1
+        if not self.has_state(param):
+            return {}
+        kept = self._kept[param]
+        scalars = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.scalars.items()}
+        return {**scalars, **{name: value.view(param.shape).clone() for name, value in kept.tensors.items()}}
+
+    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            self._kept.pop(param, None)
+            return
+        names = self._updater.state_names(self._template.group_index(param))
+        self._kept[param] = _Kept(
+            {name: state[name].reshape(-1).clone() for name in names},
+            {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+                if name not in names
+            },
+        )
+
+
+def page(
+    source: OptimizerSource, model: torch.nn.Module, model_parameters: Any = None
+) -> tuple[PagedOptimizer, MemoryBackend]:
+    """A paged optimizer over the model's parameters, on a memory backend."""
+    template = build_template(source, model.named_parameters(), "cpu", model_parameters=model_parameters)
+    updater = PieceUpdater(template)
+    backend = MemoryBackend(template, updater)
+    for param, state in template.take_initial_states():
+        backend.load_state(param, state)
+    return PagedOptimizer(template, updater, backend), backend
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of several shapes: a matrix of odd size, a vector, one element, no dimension."""
+
+    matrix: torch.nn.Parameter
+    vector: torch.nn.Parameter
+    one: torch.nn.Parameter
+    scalar: torch.nn.Parameter
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in (("matrix", (37, 29)), ("vector", (131,)), ("one", (1,)), ("scalar", ())):
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def set_grads(self, seed: int, *, skip: tuple[str, ...] = ()) -> None:
+        """Random gradients; None for the parameters in `skip`."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, param in self.named_parameters():
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = None if name in skip else grad
+
+
+def different(left: torch.nn.Module, right: torch.nn.Module) -> list[str]:
+    """Names of the parameters that differ in a bit."""
+    pairs: Iterator[Any] = zip(left.named_parameters(), right.parameters(), strict=True)
+    return [name for (name, one), other in pairs if not equal_bits(one, other)]
+
+
+def different_state(paged: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """Where two state dicts differ in a bit."""
+    if paged["state"].keys() != plain["state"].keys():
+        return [f"{list(paged['state'])} against {list(plain['state'])}"]
+    found = []
+    for index, expected in plain["state"].items():
+        entry = dict(paged["state"][index])
+        if entry.keys() != expected.keys():
+            found.append(f"{index}: {list(entry)} against {list(expected)}")
+            continue
+        for name, value in expected.items():
+            same = equal_bits(entry[name], value) if isinstance(value, Tensor) else entry[name] == value
+            if not same:
+                found.append(f"{index}.{name}")
+    return found

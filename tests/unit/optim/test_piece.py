@@ -1,0 +1,445 @@
+"""Pieces against the whole, bit by bit, for every optimizer that is taken without a trial run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from infinity.errors import OptimizerNotPageableError
+from infinity.optim import PIECE_ALIGNMENT, Lion, PieceUpdater, build_template
+from infinity.optim.registry import is_known_elementwise
+from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
+
+_NUM_STEPS = 3
+_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (63,), (64,), (65,), (5, 7, 9), (1000, 37), (100003,))
+
+_BY_CLASS: list[tuple[type[Optimizer], list[dict[str, Any]], list[dict[str, Any]]]] = [
+    (
+        AdamW,
+        [{}, {"amsgrad": True, "weight_decay": 0.3}, {"maximize": True, "betas": (0.7, 0.9)}],
+        [{}, {"foreach": True}, {"fused": True}],
+    ),
+    (
+        Adam,
+        [{"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True, "weight_decay": 0.1}],
+        [{}, {"foreach": True}, {"fused": True}],
+    ),
+    (
+        SGD,
+        [
+            {},
+            {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+            {"momentum": 0.9, "nesterov": True, "maximize": True},
+        ],
+        [{}, {"foreach": True}, {"fused": True}],
+    ),
+    (
+        Adagrad,
+        [{}, {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.3}, {"maximize": True}],
+        [{}, {"foreach": True}, {"fused": True}],
+    ),
+    (
+        RMSprop,
+        [{}, {"centered": True}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1, "maximize": True}],
+        [{}, {"foreach": True}],
+    ),
+    (NAdam, [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}], [{}, {"foreach": True}]),
+    # Its first steps take another branch than later ones; the small beta reaches that one within the test's steps.
+    (RAdam, [{}, {"betas": (0.9, 0.5), "weight_decay": 0.1}], [{}, {"foreach": True}]),
+    (Adamax, [{"weight_decay": 0.1}], [{}, {"foreach": True}]),
+    (Adadelta, [{"weight_decay": 0.1}], [{}, {"foreach": True}]),
+    (ASGD, [{"weight_decay": 0.1}, {"t0": 1}], [{}, {"foreach": True}]),
+    (Rprop, [{}], [{}, {"foreach": True}]),
+    (Lion, [{"weight_decay": 0.1}, {"maximize": True}], [{}]),
+]
+_CASES = [
+    pytest.param(cls, {"lr": 3e-3, **arguments, **kind}, id=f"{cls.__name__}-{arguments}-{kind}".replace(" ", ""))
+    for cls, options, kinds in _BY_CLASS
+    for arguments in options
+    for kind in kinds
+]
+
+
+@pytest.fixture
+def restore_num_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _tensors(seed: int, *, is_gradient: bool, device: str = "cpu") -> list[Tensor]:
+    return [tensor.to(device, copy=True) for tensor in _drawn(seed, is_gradient)]
+
+
+@cache
+def _drawn(seed: int, is_gradient: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    if is_gradient:
+        for tensor in tensors:
+            # Gradients of all magnitudes, zeros of both signs, denormals.
+            tensor.mul_(10.0 ** torch.randint(-12, 3, tensor.shape, generator=generator))
+            tensor.view(-1)[::11] = 0.0
+            tensor.view(-1)[5::13] = -0.0
+            tensor.view(-1)[7::17] = 1e-40
+    return tensors
+
+
+def _reference(
+    cls: type[Optimizer], arguments: dict[str, Any], device: str = "cpu"
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """Plain torch on whole parameters, all in one optimizer."""
+    params = [torch.nn.Parameter(weight) for weight in _tensors(0, is_gradient=False, device=device)]
+    make: Any = cls
+    optimizer = make(params, **arguments)
+    for step in range(_NUM_STEPS):
+        for param, grad in zip(params, _tensors(step + 1, is_gradient=True, device=device), strict=True):
+            param.grad = grad
+        _set_lr(optimizer, step)
+        optimizer.step()
+    return [param.detach() for param in params], [optimizer.state[param] for param in params]
+
+
+def _set_lr(optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 3e-3 / (1 + step)
+
+
+def _updater(cls: type[Optimizer], arguments: dict[str, Any], device: str = "cpu") -> tuple[PieceUpdater, Optimizer]:
+    make: Any = cls
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float32, device=device))
+    template = build_template(make([param], **arguments), [("weight", param)], device)
+    return PieceUpdater(template), template.optimizer
+
+
+class _Paged:
+    """A parameter in pieces: weight, gradient and each state in a page-aligned buffer at a multiple of 64 elements."""
+
+    def __init__(self, updater: PieceUpdater, weight: Tensor, offset: int, num_pieces: int) -> None:
+        self.updater = updater
+        self.numel = weight.numel()
+        self.offset = offset * PIECE_ALIGNMENT
+        self.pieces = cut(self.numel, num_pieces, seed=offset)
+        self.weight = self.place(weight)
+        self.state: dict[str, Tensor] | None = None
+        self.scalars: dict[str, Any] = {}
+
+    def place(self, tensor: Tensor) -> Tensor:
+        size = self.offset + self.numel
+        buffer = page_aligned(size) if tensor.device.type == "cpu" else torch.empty(size, device=tensor.device)
+        return buffer[self.offset :].copy_(tensor.reshape(-1))
+
+    def update(self, group: dict[str, Any], grad: Tensor) -> None:
+        grad = self.place(grad)
+        made: list[dict[str, Tensor]] = []
+        for piece in self.pieces:
+            state = {name: tensor[piece] for name, tensor in self.state.items()} if self.state is not None else None
+            tensors, scalars = self.updater.update(group, self.weight[piece], grad[piece], state, self.scalars)
+            made.append(tensors)
+        if self.state is None:
+            self.state = {name: self.place(torch.cat([part[name] for part in made])) for name in made[0]}
+        self.scalars = scalars
+
+
+def _check_pieces(
+    cls: type[Optimizer],
+    arguments: dict[str, Any],
+    expected: tuple[list[Tensor], list[dict[str, Any]]],
+    device: str = "cpu",
+) -> None:
+    updater, optimizer = _updater(cls, arguments, device)
+    paged = [
+        _Paged(updater, weight, offset=index * 3, num_pieces=4)
+        for index, weight in enumerate(_tensors(0, is_gradient=False, device=device))
+    ]
+    for step in range(_NUM_STEPS):
+        _set_lr(optimizer, step)
+        for param, grad in zip(paged, _tensors(step + 1, is_gradient=True, device=device), strict=True):
+            param.update(dict(optimizer.param_groups[0]), grad)
+    wrong = []
+    for shape, param, weight, state in zip(_SHAPES, paged, *expected, strict=True):
+        if not equal_bits(param.weight, weight.reshape(-1)):
+            wrong.append(f"weight {shape}")
+        found = {**(param.state or {}), **param.scalars}
+        assert found.keys() == state.keys()
+        for name, value in state.items():
+            expected_value = value.reshape(-1) if name in updater.state_names(0) else value
+            if not equal_bits(found[name], expected_value):
+                wrong.append(f"{name} {shape}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("cls", "arguments"), _CASES)
+def test_pieces_have_the_bits_of_the_whole(
+    cls: type[Optimizer], arguments: dict[str, Any], restore_num_threads: None
+) -> None:
+    """Whatever the numbers of threads: torch splits tensors of this size between them at odd places."""
+    assert is_known_elementwise(cls)
+    torch.set_num_threads(2)
+    expected = _reference(cls, arguments)
+    torch.set_num_threads(1)
+    _check_pieces(cls, arguments, expected)
+    alone = _reference(cls, arguments)
+    assert all(equal_bits(one, other) for one, other in zip(alone[0], expected[0], strict=True))
+    torch.set_num_threads(2)
+    _check_pieces(cls, arguments, alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cls", "arguments"), _CASES)
+def test_pieces_have_the_bits_of_the_whole_on_a_gpu(cls: type[Optimizer], arguments: dict[str, Any]) -> None:
+    _check_pieces(cls, arguments, _reference(cls, arguments, "cuda"), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        pytest.param(AdamW, {"weight_decay": 0.1}, id="AdamW"),
+        pytest.param(Adam, {"weight_decay": 0.1, "amsgrad": True}, id="Adam"),
+        pytest.param(SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, id="SGD"),
+        pytest.param(Adagrad, {"weight_decay": 0.1}, id="Adagrad"),
+    ],
+)
+def test_fused_kernels_on_many_pieces(
+    cls: type[Optimizer], arguments: dict[str, Any], restore_num_threads: None
+) -> None:
+    """Cut elsewhere, fused kernels differ in one of a thousand elements next to a cut: this many would show it."""
+    arguments = {"lr": 1e-2, "fused": True, **arguments}
+    numel = (1 << 18) + 5
+    generator = torch.Generator().manual_seed(7)
+    weight, *grads = (torch.randn(numel, generator=generator) for _ in range(3))
+    whole = torch.nn.Parameter(weight.clone())
+    make: Any = cls
+    reference = make([whole], **arguments)
+    for grad in grads:
+        whole.grad = grad.clone()
+        reference.step()
+    torch.set_num_threads(1)  # fused kernels wake all threads for a few elements, which takes longer than the update
+    updater, optimizer = _updater(cls, arguments)
+    paged = _Paged(updater, weight, offset=1, num_pieces=3000)
+    for grad in grads:
+        paged.update(dict(optimizer.param_groups[0]), grad)
+    assert len(paged.pieces) == 3000
+    assert equal_bits(paged.weight, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_and_device_are_the_models_business(dtype: torch.dtype) -> None:
+    """Users set them to build a model; scalars then follow torch's own rule, tensors stay float32."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            updater, optimizer = _updater(AdamW, {"lr": 0.1}, device="cpu")
+            group = dict(optimizer.param_groups[0])
+            weight, grad = (torch.ones(3, dtype=torch.float32, device="cpu") for _ in range(2))
+            tensors, _ = updater.update(group, weight, grad, None, {})
+    finally:
+        torch.set_default_dtype(previous)
+    assert updater.state_names(0) == ("exp_avg", "exp_avg_sq")
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+
+
+def test_tensor_hyperparameters_are_taken_at_the_snapshot() -> None:
+    """Torch's schedulers fill a tensor lr in place; an update asked for before must not see that."""
+    param = torch.nn.Parameter(torch.ones(3))
+    lr = torch.tensor(0.5)
+    template = build_template(SGD([param], lr=lr), [("weight", param)], "cpu")
+    updater = PieceUpdater(template)
+    group = template.snapshot(0)
+    lr.fill_(100.0)
+    weight = torch.ones(3)
+    updater.update(group, weight, torch.ones(3), None, {})
+    assert weight.tolist() == [0.5, 0.5, 0.5]
+    assert group["lr"] is not lr and param.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_tensor_learning_rate_and_betas_give_the_bits_of_the_whole() -> None:
+    arguments = {"lr": torch.tensor(3e-3), "betas": (torch.tensor(0.9), torch.tensor(0.99)), "fused": True}
+    for cls in (AdamW, Adam):
+        weight, grad = (tensors[-1] for tensors in (_tensors(0, is_gradient=False), _tensors(1, is_gradient=True)))
+        whole = torch.nn.Parameter(weight.clone())
+        make: Any = cls
+        reference = make([whole], **arguments)
+        updater, optimizer = _updater(cls, arguments)
+        paged = _Paged(updater, weight, offset=0, num_pieces=3)
+        for _ in range(3):
+            whole.grad = grad.clone()
+            reference.step()
+            paged.update(dict(optimizer.param_groups[0]), grad)
+        assert equal_bits(paged.weight, whole)
+
+
+@pytest.mark.parametrize(
+    ("source", "elementwise", "scalars"),
+    [
+        (lambda params: AdamW(params), ("exp_avg", "exp_avg_sq"), ("step",)),
+        (lambda params: AdamW(params, amsgrad=True), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("step",)),
+        (lambda params: SGD(params, lr=0.1), (), ()),
+        (lambda params: SGD(params, lr=0.1, momentum=0.9), ("momentum_buffer",), ()),
+        (lambda params: NAdam(params), ("exp_avg", "exp_avg_sq"), ("step", "mu_product")),
+        (lambda params: ASGD(params), ("ax",), ("step", "eta", "mu")),
+        (lambda params: Lion(params), ("exp_avg",), ()),
+    ],
+)
+def test_state_names(source: Any, elementwise: tuple[str, ...], scalars: tuple[str, ...]) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    updater = PieceUpdater(build_template(source([param]), [("weight", param)], "cpu"))
+    assert set(updater.state_names(0)) == set(elementwise)
+    assert set(updater.scalar_names(0)) == set(scalars)
+
+
+def test_groups_may_keep_different_state() -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": params[:1], "momentum": 0.9}, {"params": params[1:]}]
+    updater = PieceUpdater(build_template(SGD(groups, lr=0.1), [("a", params[0]), ("b", params[1])], "cpu"))
+    assert updater.state_names(0) == ("momentum_buffer",)
+    assert updater.state_names(1) == ()
+
+
+def test_scalars_advance_once_per_parameter() -> None:
+    updater, optimizer = _updater(AdamW, {"lr": 0.1})
+    group = dict(optimizer.param_groups[0])
+    weight, grad = torch.ones(192), torch.ones(192)
+    pieces = [slice(0, 64), slice(64, 128), slice(128, 192)]
+    first = [updater.update(group, weight[piece], grad[piece], None, {}) for piece in pieces]
+    assert [float(scalars["step"]) for _, scalars in first] == [1.0, 1.0, 1.0]
+    given = first[-1][1]
+    second = [
+        updater.update(group, weight[piece], grad[piece], state, given)
+        for piece, (state, _) in zip(pieces, first, strict=True)
+    ]
+    assert [float(scalars["step"]) for _, scalars in second] == [2.0, 2.0, 2.0]
+    assert float(given["step"]) == 1.0
+
+
+def test_state_is_updated_in_place_and_the_rest_left_alone() -> None:
+    updater, optimizer = _updater(AdamW, {"lr": 0.1, "fused": True})
+    group = dict(optimizer.param_groups[0])
+    group_before = dict(group)
+    buffers = [torch.zeros(192) for _ in range(4)]
+    weight, grad, exp_avg, exp_avg_sq = (buffer[64:128] for buffer in buffers)
+    grad.fill_(1.0)
+    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    tensors, _ = updater.update(group, weight, grad, state, {"step": torch.tensor(3.0)})
+    assert tensors["exp_avg"] is exp_avg and tensors["exp_avg_sq"] is exp_avg_sq
+    assert all(bool(part.ne(0).all()) for part in (weight, exp_avg, exp_avg_sq))
+    assert all(bool(buffer[:64].eq(0).all()) and bool(buffer[128:].eq(0).all()) for buffer in buffers)
+    assert group == group_before
+    assert weight.grad is None and not weight.requires_grad
+    assert not optimizer.state, "the user's own optimizer must not be touched"
+
+
+class _Replacing(Optimizer):
+    """Writes new tensors where torch's optimizers change the old ones."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    state["total"] = state.get("total", torch.zeros_like(param)) + param.grad
+                    param.data = param.data - group["lr"] * state["total"] / state["count"]
+
+
+def test_an_optimizer_that_replaces_tensors() -> None:
+    updater, optimizer = _updater(_Replacing, {})
+    group = dict(optimizer.param_groups[0])
+    weight, total = torch.randn(100), torch.zeros(100)
+    whole = torch.nn.Parameter(weight.clone())
+    reference = _Replacing([whole])
+    scalars: dict[str, Any] = {"count": 0}
+    for _ in range(3):
+        whole.grad = torch.randn(100)
+        _, scalars = updater.update(group, weight, whole.grad.clone(), {"total": total}, scalars)
+        reference.step()
+    assert equal_bits(weight, whole)
+    assert equal_bits(total, reference.state[whole]["total"])
+    assert scalars == {"count": 3}
+
+
+def test_state_that_appears_later_is_refused() -> None:
+    """E.g. momentum set from zero to something by hand, in the middle of a training."""
+    updater, optimizer = _updater(SGD, {"lr": 0.1})
+    group = {**optimizer.param_groups[0], "momentum": 0.9}
+    with pytest.raises(OptimizerNotPageableError, match="'momentum_buffer' appeared after"):
+        updater.update(group, torch.ones(3), torch.ones(3), {}, {})
+    with pytest.raises(OptimizerNotPageableError, match="'momentum_buffer' appeared after"):
+        updater.update(group, torch.ones(3), torch.ones(3), None, {})
+
+
+def test_hooks_do_not_run_for_pieces() -> None:
+    """A step hook is for the step of the whole model."""
+    calls: list[str] = []
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([param], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("own"))
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
+    try:
+        updater = PieceUpdater(build_template(optimizer, [("weight", param)], "cpu"))
+        updater.update(dict(optimizer.param_groups[0]), torch.ones(3), torch.ones(3), None, {})
+    finally:
+        handle.remove()
+    assert calls == []
+
+
+def test_updates_from_another_thread_while_the_main_thread_trains() -> None:
+    """Gradient mode is a thread's own; the random generators and the thread count are everybody's."""
+    updater, optimizer = _updater(AdamW, {"lr": 0.1})
+    group = dict(optimizer.param_groups[0])
+    modes: list[bool] = []
+    failures: list[BaseException] = []
+    started, stop = threading.Event(), threading.Event()
+
+    def update() -> None:
+        try:
+            weight, grad = torch.zeros(1 << 16), torch.ones(1 << 16)
+            state, scalars = updater.update(group, weight, grad, None, {})
+            started.set()
+            while not stop.is_set():
+                state, scalars = updater.update(group, weight, grad, state, scalars)
+                modes.append(torch.is_grad_enabled())
+        except BaseException as error:
+            failures.append(error)
+            started.set()
+
+    random_state, num_threads = torch.get_rng_state(), torch.get_num_threads()
+    thread = threading.Thread(target=update)
+    thread.start()
+    try:
+        assert started.wait(60)
+        leaf = torch.ones(4, requires_grad=True)
+        for _ in range(200):
+            assert torch.is_grad_enabled()
+            loss = (leaf * 2).sum()
+            assert loss.requires_grad
+            loss.backward()
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive() and failures == []
+    assert modes and all(modes)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.get_num_threads() == num_threads
+
+
+def test_a_failing_update_keeps_nothing() -> None:
+    updater, optimizer = _updater(AdamW, {"lr": 0.1})
+    group = dict(optimizer.param_groups[0])
+    weight = torch.ones(3)
+    with pytest.raises(RuntimeError):
+        updater.update(group, weight, torch.ones(4), None, {})
+    tensors, scalars = updater.update(group, weight, torch.ones(3), None, {})
+    assert tensors["exp_avg"].shape == (3,)
+    assert float(scalars["step"]) == 1.0

@@ -1,0 +1,129 @@
+"""Optimizers by the names and parameters of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.errors import (
+    ConfigValueError,
+    OptimizerNotPageableError,
+    UnknownConfigKeyError,
+    UnsupportedConfigError,
+)
+from infinity.optim import Lion
+from infinity.optim.registry import OptimizerRecipe, resolve
+from tests.unit.optim.memory_backend import Section
+
+
+def _resolve(name: str, **params: Any) -> OptimizerRecipe:
+    return resolve(Section(name, params), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("Adam", torch.optim.AdamW),  # DeepSpeed's default is decoupled decay
+        ("adamw", torch.optim.AdamW),
+        ("ADAMW", torch.optim.AdamW),
+        ("SGD", torch.optim.SGD),
+        ("adagrad", torch.optim.Adagrad),
+        ("RMSProp", torch.optim.RMSprop),
+        ("lion", Lion),
+        ("NAdam", torch.optim.NAdam),
+        ("radam", torch.optim.RAdam),
+        ("Adadelta", torch.optim.Adadelta),
+    ],
+)
+def test_names(name: str, cls: type[torch.optim.Optimizer]) -> None:
+    assert _resolve(name).cls is cls
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "cls"),
+    [
+        ("Adam", False, torch.optim.Adam),
+        ("Adam", True, torch.optim.AdamW),
+        ("AdamW", False, torch.optim.AdamW),  # as in DeepSpeed: the name says it already
+    ],
+)
+def test_adam_w_mode(name: str, mode: bool, cls: type[torch.optim.Optimizer]) -> None:
+    recipe = _resolve(name, adam_w_mode=mode)
+    assert recipe.cls is cls
+    assert "adam_w_mode" not in recipe.kwargs
+
+
+def test_weight_decay_defaults_to_deepspeeds() -> None:
+    assert _resolve("AdamW").kwargs["weight_decay"] == 0.0
+    assert _resolve("AdamW", weight_decay=0.3).kwargs["weight_decay"] == 0.3
+    assert "weight_decay" not in _resolve("AdamW", torch_adam=True).kwargs
+
+
+def test_lion_defaults_to_deepspeeds() -> None:
+    assert _resolve("Lion").kwargs == {"lr": 1e-3, "betas": (0.9, 0.999)}
+    assert _resolve("Lion", lr=2e-4, betas=[0.9, 0.99]).kwargs == {"lr": 2e-4, "betas": (0.9, 0.99)}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_where_torch_has_it(name: str) -> None:
+    assert _resolve(name, lr=0.1).kwargs["fused"] is True
+    assert _resolve(name, lr=0.1, fused=False).kwargs["fused"] is False
+    assert "fused" not in _resolve(name, lr=0.1, foreach=True).kwargs
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Lion", "NAdam"])
+def test_not_fused_where_torch_lacks_it(name: str) -> None:
+    assert "fused" not in _resolve(name, lr=0.1).kwargs
+
+
+def test_the_config_is_not_modified() -> None:
+    params = {"lr": 0.1, "torch_adam": True, "betas": [0.9, 0.99]}
+    kwargs = resolve(Section("Adam", params), torch.device("cpu")).kwargs
+    assert params == {"lr": 0.1, "torch_adam": True, "betas": [0.9, 0.99]}
+    assert kwargs == {"lr": 0.1, "betas": (0.9, 0.99), "fused": True}
+
+
+def test_parameters_that_change_nothing_are_dropped() -> None:
+    kwargs = _resolve("Adam", bias_correction=True, fp32_optimizer_states=True, set_grad_none=True).kwargs
+    assert kwargs == {"weight_decay": 0.0, "fused": True}
+
+
+@pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
+def test_parameters_that_would_change_the_numbers_are_refused(key: str) -> None:
+    with pytest.raises(UnsupportedConfigError, match=rf"optimizer\.params\.{key}"):
+        _resolve("AdamW", **{key: False})
+
+
+def test_unknown_parameter_names_the_nearest() -> None:
+    with pytest.raises(UnknownConfigKeyError, match=r"'optimizer\.params\.weight_decai' \(did you mean 'weight_decay'"):
+        _resolve("AdamW", weight_decai=0.1)
+
+
+def test_max_grad_norm_points_to_gradient_clipping() -> None:
+    with pytest.raises(ConfigValueError, match="gradient_clipping"):
+        _resolve("AdamW", max_grad_norm=1.0)
+
+
+def test_differentiable_is_refused() -> None:
+    with pytest.raises(ConfigValueError, match="differentiable"):
+        _resolve("AdamW", differentiable=True)
+
+
+def test_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(ConfigValueError, match=r"'optimizer.type' = 'AdamWW'.*Did you mean 'AdamW'"):
+        _resolve("AdamWW")
+
+
+@pytest.mark.parametrize(
+    "name", ["LBFGS", "SparseAdam", "Adafactor", "Lamb", "OneBitAdam", "onebitlamb", "ZeroOneAdam", "MuSGD"]
+)
+def test_optimizers_that_mix_elements_are_refused_by_name(name: str) -> None:
+    with pytest.raises(OptimizerNotPageableError, match=f"(?i)optimizer {name} cannot be paged: .+"):
+        _resolve(name)
+
+
+def test_muon_is_refused_whether_torch_has_it_or_not() -> None:
+    with pytest.raises(OptimizerNotPageableError, match=r"optimizer Muon cannot be paged: .+"):
+        _resolve("muon")

@@ -1,0 +1,241 @@
+"""Templates from every kind of source, their groups, and the state a passed optimizer brings along."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, AdamW
+
+from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
+from infinity.optim import Template, build_template
+from tests.unit.optim.memory_backend import Section
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+
+
+def _build(source: Any, model: torch.nn.Module, model_parameters: Any = None) -> Template:
+    return build_template(source, model.named_parameters(), "cpu", model_parameters=model_parameters)
+
+
+_SOURCES = {
+    "section": lambda model: Section("AdamW", {"lr": 0.5}),
+    "class": lambda model: AdamW,
+    "partial": lambda model: partial(AdamW, lr=0.5),
+    "callable": lambda model: lambda params: AdamW(params, lr=0.5),
+    "instance": lambda model: AdamW(model.parameters(), lr=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", _SOURCES)
+def test_every_source_holds_the_models_own_parameters(kind: str, model: torch.nn.Module) -> None:
+    template = _build(_SOURCES[kind](model), model)
+    params = list(model.parameters())
+    assert template.name == "AdamW"
+    assert all(one is other for one, other in zip(template.params(), params, strict=True))
+    assert [template.group_index(param) for param in params] == [0, 0, 0, 0]
+    assert template.fqn(params[2]) == "1.weight"
+    assert params[0] in template and torch.zeros(3) not in template
+    assert template.param_groups is template.optimizer.param_groups
+    assert template.param_groups[0]["lr"] == (1e-3 if kind == "class" else 0.5)
+    assert not template.optimizer.state
+
+
+def test_an_instance_is_used_as_it_is(model: torch.nn.Module) -> None:
+    optimizer = AdamW(model.parameters())
+    assert _build(optimizer, model).optimizer is optimizer
+
+
+@pytest.mark.parametrize("kind", ["section", "class", "partial"])
+def test_classes_never_see_the_true_parameters(kind: str, model: torch.nn.Module) -> None:
+    """Adagrad's constructor allocates the whole state: on stand-ins that is a few bytes."""
+    sizes: list[int] = []
+
+    class Watching(Adagrad):
+        def __init__(self, params: Any, **arguments: Any) -> None:
+            super().__init__(params, **arguments)
+            sizes.extend(state["sum"].numel() for state in self.state.values())
+
+    sources = {"section": Section("Adagrad", {"lr": 0.5}), "class": Watching, "partial": partial(Watching, lr=0.5)}
+    template = _build(sources[kind], model)
+    assert sizes == ([] if kind == "section" else [1, 1, 1, 1])
+    assert not template.optimizer.state
+    assert [tuple(param.shape) for param in template.params()] == [(3, 4), (3,), (2, 3), (2,)]
+
+
+def test_a_callable_sees_the_true_parameters(model: torch.nn.Module) -> None:
+    def by_dims(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        decayed, others = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+        return AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}])
+
+    template = _build(by_dims, model)
+    assert [template.group_index(param) for param in model.parameters()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("source", [Section("SGD", {"lr": 0.5}), partial(SGD, lr=0.5), lambda groups: SGD(groups, 0.5)])
+def test_groups_keep_their_options_and_the_users_dicts_stay_as_they_were(source: Any, model: torch.nn.Module) -> None:
+    weights, biases = list(model.parameters())[::2], list(model.parameters())[1::2]
+    groups = [{"params": weights, "lr": 0.25, "note": "w"}, {"params": iter(biases)}]
+    template = _build(source, model, groups)
+    assert [group["lr"] for group in template.param_groups] == [0.25, 0.5]
+    assert template.param_groups[0]["note"] == "w"
+    assert [template.group_index(param) for param in model.parameters()] == [0, 1, 0, 1]
+    assert groups[0] == {"params": weights, "lr": 0.25, "note": "w"} and groups[0]["params"] is weights
+    assert list(groups[1]) == ["params"]
+
+
+def test_one_group_and_one_parameter() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    for given in (model.weight, {"params": model.weight}, {"params": [model.weight]}, model.parameters()):
+        template = _build(AdamW, model, given)
+        assert next(template.params()) is model.weight
+
+
+def test_named_parameters_keep_their_names(model: torch.nn.Module) -> None:
+    template = _build(AdamW, model, model.named_parameters())
+    assert template.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_frozen_parameters_are_left_out_unless_given(model: torch.nn.Module) -> None:
+    frozen, *trainable = model.parameters()
+    frozen.requires_grad_(False)
+    assert [id(param) for param in _build(AdamW, model).params()] == [id(param) for param in trainable]
+    given = _build(AdamW, model, list(model.parameters()))
+    assert len(list(given.params())) == 4 and not next(given.params()).requires_grad
+    assert len(list(_build(AdamW(model.parameters()), model).params())) == 4
+
+
+def test_tied_parameters_count_once() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    named = list(model.named_parameters(remove_duplicate=False))
+    template = build_template(AdamW, named, "cpu")
+    assert len(list(template.params())) == 3
+    assert template.fqn(model[1].weight) == "0.weight"
+
+
+# --------------------------------------------------------------------------------------------------------- bad groups
+
+
+@pytest.mark.parametrize("as_instance", [False, True])
+def test_a_trainable_parameter_in_no_group(as_instance: bool, model: torch.nn.Module) -> None:
+    params = list(model.parameters())[:2]
+    with pytest.raises(ParameterGroupError, match=r"'1.weight' \(and 1 more\) stands in no parameter group"):
+        _build(AdamW(params) if as_instance else AdamW, model, params)
+
+
+def test_a_trainable_parameter_in_two_groups(model: torch.nn.Module) -> None:
+    params = list(model.parameters())
+    with pytest.raises(ParameterGroupError, match=r"'0.bias' stands in parameter groups 0 and 1"):
+        _build(AdamW, model, [{"params": params}, {"params": params[1:2]}])
+
+
+def test_a_trainable_parameter_twice_in_one_group(model: torch.nn.Module) -> None:
+    params = list(model.parameters())
+    with pytest.raises(ParameterGroupError, match="stands in parameter groups 0 and 0"):
+        _build(AdamW, model, [*params, params[0]])
+
+
+def test_an_instance_over_other_tensors(model: torch.nn.Module) -> None:
+    """The usual mistake: the optimizer was made from another copy of the model."""
+    other = torch.nn.Linear(4, 3)
+    with pytest.raises(ModelError, match=r"shape \(3, 4\) that is no parameter of the model.*after any"):
+        _build(AdamW(other.parameters()), model)
+
+
+def test_things_that_are_no_parameters(model: torch.nn.Module) -> None:
+    with pytest.raises(ConfigError, match="holds a str"):
+        _build(AdamW, model, ["0.weight"])
+
+
+# ---------------------------------------------------------------------------------------------------------- bad source
+
+
+def test_constructor_errors_name_the_optimizer(model: torch.nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer AdamW: Invalid learning rate: -1"):
+        _build(Section("AdamW", {"lr": -1}), model)
+    with pytest.raises(ConfigError, match="optimizer SGD"):
+        _build(partial(SGD, momentun=0.9), model)
+
+
+def test_a_callable_that_returns_something_else(model: torch.nn.Module) -> None:
+    with pytest.raises(ConfigError, match="returned list"):
+        _build(list, model)
+
+
+def test_a_source_that_is_none_of_all(model: torch.nn.Module) -> None:
+    with pytest.raises(ConfigError, match="cannot make an optimizer from int"):
+        _build(3, model)
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.LBFGS(p), lambda p: torch.optim.Adafactor(p)])
+def test_known_mixing_optimizers_are_refused_by_name(make: Any, model: torch.nn.Module) -> None:
+    for source in (make(model.parameters()), make):
+        with pytest.raises(OptimizerNotPageableError, match=r"optimizer (LBFGS|Adafactor) cannot be paged: .+"):
+            _build(source, model)
+
+
+def test_subclasses_of_mixing_optimizers_are_refused(model: torch.nn.Module) -> None:
+    class Mine(torch.optim.Adafactor):
+        pass
+
+    with pytest.raises(OptimizerNotPageableError, match="optimizer Mine cannot be paged"):
+        _build(Mine, model)
+
+
+def test_differentiable_is_refused(model: torch.nn.Module) -> None:
+    with pytest.raises(OptimizerNotPageableError, match="group 0 has differentiable=True"):
+        _build(SGD(model.parameters(), lr=0.1, differentiable=True), model)
+
+
+# ------------------------------------------------------------------------------------------------------- initial state
+
+
+def test_state_of_a_training_that_goes_on_is_moved_out(model: torch.nn.Module) -> None:
+    optimizer = AdamW(model.parameters())
+    for param in list(model.parameters())[:2]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    expected = {param: dict(state) for param, state in optimizer.state.items()}
+    template = _build(optimizer, model)
+    taken = dict(template.take_initial_states())
+    assert list(taken) == list(model.parameters())[:2]
+    assert all(taken[param][name] is value for param in taken for name, value in expected[param].items())
+    assert not optimizer.state
+    assert list(template.take_initial_states()) == []
+
+
+def test_state_of_a_bfloat16_optimizer_becomes_float32() -> None:
+    model = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters())
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    ((_, state),) = _build(optimizer, model).take_initial_states()
+    assert {name: value.dtype for name, value in state.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.float32,
+    }
+
+
+def test_state_from_a_constructor_is_dropped(model: torch.nn.Module) -> None:
+    """Each first step makes it again, in float32: 0.1 rounded to bfloat16 would be another number."""
+    template = _build(Adagrad(model.parameters(), initial_accumulator_value=0.1), model)
+    assert not template.optimizer.state
+    assert list(template.take_initial_states()) == []
+
+
+def test_snapshots_hold_no_parameters_and_no_live_tensors(model: torch.nn.Module) -> None:
+    lr = torch.tensor(0.5)
+    template = _build(AdamW(model.named_parameters(), lr=lr), model)
+    (snapshot,) = template.snapshots()
+    assert "params" not in snapshot and "param_names" not in snapshot
+    lr.fill_(7.0)
+    assert float(snapshot["lr"]) == 0.5
+    assert float(template.snapshot(0)["lr"]) == 7.0

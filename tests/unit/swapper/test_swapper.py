@@ -1,0 +1,292 @@
+"""The public face: extents, ranges, buffers, handles, closing."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import swapper as package
+from swapper import (
+    ALIGNMENT,
+    AlignedRegion,
+    ExtentRangeError,
+    FreedExtentError,
+    Handle,
+    InvalidBufferError,
+    OutOfSpaceError,
+    Swapper,
+    SwapperClosedError,
+    SwapperConfig,
+    UnwrittenExtentError,
+)
+from swapper.backends import MemoryBackend
+from swapper.config import Priority
+
+_CAPACITY = 8 << 20
+
+
+@pytest.fixture(params=["drive", "memory", "inline"])
+def swapper(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Swapper]:
+    """The same behaviour on files, in memory with worker threads, and in memory on the caller's thread."""
+    config = SwapperConfig(request_bytes=16 * ALIGNMENT, deadline_seconds=30.0)
+    if request.param == "drive":
+        made = Swapper.open([tmp_path], _CAPACITY, config)
+    elif request.param == "memory":
+        made = Swapper.in_memory(_CAPACITY, config)
+    else:
+        made = Swapper(MemoryBackend(_CAPACITY), config)
+    with made:
+        yield made
+
+
+def test_the_documented_example() -> None:
+    result = doctest.testmod(package)
+    assert result.attempted >= 5
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("numel", [1, 1000, 250_000])
+def test_tensors_come_back(swapper: Swapper, dtype: torch.dtype, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    tensor = torch.randint(0, 200, (numel,), generator=generator).to(dtype)
+    extent = swapper.allocate(tensor.nbytes, "tensor")
+    copy = torch.zeros_like(tensor)
+    written = swapper.write(extent, tensor)
+    swapper.read(extent, copy).wait()
+    written.wait()
+    assert torch.equal(copy, tensor)
+
+
+def test_ranges_inside_an_extent(swapper: Swapper) -> None:
+    model = np.zeros(200_000, dtype=np.uint8)
+    extent = swapper.allocate(model.size, "ranges")
+    swapper.write(extent, model)
+    dice = np.random.default_rng(0)
+    for value in range(1, 60):
+        start, stop = sorted(dice.integers(0, model.size, 2).tolist())
+        model[start:stop] = value
+        swapper.write(extent, np.full(stop - start, value, dtype=np.uint8), offset=start)
+        low, high = sorted(dice.integers(0, model.size, 2).tolist())
+        copy = np.empty(high - low, dtype=np.uint8)
+        swapper.read(extent, copy, offset=low).wait()
+        assert np.array_equal(copy, model[low:high])
+
+
+def test_num_bytes_takes_the_front_of_the_buffer(swapper: Swapper) -> None:
+    extent = swapper.allocate(100, "x")
+    swapper.write(extent, np.arange(50, dtype=np.uint8), num_bytes=10).wait()
+    memory = np.full(50, 99, dtype=np.uint8)
+    swapper.read(extent, memory, num_bytes=10).wait()
+    assert memory[:10].tolist() == list(range(10))
+    assert (memory[10:] == 99).all()
+
+
+def test_aligned_requests_do_not_pass_through_other_memory(tmp_path: Path) -> None:
+    with Swapper.open([tmp_path], _CAPACITY) as swapper:
+        if not swapper.statistics().is_direct:
+            pytest.skip(f"no O_DIRECT in {tmp_path}")
+        array = AlignedRegion(1 << 20).array()
+        extent = swapper.allocate(array.size, "aligned")
+        swapper.write(extent, array).wait()
+        swapper.read(extent, array).wait()
+        assert swapper.statistics().num_bounced == 0
+        swapper.read(extent, array[1:100], offset=1).wait()
+        assert swapper.statistics().num_bounced == 1
+
+
+def test_extents_are_rounded_up_and_can_be_used_whole(swapper: Swapper) -> None:
+    extent = swapper.allocate(10, "small")
+    assert (extent.num_bytes, extent.requested_bytes, extent.name) == (ALIGNMENT, 10, "small")
+    swapper.write(extent, np.ones(ALIGNMENT, dtype=np.uint8)).wait()
+    assert "small" in repr(extent)
+
+
+def test_nothing(swapper: Swapper) -> None:
+    extent = swapper.allocate(0, "empty")
+    swapper.write(extent, torch.zeros(0)).wait()
+    swapper.read(extent, torch.zeros(0)).wait()
+    swapper.free(extent)
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(0, ALIGNMENT + 1), (ALIGNMENT, 1), (-1, 1), (ALIGNMENT - 1, 2)])
+def test_outside_of_the_extent(swapper: Swapper, offset: int, num_bytes: int) -> None:
+    extent = swapper.allocate(ALIGNMENT, "x")
+    with pytest.raises(ExtentRangeError, match=f"'x' has 4096 bytes: {num_bytes} bytes at offset {offset}"):
+        swapper.write(extent, np.zeros(num_bytes, dtype=np.uint8), offset=offset)
+
+
+def test_more_than_the_buffer_has(swapper: Swapper) -> None:
+    extent = swapper.allocate(ALIGNMENT, "x")
+    for num_bytes in (11, -1):
+        with pytest.raises(InvalidBufferError, match=f"10 bytes, fewer than num_bytes={num_bytes}"):
+            swapper.write(extent, np.zeros(10, dtype=np.uint8), num_bytes=num_bytes)
+
+
+def test_bytes_that_nobody_wrote_are_not_read(swapper: Swapper) -> None:
+    extent = swapper.allocate(1000, "x")
+    memory = np.zeros(1000, dtype=np.uint8)
+    with pytest.raises(UnwrittenExtentError, match="'x' was never written at bytes 0 to 1000"):
+        swapper.read(extent, memory)
+    swapper.write(extent, memory[:400])
+    swapper.write(extent, memory[:400], offset=500)
+    with pytest.raises(UnwrittenExtentError, match="at bytes 400 to 500"):
+        swapper.read(extent, memory[:900])
+    swapper.read(extent, memory[:400]).wait()
+    swapper.read(extent, memory[:400], offset=500).wait()
+
+
+def test_freed_space_is_used_again_but_its_bytes_are_unwritten(swapper: Swapper) -> None:
+    first = swapper.allocate(_CAPACITY, "first")
+    with pytest.raises(OutOfSpaceError, match="'second'"):
+        swapper.allocate(1, "second")
+    swapper.write(first, np.ones(_CAPACITY, dtype=np.uint8))
+    swapper.free(first)
+    assert swapper.free_bytes == swapper.capacity_bytes == _CAPACITY
+    second = swapper.allocate(100, "second")
+    with pytest.raises(UnwrittenExtentError):
+        swapper.read(second, bytearray(100))
+    with pytest.raises(FreedExtentError, match="'first' was freed twice"):
+        swapper.free(first)
+    with pytest.raises(FreedExtentError, match="'first' has been freed"):
+        swapper.write(first, bytearray(1))
+
+
+def test_extents_of_another_swapper_are_refused(swapper: Swapper) -> None:
+    with Swapper.in_memory(ALIGNMENT) as other:
+        extent = other.allocate(1, "foreign")
+        for use in (lambda: swapper.write(extent, bytearray(1)), lambda: swapper.free(extent)):
+            with pytest.raises(FreedExtentError, match="'foreign' belongs to another swapper"):
+                use()
+
+
+def test_the_handle_keeps_the_buffer_alive(swapper: Swapper) -> None:
+    extent = swapper.allocate(1 << 20, "x")
+    swapper.write(extent, np.full(1 << 20, 3, dtype=np.uint8))
+    gc.collect()
+    memory = np.zeros(1 << 20, dtype=np.uint8)
+    alive = weakref.ref(memory)
+    handle = swapper.read(extent, memory)
+    assert (handle.is_read, handle.num_bytes, handle.extent) == (True, 1 << 20, extent)
+    handle.wait()
+    assert (memory == 3).all()
+    del memory
+    gc.collect()
+    deadline = time.monotonic() + 5  # the worker may still be on its way out of the transfer
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() is None, "a finished handle must not keep the buffer"
+    assert handle.done() and handle.error is None and "done" in repr(handle)
+
+
+def test_callbacks(swapper: Swapper, caplog: pytest.LogCaptureFixture) -> None:
+    extent = swapper.allocate(1 << 20, "x")
+    called: list[Handle] = []
+    is_called = threading.Event()
+
+    def callback(handle: Handle) -> None:
+        called.append(handle)
+        if len(called) == 3:
+            is_called.set()
+        raise ValueError("callbacks may be wrong")
+
+    handle = swapper.write(extent, np.zeros(1 << 20, dtype=np.uint8))
+    handle.add_done_callback(callback)
+    handle.add_done_callback(callback)
+    handle.wait()
+    handle.add_done_callback(callback)
+    assert is_called.wait(10)
+    assert called == [handle] * 3
+    assert "a callback of a finished read or write raised" in caplog.text
+    swapper.write(extent, np.zeros(1, dtype=np.uint8)).wait()
+
+
+def test_statistics_count_what_users_asked_for(swapper: Swapper) -> None:
+    extent = swapper.allocate(40 * ALIGNMENT, "x")
+    before = swapper.statistics()
+    swapper.write(extent, np.zeros(40 * ALIGNMENT, dtype=np.uint8)).wait()
+    swapper.read(extent, np.zeros(1000, dtype=np.uint8), offset=5).wait()
+    swapper.flush()
+    delta = swapper.statistics() - before
+    assert (delta.write_bytes, delta.read_bytes) == (40 * ALIGNMENT, 1000)
+    assert (delta.num_writes, delta.num_reads) == (3, 1)
+    assert (delta.num_retries, delta.num_errors, delta.inflight, delta.queued) == (0, 0, 0, 0)
+    assert delta.write_busy_seconds > 0 and delta.read_busy_seconds > 0
+    assert delta.capacity_bytes == _CAPACITY and delta.free_bytes == _CAPACITY - 40 * ALIGNMENT
+
+
+def test_after_close(swapper: Swapper) -> None:
+    extent = swapper.allocate(ALIGNMENT, "x")
+    handle = swapper.write(extent, bytearray(ALIGNMENT))
+    handle.wait()
+    swapper.close()
+    swapper.close()
+    assert swapper.is_closed and handle.done()
+    for use in (
+        lambda: swapper.read(extent, bytearray(1)),
+        lambda: swapper.write(extent, bytearray(1)),
+        lambda: swapper.allocate(1, "y"),
+        lambda: swapper.free(extent),
+        swapper.flush,
+        swapper.raise_pending,
+    ):
+        with pytest.raises(SwapperClosedError, match="has been closed"):
+            use()
+
+
+def test_close_drops_what_waits_and_finishes_what_runs(swapper: Swapper) -> None:
+    extent = swapper.allocate(_CAPACITY, "x")
+    handles = [swapper.write(extent, np.zeros(_CAPACITY, dtype=np.uint8)) for _ in range(4)]
+    swapper.close()
+    assert all(handle.done() for handle in handles)
+    for handle in handles:
+        try:
+            handle.wait()
+        except SwapperClosedError as error:
+            assert "has been closed" in str(error)
+
+
+def test_worker_threads_are_named_daemons_and_end_with_close(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with Swapper.open([tmp_path], ALIGNMENT, SwapperConfig(num_threads=2)):
+        workers = set(threading.enumerate()) - before
+        names = sorted(worker.name for worker in workers)
+        assert names == [
+            "swapper-io-read-0",
+            "swapper-io-read-1",
+            "swapper-io-write-0",
+            "swapper-io-write-1",
+            "swapper-watchdog",
+        ]
+        assert all(worker.daemon for worker in workers)
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_swapper_that_nobody_closes_still_goes_away(tmp_path: Path) -> None:
+    before, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    swapper = Swapper.open([tmp_path], 1 << 20, SwapperConfig(deadline_seconds=0.8))
+    swapper.write(swapper.allocate(ALIGNMENT, "x"), bytearray(ALIGNMENT)).wait()
+    workers = set(threading.enumerate()) - before
+    del swapper
+    gc.collect()
+    for worker in workers:
+        worker.join(5)
+    assert not any(worker.is_alive() for worker in workers)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_priorities_are_those_of_the_package() -> None:
+    assert package.Priority is Priority
+    assert sorted(package.__all__) == sorted(set(package.__all__))
+    assert all(hasattr(package, name) for name in package.__all__)

@@ -1,0 +1,184 @@
+"""Scratch files: reserved, nameless, striped, and refused in words."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+import swapper.volume as volume_module
+from swapper import (
+    ALIGNMENT,
+    ArgumentError,
+    MissingDirectoryError,
+    NotDirectoryError,
+    Swapper,
+    SwapperConfig,
+    UnwritableDirectoryError,
+    Volume,
+    VolumeError,
+    VolumeTooSmallError,
+)
+
+
+def _two(tmp_path: Path) -> list[Path]:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    return directories
+
+
+def test_space_is_reserved_and_the_file_has_no_name(tmp_path: Path) -> None:
+    volume = Volume([tmp_path], 1 << 20)
+    status = os.fstat(volume.files[0].fd)
+    assert volume.capacity_bytes == status.st_size == 1 << 20
+    assert status.st_blocks * 512 >= 1 << 20, "nothing was reserved"
+    assert status.st_nlink == 0
+    assert os.listdir(tmp_path) == []
+    volume.close()
+    volume.close()
+    assert volume.files[0].fd == -1
+
+
+def test_a_file_is_unlinked_where_it_cannot_be_made_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def refusing_open(path: str, flags: int, *arguments: int, **options: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return real_open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing_open)
+    volume = Volume([tmp_path], ALIGNMENT)
+    assert os.fstat(volume.files[0].fd).st_nlink == 0
+    assert os.listdir(tmp_path) == []
+    volume.close()
+
+
+def test_addresses_are_striped_over_all_files(tmp_path: Path) -> None:
+    stripe = 2 * ALIGNMENT
+    volume = Volume(_two(tmp_path), 5 * stripe, stripe_bytes=stripe)
+    assert volume.capacity_bytes == 6 * stripe, "files must be equally long"
+    assert [os.fstat(file.fd).st_size for file in volume.files] == [3 * stripe] * 2
+    places = [volume.locate(offset) for offset in range(0, 6 * stripe, ALIGNMENT)]
+    assert len({(file.fd, offset) for file, offset in places}) == len(places)
+    assert [volume.files.index(file) for file, _ in places[:8]] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert volume.locate(2 * stripe + 5)[1] == stripe + 5
+    volume.close()
+
+
+@pytest.mark.parametrize("kind", [str, Path, os.fsencode])
+def test_one_path_is_one_directory(tmp_path: Path, kind: type) -> None:
+    if kind is os.fsencode:
+        with pytest.raises(TypeError):
+            Volume([os.fsencode(tmp_path)], ALIGNMENT)
+        return
+    volume = Volume(kind(tmp_path), ALIGNMENT)
+    assert len(volume.files) == 1
+    volume.close()
+
+
+def test_page_cache_where_direct_transfers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(volume_module.os, "pwritev", refusing)
+    with caplog.at_level(logging.WARNING):
+        volume = Volume([tmp_path], ALIGNMENT)
+    monkeypatch.undo()
+    assert not volume.is_direct
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "goes through the page cache: the file system refuses direct transfers of 4096 bytes" in caplog.text
+    assert "page cache: the file system refuses" in volume.describe()
+    volume.close()
+
+
+def test_page_cache_when_asked_for_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Swapper.open([tmp_path], ALIGNMENT, SwapperConfig(direct=False)) as swapper:
+        assert not swapper.statistics().is_direct
+        assert "page cache: direct=False" in swapper.describe()
+        extent = swapper.allocate(100, "x")
+        swapper.write(extent, bytearray(b"a" * 100)).wait()
+        assert swapper.statistics().num_bounced == 0
+    assert not caplog.records
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(MissingDirectoryError, match="missing' does not exist; create it") as missing:
+        Volume([tmp_path / "missing"], ALIGNMENT)
+    assert missing.value.directory == tmp_path / "missing"
+    with pytest.raises(NotDirectoryError, match="file' is not a directory"):
+        Volume([file], ALIGNMENT)
+    with pytest.raises(MissingDirectoryError):
+        Volume([file / "below"], ALIGNMENT)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_a_directory_without_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refusing(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(volume_module.os, "open", refusing)
+    with pytest.raises(UnwritableDirectoryError, match=f"{os.strerror(code)} .errno {code}.*write access") as error:
+        Volume([tmp_path], ALIGNMENT)
+    assert isinstance(error.value.__cause__, OSError)
+
+
+def test_too_small_names_needed_and_free(tmp_path: Path) -> None:
+    num_bytes = 1 << 60
+    with pytest.raises(VolumeTooSmallError, match=f"{num_bytes} bytes are needed there and ") as error:
+        Volume([tmp_path], num_bytes)
+    assert error.value.needed_bytes == num_bytes
+    status = os.statvfs(tmp_path)
+    assert abs(error.value.free_bytes - status.f_bavail * status.f_frsize) < 1 << 30
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_reservation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refusing(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(volume_module.os, "posix_fallocate", refusing)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(VolumeTooSmallError, match="8192 bytes are needed") as error:
+        Volume([tmp_path], 2 * ALIGNMENT)
+    assert os.strerror(code) in str(error.value)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_error_of_a_reservation_is_reported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(volume_module.os, "posix_fallocate", refusing)
+    with pytest.raises(VolumeError, match=r"cannot reserve 4096 bytes .*EIO"):
+        Volume([tmp_path], ALIGNMENT)
+
+
+def test_a_bad_second_directory_closes_the_first_file(tmp_path: Path) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MissingDirectoryError):
+        Volume([tmp_path, tmp_path / "missing"], ALIGNMENT)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="no directory given"):
+        Volume([], ALIGNMENT)
+    with pytest.raises(ArgumentError, match="given twice"):
+        Volume([tmp_path, tmp_path / "." / "x" / ".."], ALIGNMENT)
+    with pytest.raises(ArgumentError, match="capacity_bytes cannot be negative, got -1"):
+        Volume([tmp_path], -1)
+    with pytest.raises(ArgumentError, match="stripe_bytes must be a positive multiple of 4096, got 100"):
+        Volume([tmp_path], 1, stripe_bytes=100)

@@ -1,0 +1,273 @@
+"""The structure of the packages, checked on their syntax trees: nothing is imported, so a broken module cannot hide."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("infinity", "swapper")
+_MAX_LINES = 400
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its dotted name, its path below the root, its syntax tree and its number of lines."""
+
+    name: str
+    path: str
+    tree: ast.Module
+    num_lines: int
+
+    @property
+    def package(self) -> str:
+        return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
+
+    @classmethod
+    def parse(cls, path: str, source: str) -> Module:
+        parts = Path(path).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        return cls(name, path, ast.parse(source), source.count("\n"))
+
+
+def load_modules() -> dict[str, Module]:
+    """Every module of the two packages by its dotted name."""
+    paths = [path for package in _PACKAGES for path in sorted((_ROOT / package).rglob("*.py"))]
+    modules = [Module.parse(str(path.relative_to(_ROOT)), path.read_text()) for path in paths]
+    return {module.name: module for module in modules}
+
+
+def imports(module: Module) -> Iterator[tuple[int, str, str | None]]:
+    """Line, module and imported name (None for a plain `import`) of every import, wherever in the file it stands."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            base = module.package.split(".")
+            base = base[: len(base) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                yield node.lineno, source, alias.name
+
+
+def dependencies(module: Module, modules: dict[str, Module]) -> set[str]:
+    """Names of the packages' own modules that `module` imports."""
+    found = set()
+    for _, source, name in imports(module):
+        submodule = f"{source}.{name}"
+        target = submodule if submodule in modules else source
+        if target in modules:
+            found.add(target)
+    return found
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of `graph` as the list of its nodes, empty if there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> list[str]:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return []
+        for successor in sorted(graph[node]):
+            cycle = visit(successor, [*trail, node])
+            if cycle:
+                return cycle
+        done.add(node)
+        return []
+
+    for start in sorted(graph):
+        cycle = visit(start, [])
+        if cycle:
+            return cycle
+    return []
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda.Stream` for that attribute chain, an empty string for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+# Each rule yields the offending lines of one module, as text.
+Rule = Callable[[Module], Iterator[str]]
+
+
+def no_upward_import(module: Module) -> Iterator[str]:
+    """`swapper` is usable alone: it never imports `infinity`."""
+    if module.name.split(".")[0] == "swapper":
+        for line, source, _ in imports(module):
+            if source.split(".")[0] == "infinity":
+                yield f"{module.path}:{line} imports {source}"
+
+
+def public_swapper_only(module: Module) -> Iterator[str]:
+    """`infinity` uses what `swapper` offers, never names with a leading underscore."""
+    if module.name.split(".")[0] == "infinity":
+        for line, source, name in imports(module):
+            private = any(part.startswith("_") for part in [*source.split("."), name or ""])
+            if source.split(".")[0] == "swapper" and private:
+                yield f"{module.path}:{line} imports {source}.{name}"
+
+
+def short_file(module: Module) -> Iterator[str]:
+    """One noun per file, small enough to read in one sitting."""
+    if module.num_lines > _MAX_LINES:
+        yield f"{module.path} has {module.num_lines} lines (limit {_MAX_LINES})"
+
+
+def named_by_noun(module: Module) -> Iterator[str]:
+    """A file of leftovers collects more of them."""
+    if Path(module.path).stem in {"utils", "util", "helpers", "common", "misc"}:
+        yield module.path
+
+
+def no_print(module: Module) -> Iterator[str]:
+    """Packages log; the tools print."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in {"print", "sys.stdout.write", "sys.stderr.write"}:
+            yield f"{module.path}:{node.lineno} {dotted(node.func)}"
+
+
+def distributed_in_collectives(module: Module) -> Iterator[str]:
+    """`torch.distributed` appears in collectives.py only."""
+    if Path(module.path).name == "collectives.py":
+        return
+    for line, source, name in imports(module):
+        if f"{source}.{name}".startswith("torch.distributed"):
+            yield f"{module.path}:{line} imports {source}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed":
+            yield f"{module.path}:{node.lineno} uses torch.distributed"
+
+
+_STREAM_NAMES = {
+    "Stream",
+    "Event",
+    "current_stream",
+    "stream",
+    "wait_stream",
+    "record_stream",
+    "wait_event",
+    "record_event",
+}
+_STREAM_FILES = {"infinity/device.py", "infinity/transfer.py"}
+
+
+def streams_in_device(module: Module) -> Iterator[str]:
+    """Streams and events are handled where copies are made, nowhere else."""
+    if module.path in _STREAM_FILES:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in _STREAM_NAMES:
+            chain = dotted(node)
+            if chain.startswith(("torch.cuda.", "torch.accelerator.", "torch.xpu.")) or chain in {
+                "torch.Stream",
+                "torch.Event",
+            }:
+                yield f"{module.path}:{node.lineno} uses {chain}"
+            elif node.attr in {"wait_stream", "record_stream", "wait_event", "record_event"}:
+                yield f"{module.path}:{node.lineno} calls {node.attr}"
+
+
+_FILE_CALLS = {
+    *(f"os.{name}" for name in ("open", "read", "write", "pread", "pwrite", "preadv", "pwritev", "posix_fallocate")),
+    "io.open",
+}
+
+
+def files_in_backends(module: Module) -> Iterator[str]:
+    """Bytes meet files in swapper's backends and volume only. `infinity` may open small texts (a config, an index)."""
+    if module.path.startswith("swapper/backends/") or module.path == "swapper/volume.py":
+        return
+    forbidden = _FILE_CALLS | ({"open"} if module.name.split(".")[0] == "swapper" else set())
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in forbidden:
+            yield f"{module.path}:{node.lineno} calls {dotted(node.func)}"
+
+
+_EFFECTS = {
+    "wait",
+    "read",
+    "write",
+    "submit",
+    "result",
+    "release",
+    "acquire",
+    "flush",
+    "close",
+    "pop",
+    "append",
+    "update",
+}
+
+
+def no_effect_in_assert(module: Module) -> Iterator[str]:
+    """`python -O` removes assertions together with whatever they would have done."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Assert):
+            continue
+        for part in ast.walk(node.test):
+            if isinstance(part, ast.NamedExpr):
+                yield f"{module.path}:{node.lineno} assigns inside an assert"
+            elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _EFFECTS:
+                yield f"{module.path}:{node.lineno} calls {part.func.attr} inside an assert"
+
+
+# Every rule with a file it must object to: a rule that objects to nothing protects nothing.
+_RULES: dict[Rule, tuple[str, str]] = {
+    no_upward_import: ("swapper/extent.py", "def f():\n    from infinity.engine import Engine\n"),
+    public_swapper_only: ("infinity/engine.py", "from swapper.scheduler import _Queue\n"),
+    short_file: ("infinity/engine.py", "x = 1\n" * (_MAX_LINES + 1)),
+    named_by_noun: ("infinity/utils.py", ""),
+    no_print: ("infinity/engine.py", "print('hello')\n"),
+    distributed_in_collectives: ("infinity/engine.py", "import torch\nx = torch.distributed.get_rank()\n"),
+    streams_in_device: ("infinity/engine.py", "import torch\ns = torch.cuda.Stream()\n"),
+    files_in_backends: ("infinity/engine.py", "import os\nf = os.open('x', 0)\n"),
+    no_effect_in_assert: ("swapper/swapper.py", "assert handle.wait() is None\n"),
+}
+_MODULES = load_modules()
+
+
+def test_packages_are_found() -> None:
+    assert {"infinity", "swapper"} <= set(_MODULES)
+
+
+@pytest.mark.parametrize("rule", _RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule: Rule) -> None:
+    offences = [offence for module in _MODULES.values() for offence in rule(module)]
+    assert not offences, f"{rule.__doc__}\n" + "\n".join(offences)
+
+
+@pytest.mark.parametrize("rule", _RULES, ids=lambda rule: rule.__name__)
+def test_rule_objects(rule: Rule) -> None:
+    path, source = _RULES[rule]
+    assert list(rule(Module.parse(path, source)))
+
+
+def test_no_import_cycle() -> None:
+    graph = {name: dependencies(module, _MODULES) - {name} for name, module in _MODULES.items()}
+    cycle = find_cycle(graph)
+    assert not cycle, "imports go down only, but: " + " -> ".join(cycle)
+
+
+def test_cycles_are_found_through_relative_and_late_imports() -> None:
+    sources = {
+        "infinity/__init__.py": "from .engine import Engine\n",
+        "infinity/engine.py": "from . import unit\n",
+        "infinity/unit.py": "def f():\n    from infinity.engine import Engine\n",
+    }
+    modules = {module.name: module for module in (Module.parse(path, source) for path, source in sources.items())}
+    graph = {name: dependencies(module, modules) for name, module in modules.items()}
+    assert graph["infinity"] == {"infinity.engine"}
+    assert find_cycle(graph) == ["infinity.engine", "infinity.unit", "infinity.engine"]

@@ -1,0 +1,143 @@
+"""The benchmark's own arithmetic and its control groups: a figure is worth what measures it is worth."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_step
+import pytest
+
+from bench.case import Case, CaseResult, Outcome
+from bench.cgroup import Cgroup, block_device
+from bench.child import run_turn
+from bench.drive import DriveSample
+from bench.models import MODEL_SIZES, Workload
+from bench.participant import Participant, ParticipantFailed, ParticipantSpec
+from bench.summary import bound_seconds
+
+_TINY = Workload(model="tiny", seq_len=16)
+
+
+def outcome(seconds: float = 1.0, read_bytes: float = 0.0, write_bytes: float = 0.0) -> Outcome:
+    return Outcome("ours", [seconds], read_bytes, write_bytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("1.5GB", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7), (" 2 kb ", 2000)]
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert bench_step.size_bytes(text) == num_bytes
+
+
+def test_a_size_without_meaning_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"1\.5GB"):
+        bench_step.size_bytes("12 parsecs")
+
+
+def test_the_374m_model_has_that_many_parameters() -> None:
+    size = MODEL_SIZES["374m"]
+    block = 4 * size.hidden**2 + 3 * size.hidden * size.intermediate + 2 * size.hidden
+    total = size.num_layers * block + 2 * size.vocabulary * size.hidden + size.hidden
+    assert round(total / 1e6) == 374
+
+
+def test_throttled_bound_is_the_larger_direction() -> None:
+    result = CaseResult(Case(_TINY, 300, ()))
+    assert result.bytes_bound_seconds(outcome(read_bytes=600e6, write_bytes=450e6)) == pytest.approx(2.0)
+
+
+def test_unthrottled_bound_is_all_bytes_at_the_mixed_speed() -> None:
+    result = CaseResult(Case(_TINY, None, ()), drive_samples=[DriveSample(1.6e9, 1.4e9)])
+    assert result.bytes_bound_seconds(outcome(read_bytes=3.2e9, write_bytes=2.8e9)) == pytest.approx(2.0)
+
+
+def test_the_bound_is_the_slower_of_bytes_and_compute() -> None:
+    result = CaseResult(Case(_TINY, 300, ()))
+    ours = outcome(read_bytes=600e6)
+    assert bound_seconds(result, ours, outcome(seconds=1.5)) == pytest.approx(2.0)
+    assert bound_seconds(result, ours, outcome(seconds=2.5)) == pytest.approx(2.5)
+
+
+def test_an_unknown_drive_gives_no_bound() -> None:
+    assert bound_seconds(CaseResult(Case(_TINY, None, ())), outcome(), outcome()) is None
+
+
+class _Program:
+    """Counts what the turn asks of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def step(self) -> float:
+        self.calls.append("step")
+        return 0.5
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_turn_ends_with_its_flush_and_counts_it() -> None:
+    program = _Program()
+    turn = run_turn(program, 3)
+    assert program.calls == ["step", "step", "step", "flush"]
+    assert turn["total_seconds"] >= sum(turn["seconds"])
+
+
+def test_a_participant_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ParticipantFailed, match="no measured program is called 'nobody'"):
+        Participant(ParticipantSpec("nobody", "nobody"), _TINY, tmp_path, controllers=())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_block_device_under_tmpfs(small_tmpfs: Callable[[int], Path]) -> None:
+    assert block_device(small_tmpfs(1 << 20)) is None
+
+
+def test_memory_group_counts_and_limits(
+    memory_cgroup: Cgroup, run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    assert run_in_cgroup(memory_cgroup, "x = bytearray(100 << 20)").returncode == 0
+    assert memory_cgroup.peak_bytes > 100 << 20
+    memory_cgroup.limit_memory(64 << 20)
+    assert run_in_cgroup(memory_cgroup, "x = bytearray(100 << 20)").returncode != 0
+    assert memory_cgroup.num_out_of_memory_kills == 1
+
+
+def test_a_throttled_drive_is_slow(
+    blkio_cgroup: Cgroup, run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]], nvme_dir: Path
+) -> None:
+    blkio_cgroup.throttle(nvme_dir, 20_000_000)
+    code = (
+        "import mmap, os, time\n"
+        f"file = os.open({str(nvme_dir / 'file')!r}, os.O_RDWR | os.O_CREAT | os.O_DIRECT)\n"
+        "began = time.perf_counter()\n"
+        "for offset in range(20):\n"
+        "    os.pwrite(file, mmap.mmap(-1, 1 << 20), offset << 20)\n"
+        "print(time.perf_counter() - began)\n"
+    )
+    answer = run_in_cgroup(blkio_cgroup, code)
+    assert answer.returncode == 0, answer.stderr
+    assert float(answer.stdout) > 0.5  # 20 MiB at 20 MB/s, less the first burst
+
+
+def test_a_group_ends_its_processes_and_is_gone(memory_cgroup: Cgroup) -> None:
+    join = memory_cgroup.task_files[0]
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", f'echo $$ > "{join}" && echo in && exec sleep 100'], stdout=subprocess.PIPE
+    )
+    with process:
+        stdout = process.stdout
+        assert stdout is not None
+        assert stdout.readline() == b"in\n"
+        memory_cgroup.close()
+        assert process.wait(timeout=10) != 0
+    assert not join.parent.exists()

@@ -1,0 +1,149 @@
+"""Every error says what, where and what to do, keeps its facts as attributes, and survives pickling."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+from infinity import errors
+
+EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
+    (errors.ConfigError("no", key="a.b"), ValueError, ["no"]),
+    (errors.ConfigSyntaxError("file 'x'", "broken", cure="Mend it"), errors.ConfigError, ["file 'x'", "Mend it"]),
+    (
+        errors.UnknownConfigKeyError([("bf61.enabled", "bf16.enabled"), ("zzz", None)]),
+        errors.ConfigError,
+        ["'bf61.enabled'", "did you mean 'bf16.enabled'?", "'zzz'", "keys", "strict"],
+    ),
+    (
+        errors.ConfigValueError("aio.block_size", -1, "must be more than 0", cure="Correct it"),
+        errors.ConfigError,
+        ["'aio.block_size'", "-1", "Correct it"],
+    ),
+    (
+        errors.UnsupportedConfigError("fp16", {"enabled": True}, "not yet", cure="Use bf16"),
+        errors.ConfigError,
+        ["'fp16'", "not yet", "Use bf16"],
+    ),
+    (errors.BatchSizeError("8 is not 3 * 2", cure="Set it to 6"), errors.ConfigError, ["8", "Set it to 6"]),
+    (
+        errors.StorageError("/mnt/x", "does not exist", cure="Create it", key="a.nvme_path"),
+        errors.ConfigError,
+        ["'/mnt/x'", "a.nvme_path", "Create it"],
+    ),
+    (
+        errors.BudgetTooSmallError(
+            "infinity.host_memory_budget", budget_bytes=1 << 20, minimum_bytes=1 << 30, reason="Two units are needed"
+        ),
+        errors.ConfigError,
+        ["1048576 bytes (1.0 MiB)", "1073741824 bytes (1.0 GiB)", "Two units", "infinity.host_memory_budget"],
+    ),
+    (errors.ModelError("no", fqn="w"), ValueError, ["no"]),
+    (errors.MetaParameterError("layers.0.w", num_others=3), errors.ModelError, ["'layers.0.w'", "3 more", "Load"]),
+    (errors.NoTrainableParameterError(num_parameters=7), errors.ModelError, ["7", "requires_grad"]),
+    (errors.ModelInUseError(""), errors.ModelError, ["the model", "close()"]),
+    (errors.UnsupportedModelError("it is compiled", cure="Compile later"), errors.ModelError, ["Compile later"]),
+    (errors.ParameterGroupError("w", group_indices=[0, 2]), errors.ModelError, ["'w'", "0 and 2"]),
+    (errors.OptimizerNotPageableError("LBFGS", "it needs a closure"), ValueError, ["LBFGS", "closure", "AdamW"]),
+    (errors.NotResidentError("no", fqn="w"), RuntimeError, ["no"]),
+    (
+        errors.ParameterNotResidentError("w", operation="torch.sum"),
+        errors.NotResidentError,
+        ["'w'", "torch.sum", "GatheredParameters"],
+    ),
+    (
+        errors.GradientNotResidentError("w", reason="it is spilled", cure="Read it earlier"),
+        errors.NotResidentError,
+        ["'w'", "spilled", "Read it earlier"],
+    ),
+    (errors.StepError("no", step=3), RuntimeError, ["no"]),
+    (
+        errors.StepOrderError("engine.step()", "no backward ran", cure="Call it", step=4),
+        errors.StepError,
+        ["engine.step()", "step 4", "Call it"],
+    ),
+    (errors.LateGradientError("w", unit="layers.3", step=5), errors.StepError, ["'w'", "'layers.3'", "step 5"]),
+    (
+        errors.PartialUpdateError(step=6, num_updated=2, num_units=9, problem="forward raised"),
+        errors.StepError,
+        ["step 6", "2 of 9", "forward raised", "infinity.update"],
+    ),
+    (errors.NonFiniteLossError(step=7, loss=float("inf")), errors.StepError, ["step 7", "inf"]),
+    (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
+    (
+        errors.SwapError("reading unit 'layers.1'", cause=OSError(5, "EIO"), step=8),
+        RuntimeError,
+        ["'layers.1'", "step 8", "EIO"],
+    ),
+    (errors.NonFiniteLossWarning(step=7, loss=float("-inf")), UserWarning, ["step 7", "-inf"]),
+]
+
+
+@pytest.mark.parametrize(("error", "base", "words"), EXAMPLES, ids=lambda item: type(item).__name__)
+def test_says_what_and_how_to_cure(error: Exception, base: type[Exception], words: list[str]) -> None:
+    assert isinstance(error, base)
+    for word in words:
+        assert word in str(error)
+
+
+@pytest.mark.parametrize(("error", "base", "words"), EXAMPLES, ids=lambda item: type(item).__name__)
+def test_survives_pickling(error: Exception, base: type[Exception], words: list[str]) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def test_every_class_is_here() -> None:
+    defined = {
+        cls for cls in vars(errors).values() if inspect.isclass(cls) and issubclass(cls, errors.InfinityError | Warning)
+    }
+    assert defined - {type(error) for error, _, _ in EXAMPLES} == {errors.InfinityError}
+
+
+def test_all_errors_share_a_base() -> None:
+    for error, _, _ in EXAMPLES:
+        assert isinstance(error, errors.InfinityError | UserWarning)
+
+
+def test_tree_in_docstring_is_the_real_one() -> None:
+    """One line per class, indented below its base."""
+    drawn: dict[str, str] = {}
+    trail: dict[int, str] = {}
+    for line in inspect.getdoc(errors).splitlines():  # type: ignore[union-attr]
+        name = line.replace("│", " ").replace("├──", "   ").replace("└──", "   ")
+        words = name.split()
+        if words and (words[0].endswith("Error")):
+            depth = len(name) - len(name.lstrip())
+            parents = [trail[other] for other in sorted(trail) if other < depth]
+            drawn[words[0]] = parents[-1] if parents else "Exception"
+            trail = {other: cls for other, cls in trail.items() if other < depth} | {depth: words[0]}
+    real = {
+        name: cls.__bases__[0].__name__
+        for name, cls in vars(errors).items()
+        if inspect.isclass(cls) and issubclass(cls, errors.InfinityError)
+    }
+    assert drawn == real
+
+
+def test_facts_are_attributes() -> None:
+    unknown = errors.UnknownConfigKeyError([("a.b", "a.c")])
+    assert (unknown.key, unknown.unknown) == ("a.b", (("a.b", "a.c"),))
+    assert errors.StorageError("/x", "is full", cure="Free some").directory == Path("/x")
+    assert errors.ParameterGroupError("w", group_indices=[]).group_indices == ()
+    assert "requires_grad_(False)" in str(errors.ParameterGroupError("w", group_indices=[]))
+
+
+def test_long_values_are_cut() -> None:
+    assert len(str(errors.ConfigValueError("k", list(range(1000)), "too long", cure="Cut it"))) < 250
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1536 bytes (1.5 KiB)"), (5 << 40, "5497558138880 bytes (5.0 TiB)")],
+)
+def test_format_bytes(num_bytes: int, text: str) -> None:
+    assert errors.format_bytes(num_bytes) == text

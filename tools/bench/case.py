@@ -1,0 +1,190 @@
+"""One benchmark case: who takes part, in which order they take turns, and what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cgroup import why_unavailable
+from .drive import Drive, DriveSample
+from .models import Workload
+from .participant import Participant, ParticipantFailed, ParticipantSpec
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to measure. A turn is a few steps and the flush that ends them: one sample is one turn's mean step."""
+
+    num_warmup_steps: int = 2
+    num_turns: int = 5
+    steps_per_turn: int = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload on a drive of a given speed (None: as fast as it is)."""
+
+    workload: Workload
+    throttle_megabytes: int | None
+    specs: tuple[ParticipantSpec, ...]
+
+    @property
+    def label(self) -> str:
+        """Short description for tables."""
+        speed = "unthrottled" if self.throttle_megabytes is None else f"{self.throttle_megabytes} MB/s each way"
+        return f"{self.workload.label}, {speed}"
+
+
+@dataclass
+class Outcome:
+    """What one participant's turns took."""
+
+    name: str
+    seconds_per_step: list[float] = field(default_factory=list)
+    read_bytes_per_step: float = 0.0
+    write_bytes_per_step: float = 0.0
+    peak_bytes: int | None = None
+    steady_peak_bytes: int | None = None
+    high_water_bytes: int = 0
+    ready_seconds: float = 0.0
+    description: dict[str, Any] = field(default_factory=dict)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def median_seconds(self) -> float:
+        """Median over the turns of the mean step time."""
+        return statistics.median(self.seconds_per_step)
+
+    @classmethod
+    def of(cls, participant: Participant) -> Outcome:
+        """Collects the counted turns of a participant."""
+        turns = participant.turns
+        if not turns:
+            return cls(participant.spec.name, error="no turn was finished")
+        return cls(
+            name=participant.spec.name,
+            seconds_per_step=[turn["total_seconds"] / turn["num_steps"] for turn in turns],
+            read_bytes_per_step=statistics.median(turn["read_bytes"] / turn["num_steps"] for turn in turns),
+            write_bytes_per_step=statistics.median(turn["write_bytes"] / turn["num_steps"] for turn in turns),
+            peak_bytes=participant.peak_bytes,
+            steady_peak_bytes=participant.steady_peak_bytes,
+            high_water_bytes=turns[-1]["high_water_bytes"],
+            ready_seconds=participant.ready["ready_seconds"],
+            description=turns[-1]["description"],
+            turns=[{key: value for key, value in turn.items() if key != "description"} for turn in turns],
+        )
+
+
+@dataclass
+class CaseResult:
+    """All outcomes of a case, in the order in which its participants took turns."""
+
+    case: Case
+    outcomes: list[Outcome] = field(default_factory=list)
+    drive_samples: list[DriveSample] = field(default_factory=list)
+
+    def outcome(self, name: str) -> Outcome | None:
+        """The finished outcome called `name`, if there is one."""
+        return next((outcome for outcome in self.outcomes if outcome.name == name and not outcome.error), None)
+
+    def bytes_bound_seconds(self, outcome: Outcome) -> float | None:
+        """How long the outcome's bytes take at the drive's speed; None if that speed is unknown."""
+        read, written = outcome.read_bytes_per_step, outcome.write_bytes_per_step
+        if self.case.throttle_megabytes is not None:
+            return max(read, written) / (self.case.throttle_megabytes * 1e6)
+        if not self.drive_samples:
+            return None
+        return (read + written) / statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for the JSON file."""
+        return {
+            "label": self.case.label,
+            "workload": asdict(self.case.workload),
+            "throttle_megabytes": self.case.throttle_megabytes,
+            "drive_samples": [asdict(sample) for sample in self.drive_samples],
+            "outcomes": [
+                asdict(outcome)
+                | ({"median_seconds": outcome.median_seconds, "bytes_bound_seconds": self.bytes_bound_seconds(outcome)})
+                if outcome.seconds_per_step
+                else asdict(outcome)
+                for outcome in self.outcomes
+            ],
+        }
+
+
+def available_controllers() -> tuple[str, ...]:
+    """Control groups that can be used here: without them there are no limits and no peaks, but times are measured."""
+    return tuple(name for name in ("memory", "blkio") if why_unavailable(name) is None)
+
+
+def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Progress, *, measure_drive: bool) -> None:
+    """Fills `result`. All participants stay alive and take turns, so that the machine's moods meet all of them.
+
+    A participant that fails is reported and left out; the others go on.
+    """
+    case = result.case
+    with contextlib.ExitStack() as stack:
+        alive: list[Participant] = []
+        try:
+            for spec in case.specs:
+                tell(f"{case.label}: starting {spec.name}")
+                try:
+                    alive.append(_start(stack, spec, case, directory))
+                except ParticipantFailed as error:
+                    result.outcomes.append(Outcome(spec.name, error=str(error)))
+            _take_turns(result, alive, schedule.num_warmup_steps, tell, counts=False)
+            drive = stack.enter_context(Drive(directory)) if measure_drive and alive else None
+            for turn in range(schedule.num_turns):
+                tell(f"{case.label}: turn {turn + 1} of {schedule.num_turns}")
+                _take_turns(result, alive, schedule.steps_per_turn, tell, counts=True)
+                if drive is not None and alive:
+                    result.drive_samples.append(drive.sample(_read_share(alive[0])))
+        finally:
+            result.outcomes.extend(Outcome.of(participant) for participant in alive)
+            order = [spec.name for spec in case.specs]
+            result.outcomes.sort(key=lambda outcome: order.index(outcome.name))
+
+
+def _start(stack: contextlib.ExitStack, spec: ParticipantSpec, case: Case, directory: Path) -> Participant:
+    participant = Participant(spec, case.workload, directory, controllers=available_controllers())
+    return stack.enter_context(participant)
+
+
+def _take_turns(result: CaseResult, alive: list[Participant], steps: int, tell: Progress, *, counts: bool) -> None:
+    for participant in list(alive):
+        name = participant.spec.name
+        try:
+            turn = participant.run_turn(steps, counts=counts)
+        except ParticipantFailed as error:
+            alive.remove(participant)
+            result.outcomes.append(Outcome(name, error=str(error)))
+            continue
+        kind = "" if counts else " (warm-up)"
+        tell(f"  {name}{kind}: {turn['total_seconds'] / steps:.2f} s per step")
+
+
+def _read_share(participant: Participant) -> float:
+    turn = participant.turns[-1]
+    total = turn["read_bytes"] + turn["write_bytes"]
+    return float(turn["read_bytes"] / total) if total else 0.5
+
+
+def peers(extensions_directory: Path, python: str) -> Sequence[ParticipantSpec]:
+    """DeepSpeed with low host memory, and at its fastest."""
+    return [
+        ParticipantSpec(
+            name=f"deepspeed_{variant}",
+            kind="deepspeed",
+            settings={"variant": variant, "extensions_directory": str(extensions_directory)},
+            python=python,
+        )
+        for variant in ("lean", "pipelined")
+    ]

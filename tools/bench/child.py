@@ -1,0 +1,129 @@
+"""A measured process: obeys one-line JSON orders on stdin and answers each with one JSON line.
+
+Orders: `{"num_steps": n}` runs n steps and the flush that ends them; `{"quit": true}` ends. Whatever libraries print
+goes to stderr, which the parent keeps as a log: the answers have a descriptor of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from .models import Workload
+
+
+class Program(Protocol):
+    """What a measured program can do."""
+
+    def step(self) -> float: ...
+    def flush(self) -> None: ...
+    def describe(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+def make_program(kind: str, workload: Workload, settings: dict[str, Any]) -> Program:
+    """Builds the program called `kind`. Imports only what that program needs: the peers live in other environments."""
+    if kind == "ours":
+        from .ours import Ours
+
+        return Ours(workload, settings)
+    if kind == "in_memory":
+        from .in_memory import InMemory
+
+        return InMemory(workload, settings)
+    if kind == "deepspeed":
+        from .deepspeed_peer import DeepSpeedPeer
+
+        return DeepSpeedPeer(workload, settings)
+    raise ValueError(f"no measured program is called {kind!r}")
+
+
+def drive_bytes() -> tuple[int, int]:
+    """Bytes this process has caused to be read from and written to block devices."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def memory_high_water_bytes() -> int:
+    """Largest resident size of this process so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def run_turn(program: Program, num_steps: int) -> dict[str, Any]:
+    """Runs `num_steps` steps back to back, then the flush, so that no work of this turn is left for later."""
+    read_before, written_before = drive_bytes()
+    began = time.perf_counter()
+    seconds, losses = [], []
+    for _ in range(num_steps):
+        step_began = time.perf_counter()
+        losses.append(program.step())
+        seconds.append(time.perf_counter() - step_began)
+    flush_began = time.perf_counter()
+    program.flush()
+    ended = time.perf_counter()
+    read_after, written_after = drive_bytes()
+    return {
+        "num_steps": num_steps,
+        "seconds": seconds,
+        "flush_seconds": ended - flush_began,
+        "total_seconds": ended - began,
+        "read_bytes": read_after - read_before,
+        "write_bytes": written_after - written_before,
+        "losses": losses,
+        "high_water_bytes": memory_high_water_bytes(),
+    }
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """A parent that is killed outright cannot clean up: the kernel then ends this process too."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the benchmark has ended already")
+
+
+def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    program = make_program(kind, workload, settings)
+    ready = {"ready_seconds": time.perf_counter() - began, "high_water_bytes": memory_high_water_bytes()}
+    print(json.dumps(ready), file=answers, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order.get("quit"):
+            break
+        answer = run_turn(program, int(order["num_steps"]))
+        answer["description"] = program.describe()
+        print(json.dumps(answer), file=answers, flush=True)
+    program.close()
+
+
+def main() -> None:
+    """Entry: `python -m bench.child KIND WORKLOAD_JSON SETTINGS_JSON`."""
+    kind, workload, settings = sys.argv[1], Workload(**json.loads(sys.argv[2])), json.loads(sys.argv[3])
+    _die_with_parent(settings["parent_pid"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children in order; Ctrl-C reaches it alone
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        _obey(answers, kind, workload, settings)
+    except BaseException as error:
+        traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        sys.stderr.flush()
+        os._exit(1)
+    answers.flush()
+    os._exit(0)  # interpreter shutdown of a library must not decide whether the measurement counts
+
+
+if __name__ == "__main__":
+    main()

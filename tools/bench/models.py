@@ -1,0 +1,107 @@
+"""The benchmark's models and batches. Imported by every measured program, so it needs torch and transformers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Dimensions of a Llama-style model."""
+
+    hidden: int
+    num_layers: int
+    intermediate: int
+    num_heads: int
+    vocabulary: int
+
+    def with_layers(self, num_layers: int | None) -> ModelSize:
+        """The same model with another depth."""
+        return self if num_layers is None else replace(self, num_layers=num_layers)
+
+
+MODEL_SIZES: dict[str, ModelSize] = {
+    "tiny": ModelSize(hidden=128, num_layers=4, intermediate=352, num_heads=4, vocabulary=1000),
+    "100m": ModelSize(hidden=640, num_layers=14, intermediate=1728, num_heads=10, vocabulary=16000),
+    "374m": ModelSize(hidden=1024, num_layers=24, intermediate=2816, num_heads=16, vocabulary=32000),
+    "1b": ModelSize(hidden=2048, num_layers=18, intermediate=5632, num_heads=32, vocabulary=32000),
+    "3b": ModelSize(hidden=3072, num_layers=26, intermediate=8192, num_heads=24, vocabulary=32000),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training job: the model, what one step feeds it, and how it is stepped. Travels to the children as JSON."""
+
+    model: str = "374m"
+    num_layers: int | None = None
+    dtype: str = "bfloat16"
+    batch_size: int = 1
+    seq_len: int = 256
+    num_micro_batches: int = 1
+    clip: float = 0.0
+    checkpointing: str = "none"
+    learning_rate: float = 1e-4
+
+    @property
+    def size(self) -> ModelSize:
+        """Dimensions of the model that is trained."""
+        return MODEL_SIZES[self.model].with_layers(self.num_layers)
+
+    @property
+    def label(self) -> str:
+        """Short description for tables."""
+        clip = f"clip {self.clip:g}" if self.clip else "no clipping"
+        layers = "" if self.num_layers is None else f" x {self.num_layers} layers"
+        checkpointing = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        tokens = f"{self.num_micro_batches} x ({self.batch_size} x {self.seq_len})"
+        return f"{self.model}{layers}, {tokens}, {clip}{checkpointing}"
+
+    def optimizer_params(self) -> dict[str, Any]:
+        """AdamW's arguments, the same for every participant."""
+        return {"lr": self.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+def build_model(workload: Workload) -> torch.nn.Module:
+    """The model with random weights on the CPU, built directly in its training dtype: no fp32 copy ever exists."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = workload.size
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        num_hidden_layers=size.num_layers,
+        intermediate_size=size.intermediate,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=max(2048, workload.seq_len),
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, workload.dtype))
+    try:
+        model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    model.train()
+    if workload.checkpointing != "none":
+        # transformers 5.23 renamed it
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": workload.checkpointing == "reentrant"})
+    module: torch.nn.Module = model
+    return module
+
+
+def micro_batches(workload: Workload, device: torch.device | str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
+    """Endless micro-batches of random tokens, the same sequence for every participant."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (workload.batch_size, workload.seq_len)
+    while True:
+        tokens = torch.randint(0, workload.size.vocabulary, shape, generator=generator).to(device)
+        yield {"input_ids": tokens, "labels": tokens}

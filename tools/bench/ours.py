@@ -1,0 +1,74 @@
+"""The measured program on our side: `infinity.initialize` with everything on NVMe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import torch
+
+from .models import Workload, build_model, micro_batches
+
+
+def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
+    """The JSON config of the run: DeepSpeed's keys plus our budget."""
+    place = {"device": "nvme", "nvme_path": settings["directory"]}
+    return {
+        "train_micro_batch_size_per_gpu": workload.batch_size,
+        "gradient_accumulation_steps": workload.num_micro_batches,
+        "gradient_clipping": workload.clip,
+        "bf16": {"enabled": workload.dtype == "bfloat16"},
+        "optimizer": {"type": "AdamW", "params": workload.optimizer_params()},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": settings["budget"]},
+    }
+
+
+class Ours:
+    """Drives the engine one optimizer step at a time."""
+
+    def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
+        import infinity
+
+        self._workload = workload
+        config = make_config(workload, settings)
+        self._engine, *_ = infinity.initialize(model=build_model(workload), config=config)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._batches = micro_batches(workload, device)
+
+    def step(self) -> float:
+        """Runs one optimizer step and returns the mean loss of its micro-batches."""
+        total = 0.0
+        for _ in range(self._workload.num_micro_batches):
+            loss = self._engine(**next(self._batches)).loss
+            self._engine.backward(loss)
+            self._engine.step()
+            total += float(loss.detach())
+        return total / self._workload.num_micro_batches
+
+    def flush(self) -> None:
+        """Waits for every pending update and write-back, so that a turn's time holds all of its work."""
+        self._engine.flush()
+
+    def describe(self) -> dict[str, Any]:
+        """The engine's plan and last report, as far as they are plain numbers."""
+        plan, report = self._engine.plan, self._engine.report
+        return {
+            "num_parameters": plan.num_parameters,
+            "host_budget_bytes": plan.host_budget_bytes,
+            "minimum_budget_bytes": plan.minimum_budget_bytes,
+            "predicted_read_bytes": plan.predicted_read_bytes_per_step,
+            "predicted_write_bytes": plan.predicted_write_bytes_per_step,
+            "plan": str(plan),
+            "last_report": _plain(report),
+        }
+
+    def close(self) -> None:
+        """Releases the volumes."""
+        self._engine.close()
+
+
+def _plain(report: Any) -> dict[str, Any]:
+    if not is_dataclass(report) or isinstance(report, type):
+        return {"text": str(report)}
+    return {key: value for key, value in asdict(report).items() if isinstance(value, int | float | str | None)}

@@ -1,0 +1,150 @@
+"""The parent's side of a measured process: starts it in its control group, orders turns, collects what they took."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .cgroup import Cgroup
+from .models import Workload
+
+_TOOLS = Path(__file__).resolve().parent.parent
+# The shell joins the groups before the program starts, so that every byte of it is counted there.
+_LAUNCH = 'for file in $BENCH_GROUPS; do echo $$ > "$file" || exit 97; done; ulimit -l unlimited 2>/dev/null; exec "$@"'
+
+
+class ParticipantFailed(RuntimeError):
+    """A measured process stopped; the message holds its reason and the end of its log."""
+
+
+@dataclass(frozen=True)
+class ParticipantSpec:
+    """Which program, in which environment, under which limits."""
+
+    name: str
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    python: str = sys.executable
+    throttle_bytes_per_second: int | None = None
+    memory_limit_bytes: int | None = None
+
+
+class Participant:
+    """A running measured process. Steps only when told to; idle otherwise, so several can take turns."""
+
+    def __init__(
+        self, spec: ParticipantSpec, workload: Workload, directory: Path, *, controllers: Sequence[str]
+    ) -> None:
+        self.spec = spec
+        self.turns: list[dict[str, Any]] = []
+        self.peak_bytes: int | None = None
+        self.steady_peak_bytes: int | None = None
+        self._resources = contextlib.ExitStack()
+        try:
+            self._start(workload, directory, tuple(controllers))
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def _start(self, workload: Workload, directory: Path, controllers: tuple[str, ...]) -> None:
+        scratch = tempfile.TemporaryDirectory(prefix=f"{self.spec.name}_", dir=directory, ignore_cleanup_errors=True)
+        self._resources.enter_context(scratch)
+        self._log = tempfile.TemporaryFile("w+", dir=directory)  # noqa: SIM115 - closed by the stack below
+        self._resources.enter_context(self._log)
+        self._group = self._resources.enter_context(Cgroup(self.spec.name, controllers)) if controllers else None
+        if self._group is not None and self.spec.memory_limit_bytes is not None:
+            self._group.limit_memory(self.spec.memory_limit_bytes)
+        if self._group is not None and self.spec.throttle_bytes_per_second is not None:
+            self._group.throttle(directory, self.spec.throttle_bytes_per_second)
+        files = [] if self._group is None else self._group.task_files
+        environment = os.environ | {
+            "BENCH_GROUPS": " ".join(map(str, files)),
+            # `-m` finds `bench` here whichever environment's interpreter runs it.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_TOOLS), str(_TOOLS.parent)])),
+            # The environment's own tools (ninja for one) come first.
+            "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "HF_HUB_OFFLINE": "1",
+        }
+        settings = self.spec.settings | {"directory": scratch.name, "parent_pid": os.getpid()}
+        arguments = [self.spec.kind, json.dumps(asdict(workload)), json.dumps(settings)]
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _LAUNCH, "sh", self.spec.python, "-m", "bench.child", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self._resources.callback(self._end)
+        self.ready = self._answer()
+
+    def run_turn(self, num_steps: int, *, counts: bool) -> dict[str, Any]:
+        """Orders `num_steps` steps and waits for them. Turns that do not count are warm-up."""
+        stdin = self._process.stdin
+        if stdin is None:
+            raise ParticipantFailed(f"{self.spec.name} was started without a pipe")
+        try:
+            stdin.write(json.dumps({"num_steps": num_steps}) + "\n")
+            stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer says why
+        turn = self._answer()
+        if self._group is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, self._group.peak_bytes)
+            if not counts:
+                self._group.reset_peak()
+            else:
+                self.steady_peak_bytes = self._group.peak_bytes
+        if counts:
+            self.turns.append(turn)
+        return turn
+
+    def _answer(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        line = stdout.readline() if stdout is not None else ""
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._how_it_ended()}
+        if "error" in answer:
+            raise ParticipantFailed(f"{self.spec.name}: {answer['error']}\n{self.log_tail()}")
+        return answer
+
+    def _how_it_ended(self) -> str:
+        code = self._process.wait()
+        if self._group is not None and self._group.num_out_of_memory_kills:
+            limit = self.spec.memory_limit_bytes or 0
+            return f"killed by the kernel: it needs more than its memory limit of {limit / 1e9:.2f} GB"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        """The end of what the process and its libraries printed."""
+        self._log.flush()
+        self._log.seek(0)
+        return "\n".join(self._log.read().splitlines()[-num_lines:])
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def __enter__(self) -> Participant:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()

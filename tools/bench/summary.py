@@ -1,0 +1,120 @@
+"""The printed report: one row per participant, and the figures the step is held against."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from .case import CaseResult, Outcome
+from .models import Workload
+
+_GIGA = 1e9
+# Bytes are per parameter and step. `peak` is the group's from start to end, `steady` that of the counted turns.
+_COLUMNS = ("step (min-max)", "bound", "step/bound", "read", "written", "predicted", "peak", "steady", "VmHWM")
+
+
+def machine_table(facts: Mapping[str, Any]) -> Table:
+    """Machine and versions, one per line."""
+    table = Table(title="Machine", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), f"{value / _GIGA:.1f} GB" if name == "memory_bytes" else str(value))
+    return table
+
+
+def case_table(result: CaseResult, alone: Outcome | None) -> Table:
+    """Step times, bytes and memory of every participant of one case."""
+    table = Table(title=result.case.label, title_justify="left")
+    table.add_column("")
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if alone is not None and alone not in result.outcomes:
+        table.add_row("in memory", _times(alone), "", "", "", "", "", *_memory(alone))
+    for outcome in result.outcomes:
+        if not outcome.seconds_per_step:
+            table.add_row(outcome.name, "failed", *[""] * 8)
+            continue
+        bound = bound_seconds(result, outcome, alone)
+        parameters = outcome.description["num_parameters"]
+        table.add_row(
+            outcome.name,
+            _times(outcome),
+            "" if bound is None else f"{bound:.2f} s",
+            "" if bound is None else f"{outcome.median_seconds / bound:.2f}",
+            f"{outcome.read_bytes_per_step / parameters:.2f} B",
+            f"{outcome.write_bytes_per_step / parameters:.2f} B",
+            _predicted(outcome, parameters),
+            *_memory(outcome),
+        )
+    return table
+
+
+def remarks(result: CaseResult, alone: Outcome | None) -> list[str]:
+    """Sentences under the table: what bounds the step, deviation from the prediction, ratios to the peers, failures."""
+    lines = []
+    ours = result.outcome("ours")
+    if ours is not None:
+        lines += _ours_remarks(result, ours, alone)
+    if result.drive_samples:
+        speeds = [sample.total_bytes_per_second / _GIGA for sample in result.drive_samples]
+        lines.append(
+            f"fio in the same proportion, between the turns: {statistics.median(speeds):.2f} GB/s read and written "
+            f"together ({min(speeds):.2f}-{max(speeds):.2f})"
+        )
+    lines += [f"{outcome.name} failed: {outcome.error}" for outcome in result.outcomes if outcome.error]
+    return lines
+
+
+def bound_seconds(result: CaseResult, outcome: Outcome, alone: Outcome | None) -> float | None:
+    """The slower of the outcome's bytes at the drive's speed and compute alone; None where one of them is unknown."""
+    at_drive_speed = result.bytes_bound_seconds(outcome)
+    if at_drive_speed is None or alone is None:
+        return None
+    return max(at_drive_speed, alone.median_seconds)
+
+
+def find_alone(results: Sequence[CaseResult], workload: Workload) -> Outcome | None:
+    """The compute-alone run of a workload."""
+    for result in results:
+        if result.case.workload == workload and (outcome := result.outcome("in_memory")):
+            return outcome
+    return None
+
+
+def _ours_remarks(result: CaseResult, ours: Outcome, alone: Outcome | None) -> list[str]:
+    lines = []
+    at_drive_speed = result.bytes_bound_seconds(ours)
+    if at_drive_speed is not None and alone is not None:
+        lines.append(
+            f"bound of ours: bytes at the drive's speed {at_drive_speed:.2f} s, "
+            f"compute alone {alone.median_seconds:.2f} s"
+        )
+    for word, measured in (("read", ours.read_bytes_per_step), ("write", ours.write_bytes_per_step)):
+        predicted = ours.description.get(f"predicted_{word}_bytes")
+        if predicted:
+            lines.append(f"{word}: measured is {100 * (measured / predicted - 1):+.2f} % off the engine's prediction")
+    for outcome in result.outcomes:
+        if outcome.name == "ours" or not outcome.seconds_per_step:
+            continue
+        ratio = f"{outcome.name} / ours: step {outcome.median_seconds / ours.median_seconds:.2f}"
+        if outcome.peak_bytes and ours.peak_bytes:
+            ratio += f", peak host memory {outcome.peak_bytes / ours.peak_bytes:.2f}"
+        lines.append(ratio)
+    return lines
+
+
+def _times(outcome: Outcome) -> str:
+    times = outcome.seconds_per_step
+    return f"{outcome.median_seconds:.2f} s ({min(times):.2f}-{max(times):.2f})"
+
+
+def _predicted(outcome: Outcome, parameters: int) -> str:
+    read, written = (outcome.description.get(f"predicted_{word}_bytes") for word in ("read", "write"))
+    return "" if read is None or written is None else f"{read / parameters:.2f} / {written / parameters:.2f}"
+
+
+def _memory(outcome: Outcome) -> list[str]:
+    sizes = (outcome.peak_bytes, outcome.steady_peak_bytes, outcome.high_water_bytes)
+    return ["" if size is None else f"{size / _GIGA:.2f} GB" for size in sizes]

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes the environment, then runs ruff, mypy and all tests; what is skipped is listed with its reason.
+# Arguments go to the main pytest run, e.g.: bash tools/test.sh tests/unit -k layout
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=tools/environment.sh
+. tools/environment.sh
+make_environment dev,hf,plot
+
+export HF_HUB_OFFLINE=1 # no test downloads anything
+python=.venv/bin/python
+began=$SECONDS
+
+step() {
+    printf '\n== %s (%d s so far)\n' "$*" $((SECONDS - began))
+    "$@"
+}
+
+step "$python" -m ruff check .
+step "$python" -m ruff format --check .
+step "$python" -m mypy --strict infinity swapper
+
+# pytest-timeout ends a single test; `timeout` ends a run that a lock in C++ keeps it from ending, after all stacks were printed.
+step timeout --kill-after=30 3000 "$python" -m pytest "$@"
+[ $# -eq 0 ] || exit 0
+
+# Once more without assertions: no line of the packages may do its work inside an assert. pytest still checks the asserts of
+# test files (it rewrites them) and warns that those of helper modules are gone, which is known.
+optimized=("$python" -O -m pytest -W 'ignore:assertions not in test modules:pytest.PytestConfigWarning' -p no:cacheprovider)
+step timeout --kill-after=30 1500 "${optimized[@]}" tests/unit tests/fault
+
+# This must fail, once because of an assert in a test file, once because of a helper that raises by itself: else the run above proves nothing.
+printf '\n== canary under python -O: two failures expected\n'
+if canary=$("${optimized[@]}" -q tests/canary.py 2>&1) || ! grep -q '^2 failed' <<<"$canary"; then
+    fail "$canary" "The canary did not fail as it must: tests under python -O cannot be trusted."
+fi
+printf '2 failed, as they must\n\nAll checks passed in %d s\n' $((SECONDS - began))
