@@ -21,7 +21,7 @@ from infinity.pager import Pager
 from infinity.parameter import PagedParameter, let_go
 from infinity.records import Lease, RecordStore
 from infinity.unit import Unit
-from infinity.update import ParameterState
+from infinity.update_job import ParameterState
 from infinity.weights import WeightStore
 
 

@@ -19,16 +19,15 @@ import torch
 from torch import nn
 
 from infinity.access import StateAccess
+from infinity.backwards import Backwards
 from infinity.batches import call_with, endless, loss_of, move
-from infinity.collector import GradientCollector
 from infinity.config import InfinityConfig
 from infinity.errors import StepOrderError
 from infinity.export import save_safetensors
 from infinity.holding import ModelHolding
-from infinity.layout import Slot
 from infinity.loop_guard import LoopGuard, Phase
 from infinity.optim import PagedOptimizer, PieceUpdater, Template
-from infinity.pager import Pager, in_backward
+from infinity.pager import Pager
 from infinity.parameter_gradients import ParameterGradients
 from infinity.plan import Plan
 from infinity.residence import Residence
@@ -36,7 +35,6 @@ from infinity.step_backend import EngineBackend
 from infinity.stepper import Stepper
 from infinity.storage import Storage
 from infinity.telemetry import Reporter, StepClock, StepReport
-from infinity.unit import Unit
 from infinity.update import UpdateStream
 
 
@@ -81,13 +79,6 @@ class Engine:
         self._parts = parts
         self._pager = parts.pager
         self._stepper = parts.stepper
-        self._collector = GradientCollector(
-            parts.holding.units,
-            parts.holding.num_owners(),
-            self._deliver,
-            self._notice_backward,
-            lambda: self.global_steps,
-        )
         self._reporter = Reporter(
             parts.clock,
             read_counters=parts.storage.counters,
@@ -98,21 +89,25 @@ class Engine:
         )
         self._iterator: Iterator[Any] | None = None
         self._is_in_step = False
-        self._deferred_error: Exception | None = None
-        self._has_stale_gradients = False
         self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
+        self._backwards = Backwards(
+            parts.holding,
+            parts.pager,
+            parts.stepper,
+            self._guard,
+            is_boundary=self.is_gradient_accumulation_boundary,
+            step=lambda: self.global_steps,
+        )
         parts.residence.gradients = ParameterGradients(
-            parts.holding, self._pager, self._stepper, self._before_gradient_access
+            parts.holding, self._pager, self._stepper, self._backwards.before_gradient_access
         )
         parts.residence.engine = self
         self._pager.check = self._check_usable
         self._pager.on_forward = self._before_forward
-        self._pager.on_backward_use = self._note_backward_use
-        self._pager.on_backward_end = self._end_plain_backward
         self._pager.on_settled_read = self._guard.check_settled
         # Also at the interpreter's exit: a thread that still computes then would abort the process.
         self._finalizer = weakref.finalize(self, _shut_down, parts.stream, parts.storage, os.getpid())
-        parts.holding.install(self._pager, self._collector.note_call, self, self.gather, self.scatter)
+        parts.holding.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
 
@@ -140,22 +135,9 @@ class Engine:
         """
         self._check_usable()
         self._guard.check_backward(loss)
-        self._collect_plain_backward()
+        self._backwards.collect()
         self._reporter.note_loss(loss, self.global_steps)
-        self._guard.move_to(Phase.BACKWARD)
-        updates_now = self._updates_in_this_backward()
-        is_complete = False
-        try:
-            (loss / self.config.gradient_accumulation_steps).backward()
-            self._collector.finish()
-            self._stepper.finish_backward(updates_now=updates_now)
-            is_complete = True
-        finally:
-            self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
-            steps_next = self.is_gradient_accumulation_boundary() and not self._stepper.rules.updates_in_backward
-            self._pager.end_backward(is_complete=is_complete, fetches=is_complete and not steps_next)
-            if not is_complete:
-                self._collector.drop()
+        self._backwards.run(loss / self.config.gradient_accumulation_steps)
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -205,8 +187,7 @@ class Engine:
                 "there is no data iterator",
                 cure="Pass one, or give training_data to infinity.initialize",
             )
-        if self._iterator is None:
-            self._iterator = endless(self.training_dataloader)
+        self._iterator = self._iterator or endless(self.training_dataloader)
         return self._iterator
 
     def train(self, mode: bool = True) -> Engine:
@@ -248,58 +229,13 @@ class Engine:
         """Samples per step, if the config says so."""
         return self.config.train_batch_size
 
-    # ----------------------------------------------------------------------------------- gradients, and the optimizer
-
-    def _notice_backward(self) -> None:
-        self._check_cleared()
-        self._pager.note_backward()
-
-    def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
-        # Without a history it is not known whether backward will still need the weights: see `infinity.collector`.
-        self._stepper.deliver(
-            unit, gradients, updates_now=self._updates_in_this_backward() and self._collector.has_history
-        )
-
-    def _updates_in_this_backward(self) -> bool:
-        is_last = self._guard.phase is Phase.BACKWARD and self.is_gradient_accumulation_boundary()
-        return is_last and self._stepper.rules.updates_in_backward
-
-    def _note_backward_use(self, unit: Unit, is_saved: bool) -> None:
-        self._collector.note_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
-
-    def _end_plain_backward(self) -> None:
-        """Autograd tells that a backward has ended. What goes wrong here would be lost, so it is raised by the next call."""
-        if self._guard.phase is Phase.READY and self._collector.has_fired:
-            try:
-                self._finish_plain_backward()
-            except Exception as error:
-                self._deferred_error = error
-
-    def _collect_plain_backward(self) -> None:
-        """Take note of what a ``loss.backward()`` of the user left."""
-        if self._guard.phase is Phase.READY and self._collector.has_fired and not in_backward():
-            self._finish_plain_backward()
-
-    def _before_gradient_access(self) -> None:
-        self._has_stale_gradients = False  # ``model.zero_grad()`` looks at each gradient, and finds it gone
-        self._collect_plain_backward()
-
-    def _finish_plain_backward(self) -> None:
-        is_whole = False
-        try:
-            self._collector.finish()
-            is_whole = True
-        finally:
-            if not is_whole:
-                self._guard.move_to(Phase.BROKEN)
-            self._pager.end_backward(is_complete=is_whole, fetches=False)
-
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()
         self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
         self._reporter.begin()
-        self._collect_plain_backward()
+        self._backwards.collect()
+        had_gradients = self._stepper.gradients.has_any
         is_complete = False
         self._guard.move_to(Phase.STEPPING)
         try:
@@ -307,18 +243,9 @@ class Engine:
             is_complete = True
         finally:
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
-        self._has_stale_gradients = not self._is_in_step
+        self._backwards.end_step(leaves_gradients=had_gradients and not self._is_in_step)
         self.global_steps += 1
         self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm())
-
-    def _check_cleared(self) -> None:
-        if self._has_stale_gradients and self._guard.phase is not Phase.BACKWARD:
-            raise StepOrderError(
-                "backward",
-                "torch would add its gradients to those of the last step, which are gone",
-                cure="Call optimizer.zero_grad() between optimizer.step() and the next backward",
-                step=self.global_steps,
-            )
 
     def optimizer_zero_grad(self) -> None:
         """``optimizer.zero_grad()``: forget all gradients.
@@ -326,9 +253,8 @@ class Engine:
         Raises:
             PartialUpdateError: some of them were already used up in backward.
         """
-        self._has_stale_gradients = False
         self._guard.check_not_partial("gradients were dropped before engine.step()")
-        self._collector.drop()
+        self._backwards.drop()
         self._stepper.clear()
         self._reporter.forget_losses()
         if self._guard.phase is Phase.BROKEN:
@@ -434,7 +360,7 @@ class Engine:
             rest.callback(self._parts.stream.close)
             rest.callback(self._pager.abandon_forward)
             rest.callback(self._parts.holding.uninstall)
-            rest.callback(self._collector.close)
+            rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
             if restore_weights:
                 self.flush()
@@ -456,17 +382,15 @@ class Engine:
     # --------------------------------------------------------------------------------------------------------- checking
 
     def _check_usable(self) -> None:
-        error, self._deferred_error = self._deferred_error, None
-        if error is not None:
-            raise error
         self._guard.check_open()
+        self._backwards.raise_deferred()
         self._parts.stream.raise_error()
         self._parts.storage.raise_pending()
 
     def _before_forward(self) -> None:
         self._reporter.begin()
         self._guard.check_settled()
-        self._collect_plain_backward()
+        self._backwards.collect()
 
 
 def _shut_down(stream: UpdateStream, storage: Storage, pid: int) -> None:

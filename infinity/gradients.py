@@ -5,159 +5,30 @@ Knows units and gradients; must not know when a unit is complete (`infinity.coll
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from infinity.device import ComputeDevice, Fence, FlatBuffer, gradient_norm
+from infinity.device import ComputeDevice, FlatBuffer, gradient_norm
 from infinity.flat_pool import FlatPool
-from infinity.layout import Chunk, Piece, Slot
+from infinity.gradient_sources import (
+    FP32_BYTES,
+    DeviceGradients,
+    GradientBuffer,
+    MemoryGradients,
+    SpilledGradients,
+    in_slot_order,
+)
+from infinity.layout import Slot
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
-from infinity.update import GradientSource
-from swapper import Extent, Handle, Priority, Swapper
+from infinity.update_job import GradientSource
+from swapper import Extent, Handle, Swapper
 
-_FP32_BYTES = 4
-_BLOCK_NUMEL = 1 << 20
-_POLL_SECONDS = 1.0
 _MOST_UNITS_ON_DEVICE = 2
 """Units whose gradients may wait in a GPU's memory for their update."""
-
-
-def in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The gradient with the strides of its parameter, so that both have one order in memory."""
-    if tuple(gradient.stride()) == slot.spec.stride and not gradient.is_sparse:
-        return gradient
-    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=gradient.dtype, device=gradient.device)
-    return ordered.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
-
-
-class _Source:
-    """Common to all sources: which parameters have a gradient, and whether the update has used them up."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = list(slots)
-        self._used_up = threading.Event()
-
-    def slots(self) -> Sequence[Slot]:
-        """The parameters that have a gradient."""
-        return self._slots
-
-    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        """See `GradientSource.prepare`."""
-        return None
-
-    def release(self) -> None:
-        """The update has used them up, or failed."""
-        self._used_up.set()
-
-    def is_released(self) -> bool:
-        """Whether the memory is free."""
-        return self._used_up.is_set()
-
-    def wait(self) -> None:
-        """Return when the memory is free."""
-        while not self._used_up.wait(_POLL_SECONDS):  # so that a KeyboardInterrupt gets through
-            pass
-
-
-class DeviceGradients(_Source):
-    """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them piece by piece."""
-
-    def __init__(self, gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice, after: Fence) -> None:
-        """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
-        super().__init__(list(gradients))
-        self._gradients = {slot.index: _flat(gradient) for slot, gradient in gradients.items()}
-        self._device = device
-        self._after = after
-
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        source = self._gradients[piece.slot.index][piece.start : piece.stop]
-        if source.device == scratch.device:
-            return scratch.copy_(source)
-        landing = torch.empty(source.shape, dtype=source.dtype)
-        self._device.download(landing, source, self._after)
-        return scratch.copy_(landing)
-
-    def release(self) -> None:
-        self._gradients.clear()
-        super().release()
-
-
-class _Buffer:
-    """The main gradients of one unit in host memory: fp32, element for element like the trainable segment."""
-
-    def __init__(self, unit: Unit, flat: FlatBuffer) -> None:
-        self.flat = flat
-        self.values = flat.tensor()[: unit.layout.trainable_numel * _FP32_BYTES].view(torch.float32)
-
-    def view(self, slot: Slot) -> torch.Tensor:
-        """The main gradient of one parameter, with its shape and strides."""
-        return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
-
-    def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], device: ComputeDevice) -> None:
-        """Add in fp32; parameters not in ``present`` have no gradient yet."""
-        known = set(present)
-        for slot, gradient in gradients.items():
-            source = _flat(in_slot_order(gradient.detach(), slot))
-            if source.device.type != "cpu":
-                landing = torch.empty(source.shape, dtype=source.dtype)
-                device.download(landing, source, device.mark())
-                source = landing
-            target = self.values[slot.start : slot.stop]
-            if slot.index not in known:
-                target.copy_(source)
-                continue
-            for start in range(0, source.numel(), _BLOCK_NUMEL):
-                # torch converts a bf16 operand to fp32 as a whole: block by block that is bounded.
-                target[start : start + _BLOCK_NUMEL].add_(source[start : start + _BLOCK_NUMEL])
-
-
-class _MemorySource(_Source):
-    """Main gradients in RAM, for an update."""
-
-    def __init__(self, buffer: _Buffer, slots: Sequence[Slot]) -> None:
-        super().__init__(slots)
-        self._values: torch.Tensor | None = buffer.values
-
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        if self._values is None:
-            raise RuntimeError("the gradients have been released")
-        start = piece.slot.start + piece.start
-        values = self._values[start : start + piece.numel]
-        return values if values.device == scratch.device else scratch.copy_(values)
-
-    def release(self) -> None:
-        self._values = None  # a view would keep the memory from being unmapped
-        super().release()
-
-
-class _SpilledSource(_Source):
-    """Main gradients on NVMe, for an update."""
-
-    def __init__(self, swapper: Swapper, extent: Extent, slots: Sequence[Slot]) -> None:
-        super().__init__(slots)
-        self._swapper = swapper
-        self._extent = extent
-
-    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        offset = chunk.start * _FP32_BYTES
-        if scratch.device.type == "cpu":
-            return self._swapper.read(self._extent, scratch, offset=offset, priority=Priority.PREFETCH)
-        landing = torch.empty(scratch.shape, dtype=scratch.dtype)
-        self._swapper.read(self._extent, landing, offset=offset).wait()
-        scratch.copy_(landing)
-        return None
-
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        return scratch
 
 
 class _Loan(Protocol):
@@ -214,7 +85,7 @@ class GradientStore:
         self._open_swapper = open_swapper
         self._swapper: Swapper | None = None
         self._pool = pool
-        self._buffers: dict[int, _Buffer] = {}
+        self._buffers: dict[int, GradientBuffer] = {}
         self._extents: dict[int, Extent] = {}
         self._present: dict[int, set[int]] = {}
         self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
@@ -226,7 +97,7 @@ class GradientStore:
             self._swapper = self._open_swapper()
             for unit in self._units:
                 if unit.layout.trainable_numel and unit.index not in self._in_memory:
-                    num_bytes = unit.layout.trainable_numel * _FP32_BYTES
+                    num_bytes = unit.layout.trainable_numel * FP32_BYTES
                     self._extents[unit.index] = self._swapper.allocate(num_bytes, f"gradients of {unit.name}")
         return self._swapper
 
@@ -273,7 +144,7 @@ class GradientStore:
         self._present.pop(unit.index, None)
         for slot in slots:
             norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
-        source = _MemorySource(buffer, slots)
+        source = MemoryGradients(buffer, slots)
         self._loans.append((source, buffer.flat))
         return source
 
@@ -289,9 +160,9 @@ class GradientStore:
         self._loans.append((source, None))
         return source
 
-    def _sum(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> _Buffer:
+    def _sum(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> GradientBuffer:
         """What is spilled of the unit plus ``gradients``, in fresh memory."""
-        buffer = _Buffer(unit, self._take(unit.layout.trainable_numel * _FP32_BYTES))
+        buffer = GradientBuffer(unit, self._take(unit.layout.trainable_numel * FP32_BYTES))
         try:
             if present:
                 swapper, extent = self._spill(unit)
@@ -303,9 +174,9 @@ class GradientStore:
             raise
         return buffer
 
-    def _memory_of(self, unit: Unit) -> _Buffer:
+    def _memory_of(self, unit: Unit) -> GradientBuffer:
         if unit.index not in self._buffers:
-            self._buffers[unit.index] = _Buffer(unit, self._take(unit.layout.trainable_numel * _FP32_BYTES))
+            self._buffers[unit.index] = GradientBuffer(unit, self._take(unit.layout.trainable_numel * FP32_BYTES))
         return self._buffers[unit.index]
 
     def _add_spilled(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> None:
@@ -372,9 +243,9 @@ class GradientStore:
         slots = self.slots_with_gradient(unit)
         self._present.pop(unit.index, None)
         if unit.index in self._in_memory:
-            return _MemorySource(self._memory_of(unit), slots)
+            return MemoryGradients(self._memory_of(unit), slots)
         swapper, extent = self._spill(unit)
-        return _SpilledSource(swapper, extent, slots)
+        return SpilledGradients(swapper, extent, slots)
 
     def clear(self) -> None:
         """Forget all main gradients; the memory stays reserved."""

@@ -40,6 +40,7 @@ class _ModuleHooks:
         self._owned = list(owned)
         self._note_call = note_call
         self._keep_alive = keep_alive
+        self._parameters: tuple[tuple[str, nn.Parameter], ...] = ()
         self._entered: list[int] = []
         """How many units each running call of the module holds (a module may call itself)."""
 
@@ -49,12 +50,23 @@ class _ModuleHooks:
     def __reduce__(self) -> tuple[Any, ...]:
         return _NoHooks, ()
 
+    def watch(self, module: nn.Module) -> None:
+        """Remember the module's own parameters: they must stay the same objects."""
+        self._parameters = tuple((name, p) for name, p in module._parameters.items() if p is not None)
+
     def before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             raise UnsupportedModelError(
                 f"torch.compile cannot trace {type(module).__name__} while an engine pages its parameters",
                 cure="Train it without compiling",
             )
+        own = module._parameters
+        for name, parameter in self._parameters:
+            if own.get(name) is not parameter:
+                raise UnsupportedModelError(
+                    f"parameter '{name}' of {type(module).__name__} was replaced while an engine holds it",
+                    cure="Don't call .to(device) or assign new parameters after infinity.initialize",
+                )
         if self._is_root and self._entered and self._pager.is_in_forward:
             self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
         self._pager.begin_forward()
@@ -158,6 +170,7 @@ class ModelHolding:
                 entered = [self.units[next(iter(reach))]]
             abandon = (lambda: self._abandon_calls(pager)) if module is self.model else None
             hooks = _ModuleHooks(pager, entered, own, note_call, keep_alive, abandon)
+            hooks.watch(module)
             self._hooks.append(hooks)
             self._handles.append(module.register_forward_pre_hook(_BoundHook(hooks, "before"), prepend=True))
             self._handles.append(module.register_forward_hook(_BoundHook(hooks, "after"), always_call=True))

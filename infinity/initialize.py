@@ -37,7 +37,8 @@ from infinity.stepper import Stepper, StepRules
 from infinity.storage import Storage
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit, spec_of
-from infinity.update import ParameterState, UpdateStream
+from infinity.update import UpdateStream
+from infinity.update_job import ParameterState
 from infinity.wrapping import find_blocks, partition
 
 logger = logging.getLogger(__name__)

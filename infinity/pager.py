@@ -343,7 +343,8 @@ class Pager(Residency):
         if is_modified:
             for unit in units:
                 self._forget_changes(unit)
-        if is_modified or is_alias:
+        is_moving_away = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves(result))
+        if is_modified or is_alias or is_moving_away:
             del result
             raise ParameterNotResidentError(fqn, operation=name)
         return result

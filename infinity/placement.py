@@ -297,7 +297,7 @@ def predict(
     in_step = not request.updates_in_backward
     filled = (
         {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
-        if in_step
+        if in_step and request.prefetches
         else set()
     )
     if request.param_tier == "nvme":

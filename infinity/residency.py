@@ -6,6 +6,8 @@ thread that trains (or in autograd's, while that one waits inside backward): the
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +19,9 @@ from infinity.unit import Arrival, Unit
 
 if TYPE_CHECKING:
     from infinity.device import FlatBuffer
+
+
+_PATIENCE_SECONDS = 1.0
 
 
 class WeightSource(Protocol):
@@ -79,10 +84,7 @@ class Residency:
     def make_resident(self, unit: Unit) -> None:
         if unit.flat is None and not self._attach(unit, is_demand=True):
             self.await_update(unit)
-            flat = self._allocate(unit, is_demand=True)
-            if flat is None:
-                raise self._no_room(unit)
-            self._begin_fetch(unit, flat, is_demand=True)
+            self._begin_fetch(unit, self._allocate_now(unit), is_demand=True)
         self._take_arrival(unit)
         self.await_update(unit)
 
@@ -139,7 +141,7 @@ class Residency:
     def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
         """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
         update = unit.update
-        if update is None or not update.accepts_buffer:
+        if update is None or not self.fills or not update.accepts_buffer:
             return False
         flat = self._allocate(unit, is_demand=is_demand, keep=keep)
         if flat is None:
@@ -217,6 +219,23 @@ class Residency:
                 return None
             self.evict(victim)
 
+    def _allocate_now(self, unit: Unit) -> FlatBuffer:
+        """A buffer for a unit that is needed now.
+
+        A view of another unit may live an instant longer than its reader: in an I/O thread that has just told of its
+        success, or in a cycle that only the garbage collector sees. So there is a little patience before the error.
+        """
+        flat = self._allocate(unit, is_demand=True)
+        if flat is None:
+            gc.collect()
+        deadline_seconds = time.monotonic() + _PATIENCE_SECONDS
+        while flat is None:
+            if time.monotonic() > deadline_seconds:
+                raise self._no_room(unit)
+            time.sleep(0.001)
+            flat = self._allocate(unit, is_demand=True)
+        return flat
+
     def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
         """The unit that is needed last among those that may leave. A prefetch waits for nothing and takes nothing wanted."""
         rank = {index: place for place, index in enumerate(self.trace.upcoming())}
@@ -229,7 +248,8 @@ class Residency:
             is_busy = unit.arrival is not None or unit.update is not None
             if is_busy and not is_demand:
                 continue
-            key = (0 if is_busy else 1, rank.get(unit.index, len(rank)))
+            # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.
+            key = (0 if is_busy and self._prefetches else 1, rank.get(unit.index, len(rank)))
             if key > best_key:
                 unit.close()
                 if is_busy or not unit.flat.has_views:

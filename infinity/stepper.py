@@ -19,7 +19,8 @@ from infinity.layout import Chunk, Slot
 from infinity.optim import Template
 from infinity.pager import Pager
 from infinity.unit import Unit
-from infinity.update import GradientSource, UpdateJob, UpdateStream
+from infinity.update import UpdateStream
+from infinity.update_job import GradientSource, UpdateJob
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,6 @@
 """The optimizer as a stream: read a chunk, update it, write it back, while the model computes.
 
 Knows jobs, chunks and working memory; must not know modules or autograd. One background thread runs the jobs in order.
-
-[Note: who may touch a unit's weights]
-A job is created by the training thread, and only for a unit that no backward needs any more (`Unit.is_quiescent`). From
-then on the weights belong to the job until it is done: the pager waits for it before it opens or fetches the unit. If the
-unit is resident, the job writes its new weights into the flat buffer as well; if it is not, the pager may hand it an empty
-buffer until it begins (`attach`), and the job fills it. That saves reading what was just written.
 """
 
 from __future__ import annotations
@@ -15,52 +9,19 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from infinity.device import ComputeDevice, Fence, FlatBuffer
+from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
-from infinity.layout import Chunk, Piece, Slot
+from infinity.layout import Chunk, Piece
 from infinity.records import Lease, RecordStore
-from infinity.unit import Arrival, Unit
+from infinity.update_job import POLL_SECONDS, ParameterState, UpdateJob
 from infinity.weights import WeightStore
 from swapper import Handle
-
-_POLL_SECONDS = 1.0
-
-
-class GradientSource(Protocol):
-    """The gradients of one unit for one update."""
-
-    def slots(self) -> Sequence[Slot]:
-        """The parameters that have a gradient."""
-        ...
-
-    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        """Start to bring the chunk's gradients into ``scratch`` (fp32, ``chunk.numel``), if they are not in memory."""
-        ...
-
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        """The gradient of one piece: fp32, 1-D; may be changed in place. ``scratch`` is its part of the chunk's scratch."""
-        ...
-
-    def release(self) -> None:
-        """They are used up."""
-        ...
-
-
-@dataclass
-class ParameterState:
-    """What the optimizer keeps per parameter besides its per-element state."""
-
-    scalars: dict[str, Any] = field(default_factory=dict)
-    is_fresh: bool = True
-    """No update has happened: the optimizer makes its state itself in the first one."""
-    names: tuple[str, ...] | None = None
-    """Which per-element states the parameter has, when they are fewer than its unit's records hold."""
 
 
 class PieceUpdater(Protocol):
@@ -74,96 +35,6 @@ class PieceUpdater(Protocol):
         state: dict[str, torch.Tensor] | None,
         scalars: dict[str, Any],
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
-
-
-class UpdateJob:
-    """One update of one unit. The training thread creates it and waits for it; the stream runs it."""
-
-    def __init__(
-        self,
-        unit: Unit,
-        chunks: Sequence[Chunk],
-        gradients: GradientSource,
-        groups: Mapping[int, dict[str, Any]],
-        clip_coefficient: torch.Tensor | None,
-        after: Fence,
-    ) -> None:
-        """
-        Args:
-            unit: what is updated.
-            chunks: all chunks of the unit.
-            gradients: its gradients; the job releases them.
-            groups: slot index -> snapshot of its parameter group's hyperparameters.
-            clip_coefficient: 0-dim fp32 tensor every gradient is multiplied with, or None.
-            after: the gradients are complete at this point of the compute stream.
-        """
-        self.unit = unit
-        self.gradients = gradients
-        self.groups = groups
-        self.clip_coefficient = clip_coefficient
-        self.after = after
-        self.slots = {slot.index for slot in gradients.slots()}
-        self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
-        self.flat = unit.flat
-        self.flat_arrival: Arrival | None = unit.arrival
-        """Weights still on their way into ``flat``; they must be there before the job writes over them."""
-        self.flat_is_current = unit.flat is not None
-        """Whether ``flat`` holds the present weights (else the job fills it)."""
-        segments = unit.layout.segments
-        self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
-        self._lock = threading.Lock()
-        self._has_begun = False
-        self._finished = threading.Event()
-        self._fence: Fence = None
-        self._device: ComputeDevice | None = None
-        self._error: BaseException | None = None
-        self.is_held = False
-        """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
-        self.on_release: Callable[[], None] = lambda: None
-
-    def begin(self) -> None:
-        """The stream takes the job; no buffer can be attached any more."""
-        with self._lock:
-            self._has_begun = True
-
-    @property
-    def accepts_buffer(self) -> bool:
-        return self._covers_all and self.flat is None and not self._has_begun
-
-    def attach(self, flat: FlatBuffer) -> bool:
-        with self._lock:
-            if not self.accepts_buffer:
-                return False
-            self.flat = flat
-            self.flat_is_current = False
-        self.promote()
-        return True
-
-    def finish(self, error: BaseException | None, device: ComputeDevice | None = None, fence: Fence = None) -> None:
-        self._error = error
-        self._device = device
-        self._fence = fence
-        self.flat = None
-        self.flat_arrival = None
-        self._finished.set()
-
-    def done(self) -> bool:
-        return self._finished.is_set()
-
-    def promote(self) -> None:
-        """Somebody waits for the unit: the job is not held back any longer."""
-        if self.is_held:
-            self.is_held = False
-            self.on_release()
-
-    def wait(self) -> None:
-        # Wake up now and then: a KeyboardInterrupt must get through.
-        while not self._finished.wait(_POLL_SECONDS):
-            pass
-        if self._error is not None:
-            raise self._error
-        if self._device is not None:
-            self._device.compute_waits_for(self._fence)
 
 
 @dataclass
@@ -238,7 +109,7 @@ class UpdateStream:
         self.release_all()
         with self._changed:
             while self._num_pending and self._error is None:
-                self._changed.wait(_POLL_SECONDS)
+                self._changed.wait(POLL_SECONDS)
         self.raise_error()
 
     def raise_error(self) -> None:

@@ -81,6 +81,7 @@ class Handle:
     def add_done_callback(self, function: Callable[[Handle], None]) -> None:
         """Have ``function(handle)`` called once when the request is over, at once if it is.
 
-        It runs on a backend thread: it must be quick, must not wait for I/O, and what it raises is only logged.
+        It runs on a backend thread: it must be quick, must not wait for I/O, and what it raises is only logged. A thread
+        in :meth:`wait` may go on before it has run.
         """
         self._scheduler.add_callback(self._operation, lambda: function(self))

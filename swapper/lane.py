@@ -31,6 +31,7 @@ class Lane:
         self.inflight: dict[Transfer, None] = {}
         self.num_bytes = 0
         self.num_transfers = 0
+        self.num_retries = 0
         self._request_bytes = config.request_bytes
         self._boundary_bytes = boundary_bytes
         self._max_overtakes = config.max_overtakes

@@ -28,6 +28,7 @@ from swapper.lane import Lane
 from swapper.ledger import Ledger
 from swapper.operation import Operation, OperationState, Transfer
 from swapper.pending import PendingErrors, observe
+from swapper.statistics import Statistics, take_snapshot
 from swapper.waiting import WaitingRoom, announce, call_back
 from swapper.watchdog import TICKS_PER_DEADLINE, Watchdog
 
@@ -55,8 +56,7 @@ class IOScheduler:
         self._tick = 0
         self._closed_because = ""
         self._thread = threading.local()  # .backlog: what this thread is handing over
-        self.num_retries = 0
-        self.num_errors = 0
+        self._num_errors = 0
         self.pending = PendingErrors()
         self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
         self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
@@ -142,7 +142,7 @@ class IOScheduler:
     # -- hand-over ---------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Give the backend as much as it takes: nothing, unless a signal cut an earlier hand-over short."""
+        """Give the backend as much as it takes: nothing, unless an earlier hand-over was cut short."""
         if any(lane.has_room for lane in self.lanes):  # a look without the lock may be wrong, but not for long
             taken: deque[Transfer] = deque()
             try:
@@ -228,7 +228,7 @@ class IOScheduler:
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT
         if is_transient and transfer.num_retries < self._config.max_retries and not self._closed_because:
-            self.num_retries += 1
+            lane.num_retries += 1
             lane.num_bytes += transfer.advance(0 if error is not None else transferred_bytes)
             lane.enqueue_again(transfer)
             return
@@ -264,7 +264,7 @@ class IOScheduler:
         operation.is_finished = True
         self._active[operation].settle(operation)
         if operation.error is not None and not isinstance(operation.error, SwapperClosedError):
-            self.num_errors += 1
+            self._num_errors += 1
             self.pending.add(operation)
 
     def _on_tick(self) -> None:
@@ -278,6 +278,7 @@ class IOScheduler:
                         break  # all others were submitted later
                     if transfer.operation.state is not OperationState.STALLED:
                         self._stall(transfer, lane, over)
+        self._pump()
         announce(over)
 
     def _stall(self, transfer: Transfer, lane: Lane, over: list[Operation]) -> None:
@@ -387,10 +388,7 @@ class IOScheduler:
                     over.append(operation)
         announce(over)
 
-    def num_queued(self, direction: Direction) -> int:
-        """Operations that are ready or wait for others, and are not handed over completely."""
+    def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
+        """Return a snapshot that is consistent in itself; the sizes are the caller's."""
         with self._lock:
-            return sum(
-                operation.direction is direction and operation.state in (OperationState.BLOCKED, OperationState.QUEUED)
-                for operation in self._active
-            )
+            return take_snapshot(self.lanes, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)

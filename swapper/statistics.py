@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+
+from swapper.backends.base import Direction, IOBackend
+from swapper.lane import Lane
+from swapper.operation import Operation, OperationState
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +79,35 @@ _COUNTERS = (
     "read_busy_seconds",
     "write_busy_seconds",
 )
+
+
+def take_snapshot(
+    lanes: Sequence[Lane],
+    operations: Iterable[Operation],
+    backend: IOBackend,
+    num_errors: int,
+    capacity_bytes: int,
+    free_bytes: int,
+) -> Statistics:
+    """Return the statistics of a scheduler's lanes and unfinished operations; the caller holds its lock."""
+    reads, writes = lanes
+    waiting = (OperationState.BLOCKED, OperationState.QUEUED)
+    queued = [operation.direction for operation in operations if operation.state in waiting]
+    return Statistics(
+        read_bytes=reads.num_bytes,
+        write_bytes=writes.num_bytes,
+        num_reads=reads.num_transfers,
+        num_writes=writes.num_transfers,
+        num_retries=reads.num_retries + writes.num_retries,
+        num_errors=num_errors,
+        num_bounced=backend.num_bounced,
+        read_busy_seconds=reads.busy_seconds,
+        write_busy_seconds=writes.busy_seconds,
+        inflight_reads=len(reads.inflight),
+        inflight_writes=len(writes.inflight),
+        queued_reads=queued.count(Direction.READ),
+        queued_writes=queued.count(Direction.WRITE),
+        capacity_bytes=capacity_bytes,
+        free_bytes=free_bytes,
+        is_direct=backend.is_direct,
+    )

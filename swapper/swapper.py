@@ -220,25 +220,7 @@ class Swapper:
 
     def statistics(self) -> Statistics:
         """Return what has been done so far."""
-        reads, writes = self._scheduler.lanes
-        return Statistics(
-            read_bytes=reads.num_bytes,
-            write_bytes=writes.num_bytes,
-            num_reads=reads.num_transfers,
-            num_writes=writes.num_transfers,
-            num_retries=self._scheduler.num_retries,
-            num_errors=self._scheduler.num_errors,
-            num_bounced=self._backend.num_bounced,
-            read_busy_seconds=reads.busy_seconds,
-            write_busy_seconds=writes.busy_seconds,
-            inflight_reads=len(reads.inflight),
-            inflight_writes=len(writes.inflight),
-            queued_reads=self._scheduler.num_queued(Direction.READ),
-            queued_writes=self._scheduler.num_queued(Direction.WRITE),
-            capacity_bytes=self._allocator.capacity_bytes,
-            free_bytes=self._allocator.free_bytes,
-            is_direct=self._backend.is_direct,
-        )
+        return self._scheduler.statistics(self._allocator.capacity_bytes, self._allocator.free_bytes)
 
     def describe(self) -> str:
         """Return one line that says where the bytes go and how."""

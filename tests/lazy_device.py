@@ -76,17 +76,19 @@ class LazyDevice(SeparateHostDevice):
             self.violations.append("a buffer is read while weights are still on their way into it")
         target.copy_(source)
 
-    def is_done(self, fence: Any) -> bool:
+    def is_done(self, fence: LazyFence | None) -> bool:
         with self._lock:
-            return not self._copies or self._copies[0][0] > fence.copy
+            return fence is None or not self._copies or self._copies[0][0] > fence.copy
 
-    def synchronize(self, fence: Any) -> None:
+    def synchronize(self, fence: LazyFence | None) -> None:
+        if fence is None:
+            return
         with self._lock, torch.no_grad():
             while self._copies and self._copies[0][0] <= fence.copy:
                 _, target, source = self._copies.popleft()
                 target.copy_(source)
                 self.num_lazy += 1
 
-    def compute_waits_for(self, fence: Any) -> None:
+    def compute_waits_for(self, fence: LazyFence | None) -> None:
         if threading.get_ident() == self._trains_in:
             self.synchronize(fence)

@@ -28,7 +28,7 @@ def _bytes(num_blocks: int = 1, value: int = 1) -> np.ndarray:
 
 
 def _opened(config: SwapperConfig = _CONFIG) -> tuple[Swapper, FaultInjectingBackend, Extent]:
-    backend = FaultInjectingBackend(MemoryBackend(_CAPACITY))
+    backend = FaultInjectingBackend(MemoryBackend(_CAPACITY, num_threads=2))
     swapper = Swapper(backend, config)
     extent = swapper.allocate(16 * _BLOCK, "layer 7")
     swapper.write(extent, _bytes(16)).wait()
@@ -101,11 +101,25 @@ def test_the_bytes_of_a_hung_write_are_out_of_use_until_it_is_over() -> None:
             attempt(extent, _bytes()).wait()
     swapper.read(extent, _bytes(), offset=2 * _BLOCK).wait()
     backend.release_hung()
+    _until(lambda: not swapper._scheduler._active)
     swapper.write(extent, _bytes(2, 6)).wait()
     copy = _bytes(2, 0)
     swapper.read(extent, copy).wait()
     assert (copy == 6).all()
     swapper.close()
+
+
+def test_what_a_stall_sets_free_is_started() -> None:
+    """The third request waits for the second only, which fails because it waits for the first, which hangs."""
+    swapper, backend, extent = _opened()
+    backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
+    swapper.write(extent, _bytes(1))
+    swapper._scheduler.pending.take()
+    behind = swapper.write(extent, _bytes(2))
+    third = swapper.write(extent, _bytes(1, 9), offset=_BLOCK)
+    _until(third.done)
+    assert isinstance(behind.error, StallError) and third.error is None
+    _close(swapper, backend)
 
 
 def test_the_space_of_a_hung_write_is_not_given_to_others() -> None:

@@ -89,7 +89,11 @@ def test_the_record_is_the_state_and_not_the_scratch(dtype: torch.dtype) -> None
 def test_what_was_written_back_comes_again(swapper: Swapper, dtype: torch.dtype, kind: str) -> None:
     unit, chunks = _unit(dtype)
     records: RecordStore
-    records = PagedRecords(swapper, _arena(2, dtype), dtype) if kind == "paged" else ResidentRecords(torch.device("cpu"), dtype)
+    records = (
+        PagedRecords(swapper, _arena(2, dtype), dtype)
+        if kind == "paged"
+        else ResidentRecords(torch.device("cpu"), dtype)
+    )
     records.allocate(unit, chunks, _NAMES)
     assert records.names_of(unit) == _NAMES
     for chunk in chunks:

@@ -1,0 +1,153 @@
+"""Where an update finds its gradients: in RAM, on NVMe, or still on the device.
+
+Knows one unit's gradients; must not know how many there are or what becomes of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from infinity.device import ComputeDevice, Fence, FlatBuffer
+from infinity.layout import Chunk, Piece, Slot
+from infinity.unit import Unit
+from infinity.update_job import POLL_SECONDS
+from swapper import Extent, Handle, Priority, Swapper
+
+FP32_BYTES = 4
+_BLOCK_NUMEL = 1 << 20
+
+
+def in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The gradient with the strides of its parameter, so that both have one order in memory."""
+    if tuple(gradient.stride()) == slot.spec.stride and not gradient.is_sparse:
+        return gradient
+    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=gradient.dtype, device=gradient.device)
+    return ordered.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+
+
+class Gradients:
+    """Common to all sources: which parameters have a gradient, and whether the update has used them up."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = list(slots)
+        self._used_up = threading.Event()
+
+    def slots(self) -> Sequence[Slot]:
+        """The parameters that have a gradient."""
+        return self._slots
+
+    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        """See `GradientSource.prepare`."""
+        return None
+
+    def release(self) -> None:
+        """The update has used them up, or failed."""
+        self._used_up.set()
+
+    def is_released(self) -> bool:
+        """Whether the memory is free."""
+        return self._used_up.is_set()
+
+    def wait(self) -> None:
+        """Return when the memory is free."""
+        while not self._used_up.wait(POLL_SECONDS):  # so that a KeyboardInterrupt gets through
+            pass
+
+
+class DeviceGradients(Gradients):
+    """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them piece by piece."""
+
+    def __init__(self, gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice, after: Fence) -> None:
+        """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
+        super().__init__(list(gradients))
+        self._gradients = {slot.index: _flat(gradient) for slot, gradient in gradients.items()}
+        self._device = device
+        self._after = after
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        source = self._gradients[piece.slot.index][piece.start : piece.stop]
+        if source.device == scratch.device:
+            return scratch.copy_(source)
+        landing = torch.empty(source.shape, dtype=source.dtype)
+        self._device.download(landing, source, self._after)
+        return scratch.copy_(landing)
+
+    def release(self) -> None:
+        self._gradients.clear()
+        super().release()
+
+
+class GradientBuffer:
+    """The main gradients of one unit in host memory: fp32, element for element like the trainable segment."""
+
+    def __init__(self, unit: Unit, flat: FlatBuffer) -> None:
+        self.flat = flat
+        self.values = flat.tensor()[: unit.layout.trainable_numel * FP32_BYTES].view(torch.float32)
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The main gradient of one parameter, with its shape and strides."""
+        return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
+
+    def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], device: ComputeDevice) -> None:
+        """Add in fp32; parameters not in ``present`` have no gradient yet."""
+        known = set(present)
+        for slot, gradient in gradients.items():
+            source = _flat(in_slot_order(gradient.detach(), slot))
+            if source.device.type != "cpu":
+                landing = torch.empty(source.shape, dtype=source.dtype)
+                device.download(landing, source, device.mark())
+                source = landing
+            target = self.values[slot.start : slot.stop]
+            if slot.index not in known:
+                target.copy_(source)
+                continue
+            for start in range(0, source.numel(), _BLOCK_NUMEL):
+                # torch converts a bf16 operand to fp32 as a whole: block by block that is bounded.
+                target[start : start + _BLOCK_NUMEL].add_(source[start : start + _BLOCK_NUMEL])
+
+
+class MemoryGradients(Gradients):
+    """Main gradients in RAM, for an update."""
+
+    def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> None:
+        super().__init__(slots)
+        self._values: torch.Tensor | None = buffer.values
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        if self._values is None:
+            raise RuntimeError("the gradients have been released")
+        start = piece.slot.start + piece.start
+        values = self._values[start : start + piece.numel]
+        return values if values.device == scratch.device else scratch.copy_(values)
+
+    def release(self) -> None:
+        self._values = None  # a view would keep the memory from being unmapped
+        super().release()
+
+
+class SpilledGradients(Gradients):
+    """Main gradients on NVMe, for an update."""
+
+    def __init__(self, swapper: Swapper, extent: Extent, slots: Sequence[Slot]) -> None:
+        super().__init__(slots)
+        self._swapper = swapper
+        self._extent = extent
+
+    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        offset = chunk.start * FP32_BYTES
+        if scratch.device.type == "cpu":
+            return self._swapper.read(self._extent, scratch, offset=offset, priority=Priority.PREFETCH)
+        landing = torch.empty(scratch.shape, dtype=scratch.dtype)
+        self._swapper.read(self._extent, landing, offset=offset).wait()
+        scratch.copy_(landing)
+        return None
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        return scratch
