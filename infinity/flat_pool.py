@@ -6,7 +6,7 @@ freed buffer is kept and handed out again: fresh memory would have to be zeroed 
 
 from __future__ import annotations
 
-from infinity.device import ComputeDevice, FlatBuffer
+from infinity.device import ComputeDevice, Fence, FlatBuffer
 
 
 class FlatPool:
@@ -36,6 +36,10 @@ class FlatPool:
             self._free.pop(0).release()
         self.used_bytes += num_bytes
         return self._device.allocate_flat(num_bytes)
+
+    def mark(self) -> Fence:
+        """The point in the compute stream from which on a buffer handed out now is free of its former use."""
+        return self._device.mark()
 
     def give_back(self, buffer: FlatBuffer) -> None:
         """The buffer is unused from now on. It must not have views."""

@@ -54,7 +54,9 @@ class _SavedView:
         self.unit.num_tokens -= 1
 
 
-_REBINDING: frozenset[Any] = frozenset({_DATA.__set__, torch.Tensor.set_})
+_REBINDING: frozenset[Any] = frozenset(
+    {_DATA.__set__, torch.Tensor.set_, torch.Tensor.resize_, torch.Tensor.resize_as_}
+)
 """Operations that give a tensor other memory, which the engine would not see."""
 _EXPOSING: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
@@ -260,8 +262,6 @@ class Pager(Residency):
         finally:
             unit.num_active -= 1
 
-    # ------------------------------------------------------------------------------------------------ room and prefetch
-
     # ------------------------------------------------------------------------------------------------- saved tensors
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -324,30 +324,35 @@ class Pager(Residency):
         self.begin_outside_read()
         versions = [parameter._version for parameter in parameters]
         kept = [(unit, unit.flat.tensor().clone()) for unit in units if self._source is None and unit.flat is not None]
-        with self.held(units), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            result = function(*args, **kwargs)
-            is_modified = any(p._version != v for p, v in zip(parameters, versions, strict=True))
-            is_alias = any(
-                isinstance(leaf, torch.Tensor)
-                and host_of(leaf) is None
-                and leaf.layout is torch.strided
-                and self._by_address.get(leaf.untyped_storage().data_ptr()) in units
-                for leaf in leaves(result)
-            )
-            if is_modified:
-                for unit, before in kept:
-                    if unit.flat is not None:
-                        unit.flat.tensor().copy_(before)
-        for unit in units:
-            unit.close()
-        if is_modified:
+        is_modified = is_alias = False
+        try:
+            with self.held(units), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                try:
+                    result = function(*args, **kwargs)
+                finally:
+                    is_modified = any(p._version != v for p, v in zip(parameters, versions, strict=True))
+                    if is_modified:
+                        for unit, before in kept:
+                            if unit.flat is not None:
+                                unit.flat.tensor().copy_(before)
+                is_alias = any(self._looks_at(leaf, units) for leaf in leaves(result))
+        finally:
             for unit in units:
-                self._forget_changes(unit)
+                unit.close()
+            if is_modified:
+                for unit in units:
+                    self._forget_changes(unit)
         is_moving_away = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves(result))
         if is_modified or is_alias or is_moving_away:
             del result
             raise ParameterNotResidentError(fqn, operation=name)
         return result
+
+    def _looks_at(self, value: Any, units: Sequence[Unit]) -> bool:
+        """Whether ``value`` is a tensor over the memory of one of the units."""
+        if not isinstance(value, torch.Tensor) or host_of(value) is not None or value.layout is not torch.strided:
+            return False
+        return self._by_address.get(value.untyped_storage().data_ptr()) in units
 
     @contextmanager
     def held(self, units: Sequence[Unit]) -> Iterator[None]:

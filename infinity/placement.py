@@ -161,7 +161,7 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
     weights = weights_minimum
     if request.shares_host_memory:
         weights = min(total_weights, weights_minimum + left)
-    elif request.param_tier != "none":
+    else:
         weights = _device_weights(request, total_weights, weights_minimum)
     if request.shares_host_memory:
         left -= weights - weights_minimum

@@ -147,7 +147,7 @@ class Residency:
         if flat is None:
             return False
         self.place(unit, flat, update)
-        if not update.attach(flat):  # it began a moment ago
+        if not update.attach(flat, self.pool.mark()):  # it began a moment ago
             self._displace(unit)
             return False
         return True

@@ -15,7 +15,7 @@ from infinity.layout import ParameterSpec, Slot, UnitLayout
 from infinity.parameter import bind, unbind
 
 if TYPE_CHECKING:
-    from infinity.device import FlatBuffer
+    from infinity.device import Fence, FlatBuffer
     from swapper import Extent
 
 
@@ -49,8 +49,11 @@ class PendingUpdate(Protocol):
         """Whether `attach` has a chance: not begun, no buffer yet, and all of the unit's weights are being updated."""
         ...
 
-    def attach(self, flat: FlatBuffer) -> bool:
-        """Ask the update to leave the whole unit's new weights in ``flat``. False: too late, or it does not have them all."""
+    def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
+        """Ask the update to leave the whole unit's new weights in ``flat``, which is free after the fence ``after``.
+
+        Returns False if it is too late, or if the update does not have them all.
+        """
         ...
 
 

@@ -87,7 +87,9 @@ class UpdateStream:
     def submit(self, job: UpdateJob) -> None:
         """Queue a job."""
         with self._changed:
-            self.raise_error()
+            if self._error is not None:
+                job.finish(self._error)
+                raise self._error
             job.on_release = self._notify
             self._jobs.append(job)
             self._num_pending += 1

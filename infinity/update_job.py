@@ -110,12 +110,13 @@ class UpdateJob:
     def accepts_buffer(self) -> bool:
         return self._covers_all and self.flat is None and not self._has_begun
 
-    def attach(self, flat: FlatBuffer) -> bool:
+    def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
         with self._lock:
             if not self.accepts_buffer:
                 return False
             self.flat = flat
             self.flat_is_current = False
+            self.after = after
         self.promote()
         return True
 

@@ -228,15 +228,17 @@ class Uploader:
                 page.release()
                 return
             target = _target_of(upload)
+            is_last = offset + num_bytes == target.numel()
             upload.fence = self._device.upload(
                 target[offset : offset + num_bytes], page.tensor[:num_bytes], upload.after
             )
+            del target  # who waits for the upload may evict the unit at once, unless there is a view of its buffer
         except BaseException as error:
             page.release()
             upload.finish(error)
             return
         self._copying.append((page, upload.fence))
-        if offset + num_bytes == target.numel():
+        if is_last:
             upload.finish(None)
 
     def _retire_oldest(self) -> None:

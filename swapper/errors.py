@@ -21,6 +21,7 @@
     │   ├── ArenaExhaustedError (TimeoutError)   names who holds the pages
     │   ├── PageReleasedError           a page used or released after its release
     │   └── ArenaClosedError
+    ├── NotCopyableError (TypeError)    a copy or a pickle of something that owns files, memory or threads
     └── SwapperClosedError              use after close, in a forked child, or cut short by close
 
 Errors of the operating system are mapped where a transfer completes, and stay attached as ``__cause__``.
@@ -44,6 +45,7 @@ __all__ = [
     "FreedExtentError",
     "InvalidBufferError",
     "MissingDirectoryError",
+    "NotCopyableError",
     "NotDirectoryError",
     "OutOfSpaceError",
     "PageReleasedError",
@@ -237,6 +239,7 @@ _CURES = {
     errno_codes.EROFS: "the file system became read-only, usually after an error: see the kernel log",
     errno_codes.EFAULT: "the memory of the buffer was released while the transfer ran: keep it until then",
     errno_codes.EAGAIN: "the kernel was out of resources for longer than max_retries attempts: lower num_threads",
+    errno_codes.ESHUTDOWN: "the process is ending: wait for transfers before",
     errno_codes.ENOMEM: "the kernel was out of memory for the transfer: lower num_threads or request_bytes",
 }
 
@@ -275,6 +278,17 @@ class PageReleasedError(ArenaError):
 
 class ArenaClosedError(ArenaError):
     """The arena has been closed."""
+
+
+class NotCopyableError(SwapperError, TypeError):
+    """A copy or a pickle was made of something that owns files, memory or threads."""
+
+    def __init__(self, type_name: str) -> None:
+        self.type_name = type_name
+        super().__init__(
+            f"a {type_name} cannot be copied or pickled: it owns files, memory or threads, and a copy would release them "
+            "a second time; share the object itself, or make another one"
+        )
 
 
 class SwapperClosedError(SwapperError):

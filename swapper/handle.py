@@ -11,9 +11,10 @@ from swapper.extent import Extent
 from swapper.operation import Operation
 from swapper.pending import observe
 from swapper.scheduler import IOScheduler
+from swapper.uncopyable import Uncopyable
 
 
-class Handle:
+class Handle(Uncopyable):
     """Knows one read or write; keeps its buffer alive until the request is over. Thread safe."""
 
     __slots__ = ("_operation", "_scheduler")

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
+from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -75,7 +76,7 @@ class _Mapping:
         return {"version": 3, "data": (self.address, False), "shape": (self.num_bytes,), "typestr": "|u1"}
 
 
-class AlignedRegion:
+class AlignedRegion(Uncopyable):
     """Knows a page-aligned anonymous private mapping of an exact size; must not know what it is used for.
 
     It is not inherited by forked children, and its size is ``num_bytes`` rounded up to 4096 and nothing more.

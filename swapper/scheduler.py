@@ -29,6 +29,7 @@ from swapper.ledger import Ledger
 from swapper.operation import Operation, OperationState, Transfer
 from swapper.pending import PendingErrors, observe
 from swapper.statistics import Statistics, take_snapshot
+from swapper.uncopyable import Uncopyable
 from swapper.waiting import WaitingRoom, announce, call_back
 from swapper.watchdog import TICKS_PER_DEADLINE, Watchdog
 
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
 
 
-class IOScheduler:
+class IOScheduler(Uncopyable):
     """Knows all unfinished operations and in which order they may run; must not know how bytes move.
 
     Thread safe. Callbacks and waiters never run under its lock.

@@ -15,6 +15,7 @@ import torch
 from swapper.config import ALIGNMENT
 from swapper.errors import ArenaClosedError, ArenaExhaustedError, ArgumentError, PageReleasedError
 from swapper.region import AlignedRegion
+from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class ArenaStatistics:
     owners: tuple[tuple[str, int], ...]
 
 
-class Page:
+class Page(Uncopyable):
     """Knows one lease of one page. A context manager that gives it back.
 
     Attributes:
@@ -99,7 +100,7 @@ class Page:
         self._arena._take_back(self)
 
 
-class StagingArena:
+class StagingArena(Uncopyable):
     """Knows equal pages of one aligned region and who holds them; must not know what is in them. Thread safe.
 
     Args:

@@ -19,10 +19,11 @@ from swapper.handle import Handle
 from swapper.operation import Operation
 from swapper.scheduler import IOScheduler
 from swapper.statistics import Statistics
+from swapper.uncopyable import Uncopyable
 from swapper.volume import Volume
 
 
-class Swapper:
+class Swapper(Uncopyable):
     """Knows extents and how requests on them become operations; must not know what the bytes mean.
 
     All methods may be called from any thread. Requests return at once with a :class:`Handle`; an error whose handle

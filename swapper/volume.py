@@ -27,6 +27,7 @@ from swapper.errors import (
     VolumeTooSmallError,
 )
 from swapper.region import AlignedRegion
+from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 
 
-class ScratchFile:
+class ScratchFile(Uncopyable):
     """Knows one nameless file with reserved space; must not know what is stored in it."""
 
     __slots__ = ("__weakref__", "buffered_because", "directory", "fd", "name", "num_bytes")
@@ -163,7 +164,7 @@ def _switch_to_direct(fd: int) -> str:
     return ""
 
 
-class Volume:
+class Volume(Uncopyable):
     """Knows scratch files and how one address space is striped over them; must not know extents.
 
         address   0 ........ stripe ........ 2 stripe ........ 3 stripe ...

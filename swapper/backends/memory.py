@@ -8,6 +8,7 @@ from swapper.backends.base import Direction, IORequest
 from swapper.backends.workers import WorkerPool
 from swapper.config import round_up
 from swapper.region import AlignedRegion
+from swapper.uncopyable import Uncopyable
 
 
 class _CopyTransfer:
@@ -26,7 +27,7 @@ class _CopyTransfer:
         return stored.size
 
 
-class MemoryBackend:
+class MemoryBackend(Uncopyable):
     """Knows one region of host memory; must not know extents.
 
     Args:

@@ -13,6 +13,7 @@ from swapper.backends.base import Direction, IORequest
 from swapper.backends.workers import WorkerPool
 from swapper.config import ALIGNMENT, round_up
 from swapper.region import AlignedRegion
+from swapper.uncopyable import Uncopyable
 from swapper.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class _FileTransfer:
         return array.data[:num_bytes]
 
 
-class ThreadsBackend:
+class ThreadsBackend(Uncopyable):
     """Knows a volume and the threads that transfer its bytes; must not know extents.
 
     Args:

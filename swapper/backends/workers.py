@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
 import os
 import queue
 import threading
@@ -10,6 +12,7 @@ import weakref
 from typing import Protocol
 
 from swapper.backends.base import Direction, IORequest
+from swapper.uncopyable import Uncopyable
 
 
 class Transfer(Protocol):
@@ -50,7 +53,22 @@ def _stop(queues: tuple[RequestQueue, ...], num_threads: int, pid: int) -> None:
                 requests.put(None)
 
 
-class WorkerPool:
+_open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_EXIT_SECONDS = 2.0
+
+
+def _stop_all_at_exit() -> None:
+    # A thread that is inside native code when the interpreter goes away is ended there, which C++ code answers with abort.
+    # A drive that hangs must not keep the process, hence the limit.
+    for pool in list(_open_pools):
+        pool.close(_EXIT_SECONDS)
+
+
+atexit.register(_stop_all_at_exit)
+os.register_at_fork(after_in_child=_open_pools.clear)  # a child has none of these threads
+
+
+class WorkerPool(Uncopyable):
     """Knows threads and the queues they take requests from; must not know what a transfer does.
 
     Reads and writes have workers of their own: were they shared, slow writes could occupy all of them while the drive
@@ -71,17 +89,24 @@ class WorkerPool:
             for index in range(num_threads)
         ]
         self._finalizer = weakref.finalize(self, _stop, self._queues, num_threads, os.getpid())
-        self._finalizer.atexit = False  # daemon threads end with the process
+        self._finalizer.atexit = False
+        self._is_closed = False
         for thread in self._threads:
             thread.start()
+        _open_pools.add(self)
 
     def submit(self, request: IORequest) -> None:
         """Hand a request to the next idle worker of its direction."""
-        self._queues[request.direction].put(request)
+        if self._is_closed:  # by the end of the process: whoever still waits must not wait for his deadline
+            request.complete(0, OSError(errno.ESHUTDOWN, "the worker threads have ended"))
+        else:
+            self._queues[request.direction].put(request)
 
     def close(self, timeout_seconds: float) -> bool:
         """Stop the workers after what is queued; return whether all of them ended in time."""
+        self._is_closed = True
         self._finalizer()
+        _open_pools.discard(self)
         deadline = time.monotonic() + timeout_seconds
         current = threading.current_thread()
         for thread in self._threads:

@@ -105,6 +105,31 @@ def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, 
     assert os.listdir(tmp_path) == []
 
 
+def test_work_that_is_asked_for_while_the_process_ends_is_refused_at_once(tmp_path: Path) -> None:
+    returncode, out, err = _run(
+        """
+        import atexit, sys, time, numpy
+
+        def late():  # registered before the swapper is imported, so called after its threads have ended
+            started = time.monotonic()
+            try:
+                swapper.write(extent, data).wait()
+            except swapper_module.TransferError as error:
+                print(error.errno, time.monotonic() - started < 30)
+
+        atexit.register(late)
+        import swapper as swapper_module
+        swapper = swapper_module.Swapper.open([sys.argv[1]], 8 << 20)
+        extent = swapper.allocate(8 << 20, "x")
+        data = numpy.ones(8 << 20, dtype=numpy.uint8)
+        swapper.write(extent, data)
+        sys.exit(5)
+        """,
+        tmp_path,
+    )
+    assert (returncode, out.split()) == (5, ["108", "True"]), err
+
+
 def test_two_processes_in_one_directory_never_meet(tmp_path: Path) -> None:
     code = """
         import sys, numpy

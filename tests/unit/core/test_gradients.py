@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from infinity import gradients as module
+from infinity import gradient_sources
 from infinity.device import ComputeDevice, SeparateHostDevice, gradient_norm
 from infinity.flat_pool import FlatPool
 from infinity.gradient_sources import in_slot_order
@@ -157,7 +157,7 @@ def test_adding_block_by_block_gives_the_same_bits(swapper: Swapper, monkeypatch
     unit = trainable_unit(0, [(5000,)], torch.bfloat16)
     parts = [_draw(unit, number, torch.bfloat16) for number in range(3)]
     for block_numel in (64, 1000, 1 << 20):
-        monkeypatch.setattr(module, "_BLOCK_NUMEL", block_numel)
+        monkeypatch.setattr(gradient_sources, "_BLOCK_NUMEL", block_numel)
         store = _store([unit], swapper, (0,))
         for part in parts:
             store.add(unit, part)

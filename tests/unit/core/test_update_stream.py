@@ -104,7 +104,7 @@ class _Stream:
     def job(self, unit: Unit, values: Mapping[int, float], *, coefficient: float | None = None) -> UpdateJob:
         gradients = Gradients(unit, values)
         clip = None if coefficient is None else torch.tensor(coefficient)
-        return UpdateJob(unit, self.chunks(unit), gradients, {index: {"lr": 1.0} for index in values}, clip, None)
+        return UpdateJob(unit, self.chunks(unit), gradients, {index: {"lr": 1.0} for index in values}, clip, lambda: None)
 
     def stored_weights(self, unit: Unit) -> torch.Tensor:
         assert unit.extent is not None

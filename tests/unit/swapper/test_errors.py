@@ -1,0 +1,67 @@
+"""The tree of errors is as documented, and what cannot be copied says so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import swapper
+from swapper import AlignedRegion, NotCopyableError, StagingArena, Swapper, SwapperError, errors
+
+
+def _documented() -> Iterator[tuple[str, str]]:
+    """Name and parent of every class in the module's docstring."""
+    trail = ["SwapperError"]
+    for line in (errors.__doc__ or "").splitlines():
+        head, mark, rest = line.partition("── ")
+        if mark:
+            depth = (len(head) - 5) // 4 + 1
+            name = rest.split()[0]
+            trail[depth:] = [name]
+            yield name, trail[depth - 1]
+
+
+def test_the_documented_tree_is_the_real_one() -> None:
+    documented = dict(_documented())
+    classes = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, SwapperError)}
+    assert set(documented) | {"SwapperError"} == {cls.__name__ for cls in classes} == set(errors.__all__)
+    for name, parent in documented.items():
+        assert getattr(errors, name).__bases__[0] is getattr(errors, parent), name
+    assert set(errors.__all__) <= set(swapper.__all__)
+
+
+def test_builtin_parents() -> None:
+    for name, builtin in (
+        ("ArgumentError", ValueError),
+        ("StallError", TimeoutError),
+        ("ArenaExhaustedError", TimeoutError),
+        ("NotCopyableError", TypeError),
+    ):
+        assert issubclass(getattr(errors, name), builtin)
+
+
+def test_owners_of_files_memory_or_threads_cannot_be_copied(tmp_path: Path) -> None:
+    region = AlignedRegion(1)
+    with (
+        Swapper.open([tmp_path], 1 << 20) as on_drive,
+        Swapper.in_memory(1 << 20) as in_memory,
+        StagingArena(4096, 1) as arena,
+        arena.lease() as page,
+    ):
+        extent = on_drive.allocate(1, "x")
+        handle = on_drive.write(extent, bytearray(1))
+        volume = on_drive.backend.volume  # type: ignore[attr-defined]
+        owners = [on_drive, in_memory, arena, page, region, handle, volume, volume.files[0]]
+        owners += [on_drive.backend, in_memory.backend]
+        for owner in owners:
+            for attempt in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy({"nested": [one]})):
+                with pytest.raises(NotCopyableError, match=f"a {type(owner).__name__} cannot be copied"):
+                    attempt(owner)
+        with pytest.raises(NotCopyableError):
+            copy.deepcopy(extent)
+        handle.wait()
+        on_drive.read(extent, bytearray(1)).wait()
