@@ -50,14 +50,14 @@ def _cgroup_free_bytes() -> int | None:
 def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
     try:
         limit = (folder / limit_name).read_text().strip()
-        usage = int((folder / usage_name).read_text())
+        if limit == "max":
+            return None
+        limit_bytes, usage = int(limit), int((folder / usage_name).read_text())
         statistics = (folder / "memory.stat").read_text().split()
     except (OSError, ValueError):
         return None
-    if limit == "max":
-        return None
     cache = int(statistics[statistics.index(cache_key) + 1]) if cache_key in statistics else 0
-    return max(int(limit) - usage + cache, 0)
+    return max(limit_bytes - usage + cache, 0)
 
 
 def give_back_freed_memory() -> None:

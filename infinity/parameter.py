@@ -271,7 +271,9 @@ _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if (dtype, device) not in _placeholders:
-        _placeholders[dtype, device] = torch.zeros((), dtype=dtype, device=device)
+        # Not a number, so that whatever gets past all guards cannot pass for a weight.
+        filling = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        _placeholders[dtype, device] = torch.full((), filling, dtype=dtype, device=device)
     return _placeholders[dtype, device]
 
 

@@ -153,6 +153,8 @@ class UpdateStream:
             if item.job.flat_arrival is not None:
                 item.job.flat_arrival.wait()
                 item.job.flat_arrival = None
+                # That wait ordered this thread's stream; the copies run on streams of their own.
+                item.job.after = self._device.mark()
             begin = time.perf_counter()
             self._update(item)
             self._window.popleft()

@@ -16,7 +16,7 @@ from infinity.flat_pool import FlatPool
 
 @dataclass(frozen=True)
 class LazyFence:
-    """``time``: when it was marked. ``copy``: number of the copy that it follows, or -1 for a mark of the compute stream."""
+    """``time``: when it was marked. ``copy``: number of the last copy that it follows, or -1."""
 
     time: int
     copy: int = -1
@@ -25,7 +25,9 @@ class LazyFence:
 class LazyDevice(SeparateHostDevice):
     """Host to device copies are carried out when somebody waits for them, and not before, as on a busy stream.
 
-    Only the thread that trains has a compute stream: when a background thread lets "compute" wait, nothing runs.
+    When the thread that trains lets its stream wait for a copy, the copy runs. When a background thread does, only what
+    follows a later mark of that thread is sure to see it.
+
     Attributes:
         violations: what should have been ordered and was not, in words.
         num_lazy: copies that were carried out.
@@ -39,6 +41,7 @@ class LazyDevice(SeparateHostDevice):
         self._num_copies = 0
         self._acquired: dict[int, int] = {}
         self._trains_in = threading.get_ident()
+        self._waited: dict[int, int] = {}
         self.violations: list[str] = []
         self.num_lazy = 0
 
@@ -55,7 +58,7 @@ class LazyDevice(SeparateHostDevice):
         pool.allocate = watched  # type: ignore[method-assign]
 
     def mark(self) -> LazyFence:
-        return LazyFence(next(self._clock))
+        return LazyFence(next(self._clock), self._waited.get(threading.get_ident(), -1))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> LazyFence:
         acquired = self._acquired.get(target.untyped_storage().data_ptr(), 0)
@@ -70,6 +73,7 @@ class LazyDevice(SeparateHostDevice):
         return LazyFence(next(self._clock), number)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+        self.synchronize(after)
         with self._lock:
             pending = {copied.untyped_storage().data_ptr() for _, copied, _ in self._copies}
         if source.untyped_storage().data_ptr() in pending:
@@ -90,5 +94,8 @@ class LazyDevice(SeparateHostDevice):
                 self.num_lazy += 1
 
     def compute_waits_for(self, fence: LazyFence | None) -> None:
-        if threading.get_ident() == self._trains_in:
+        thread = threading.get_ident()
+        if thread == self._trains_in:
             self.synchronize(fence)
+        elif fence is not None:
+            self._waited[thread] = max(fence.copy, self._waited.get(thread, -1))
