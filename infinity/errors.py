@@ -23,12 +23,12 @@
     │   ├── StepOrderError                     a call at the wrong moment
     │   ├── LateGradientError                  a gradient came after its update began
     │   ├── LateUseError                       backward needs weights that were updated already
-    │   ├── PartialUpdateError                 some units are updated, others are not
-    │   └── NonFiniteLossError                 the loss is NaN or infinite
-    ├── EngineClosedError (RuntimeError)       a call after `close()`
-    └── SwapError (RuntimeError)               a read or write failed; its cause names file, offset, bytes and errno
+    │   └── PartialUpdateError                 some units are updated, others are not
+    └── EngineClosedError (RuntimeError)       a call after `close()`
 
-    NonFiniteLossWarning (UserWarning)         the same loss, when the caller only wants to be told
+    NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
+
+Reads and writes that fail raise the errors of `swapper`, which name file, offset, bytes and errno.
 
 Constructors take the facts and write the sentence, so that every place that raises says the same and programs can read
 the facts from attributes. All of them survive pickling (DataLoader workers and launchers send exceptions between
@@ -326,14 +326,6 @@ class PartialUpdateError(StepError):
         )
 
 
-class NonFiniteLossError(StepError):
-    """The loss is NaN or infinite."""
-
-    def __init__(self, *, step: int, loss: float) -> None:
-        self.loss = loss
-        super().__init__(_non_finite(step, loss), step=step)
-
-
 class NonFiniteLossWarning(UserWarning):
     """The loss is NaN or infinite, and training goes on."""
 
@@ -366,15 +358,6 @@ class EngineClosedError(InfinityError, RuntimeError):
     def __init__(self, call: str) -> None:
         self.call = call
         super().__init__(f"{call}: the engine is closed. Call infinity.initialize again to train on")
-
-
-class SwapError(InfinityError, RuntimeError):
-    """A read or write below the engine failed: raise it `from` the swapper's error, which it repeats."""
-
-    def __init__(self, what: str, *, cause: BaseException, step: int | None = None) -> None:
-        self.step = step
-        at = f" in step {step}" if step is not None else ""
-        super().__init__(f"{what}{at} failed: {cause}")
 
 
 def _shorten(value: object, limit: int = 120) -> str:

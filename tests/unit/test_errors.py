@@ -72,13 +72,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         errors.StepError,
         ["step 6", "2 of 9", "forward raised", "infinity.update"],
     ),
-    (errors.NonFiniteLossError(step=7, loss=float("inf")), errors.StepError, ["step 7", "inf"]),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
-    (
-        errors.SwapError("reading unit 'layers.1'", cause=OSError(5, "EIO"), step=8),
-        RuntimeError,
-        ["'layers.1'", "step 8", "EIO"],
-    ),
     (errors.NonFiniteLossWarning(step=7, loss=float("-inf")), UserWarning, ["step 7", "-inf"]),
 ]
 
