@@ -23,7 +23,7 @@ from infinity.errors import (
 )
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
-from infinity.host_memory import free_bytes, give_back_freed_memory
+from infinity.host_memory import HeapTrimmer, free_bytes, give_back_freed_memory
 from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
 from infinity.optim import PieceUpdater, Template, build_template
@@ -51,8 +51,12 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
+    distributed_port: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: str | Path | dict[str, Any] | None = None,
+    config: str | Path | dict[str, Any] | InfinityConfig | None = None,
+    mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
@@ -66,8 +70,10 @@ def initialize(
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
         training_data: a data set; the third result is then its loader.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one.
+        distributed_port, mpu, dist_init_required, mesh_param: taken as DeepSpeed takes them; with one process they mean
+            nothing.
         collate_fn: for the loader.
-        config: path of a JSON file, or a dict.
+        config: path of a JSON file, a dict, or what `load_config` gave.
         config_params: the same under DeepSpeed's older name.
         device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU.
 
@@ -275,6 +281,8 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         predicted_read_bytes_per_step=prediction.read_bytes,
         predicted_write_bytes_per_step=prediction.write_bytes,
     )
+    if device.shares_host_memory:
+        pager.on_unit_change = HeapTrimmer().trim
     residence = Residence(holding, pager)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
     stream = UpdateStream(storage.records, storage.weights, updater, device, states)
