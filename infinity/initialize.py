@@ -17,10 +17,7 @@ from infinity.collectives import check_single_process
 from infinity.config import InfinityConfig, load_config
 from infinity.device import ComputeDevice, device_for
 from infinity.engine import Engine, Parts
-from infinity.errors import (
-    ConfigError,
-    UnsupportedModelError,
-)
+from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import HeapTrimmer, free_bytes, give_back_freed_memory
@@ -68,7 +65,8 @@ def initialize(
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, a class, or a callable that takes parameters
             or groups and returns one. None: the config's.
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
-        training_data: a data set; the third result is then its loader.
+        training_data: a data set; the third result is then its loader, in the data set's order. To shuffle, make a loader
+            of your own.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one.
         distributed_port, mpu, dist_init_required, mesh_param: taken as DeepSpeed takes them; with one process they mean
             nothing.
@@ -98,6 +96,12 @@ def initialize(
     torch_device = _choose_device(model, device)
     named = list(model.named_parameters())
     template = _template(optimizer, resolved, named, model_parameters, torch_device)
+    if training_data is not None and resolved.train_micro_batch_size_per_gpu is None:
+        raise BatchSizeError(
+            "training_data needs a batch size, and the config leaves it open",
+            cure='Set "train_micro_batch_size_per_gpu"',
+            key="train_micro_batch_size_per_gpu",
+        )
     engine = _build(model, resolved, template, device_for(torch_device))
     if resolved.notices:
         logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
@@ -109,7 +113,7 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = DataLoader(
             training_data,
-            batch_size=resolved.train_micro_batch_size_per_gpu or 1,
+            batch_size=resolved.train_micro_batch_size_per_gpu,
             collate_fn=collate_fn,
             shuffle=False,
             drop_last=resolved.dataloader_drop_last,

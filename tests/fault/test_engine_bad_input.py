@@ -161,6 +161,14 @@ def test_values_that_cannot_be_used(changes: dict[str, Any], words: tuple[str, .
     assert isinstance(error, ConfigValueError | UnsupportedConfigError) or "in_backward" in words
 
 
+def test_a_data_set_without_a_batch_size(drive: Path) -> None:
+    changes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    arguments = {"training_data": [1, 2, 3]}
+    refused(
+        BatchSizeError, "train_micro_batch_size_per_gpu", drive=drive, changes=changes, arguments=lambda _: arguments
+    )
+
+
 def test_config_is_missing(drive: Path) -> None:
     with pytest.raises(InfinityError, match="config"):
         infinity.initialize(model=PLAIN.make("none"))
