@@ -7,8 +7,6 @@ no bytes itself.
 from __future__ import annotations
 
 import contextlib
-import os
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from infinity.pager import Pager
 from infinity.parameter_gradients import ParameterGradients
 from infinity.plan import Plan
 from infinity.residence import Residence
+from infinity.shutdown import Shutdown
 from infinity.step_backend import EngineBackend
 from infinity.stepper import Stepper
 from infinity.storage import Storage
@@ -105,8 +104,7 @@ class Engine:
         self._pager.check = self._check_usable
         self._pager.on_forward = self._before_forward
         self._pager.on_settled_read = self._guard.check_settled
-        # Also at the interpreter's exit: a thread that still computes then would abort the process.
-        self._finalizer = weakref.finalize(self, _shut_down, parts.stream, parts.storage, os.getpid())
+        self._shutdown = Shutdown(self, parts.stream, parts.storage)
         parts.holding.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
@@ -354,7 +352,7 @@ class Engine:
         if self._guard.phase is Phase.CLOSED:
             return
         with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
-            rest.callback(self._finalizer)
+            rest.callback(self._shutdown.now)
             rest.callback(self._stepper.gradients.close)
             rest.callback(self._pager.close)
             rest.callback(self._parts.stream.close)
@@ -391,10 +389,3 @@ class Engine:
         self._reporter.begin()
         self._guard.check_settled()
         self._backwards.collect()
-
-
-def _shut_down(stream: UpdateStream, storage: Storage, pid: int) -> None:
-    """End threads and release files, in the process that has them (not in a forked child)."""
-    if os.getpid() == pid:
-        stream.close()
-        storage.close()
