@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 from swapper.errors import ArgumentError
 
 ALIGNMENT = 4096
 """Direct I/O wants memory addresses, file offsets and lengths that are multiples of this many bytes."""
+
+
+BackendName = Literal["auto", "threads", "uring", "aiofiles", "gds"]
+"""How bytes move between memory and files; "auto" takes the fastest one that proves to work."""
 
 
 class Priority(IntEnum):
@@ -38,6 +43,8 @@ class SwapperConfig:
         max_retries: How often one transfer is tried again after EINTR, EAGAIN or a short transfer.
         max_overtakes: So many transfers of higher priority may pass a waiting one of lower priority; then that has its
             turn.
+        backend: How bytes move between memory and files.
+        verify_checksums: Remember a checksum of what is written, and compare it with what is read.
     """
 
     request_bytes: int = 1 << 20
@@ -47,6 +54,8 @@ class SwapperConfig:
     direct: bool = True
     max_retries: int = 8
     max_overtakes: int = 64
+    backend: BackendName = "auto"
+    verify_checksums: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -9,8 +9,8 @@ from types import TracebackType
 
 from swapper.allocator import SpaceAllocator
 from swapper.backends.base import Direction, IOBackend
+from swapper.backends.choice import open_backend
 from swapper.backends.memory import MemoryBackend
-from swapper.backends.threads import ThreadsBackend
 from swapper.buffer import Buffer, bytes_of
 from swapper.config import Priority, SwapperConfig
 from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
@@ -62,7 +62,7 @@ class Swapper(Uncopyable):
         config = config or SwapperConfig()
         volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
         try:
-            return cls(ThreadsBackend(volume, config.num_threads), config)
+            return cls(open_backend(volume, config), config)
         except BaseException:
             volume.close()
             raise
