@@ -9,6 +9,7 @@ from infinity.optim.lion import Lion
 from infinity.optim.paged import PagedOptimizer, StepBackend
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import OptimizerSection
+from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.template import OptimizerSource, Template, build_template
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "OptimizerSource",
     "PagedOptimizer",
     "PieceUpdater",
+    "RemainderUpdater",
     "StepBackend",
     "Template",
     "build_template",
