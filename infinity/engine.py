@@ -190,11 +190,13 @@ class Engine:
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode, as ``module.train``."""
+        if not mode and self._guard.is_settled:
+            self.flush()
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Evaluation mode, as ``module.eval``. Pending updates are waited for when their weights are used."""
+        """Evaluation mode, as ``module.eval``; pending updates are finished first."""
         return self.train(False)
 
     @property
@@ -343,12 +345,18 @@ class Engine:
         self._pager.abandon_forward()
 
     def close(self, *, restore_weights: bool = False) -> None:
-        """Release memory, files and threads. The model's weights go with them, unless ``restore_weights``.
+        """Finish pending updates, then release memory, files and threads. The model's weights go with them.
 
         Args:
             restore_weights: leave the model as an ordinary one on the compute device, with the trained weights. Without
                 it, touching a parameter raises.
+
+        Raises:
+            Exception: what went wrong in a pending update or write; everything has been released all the same.
         """
+        self._close(restore_weights=restore_weights, finishes=restore_weights or self._guard.is_settled)
+
+    def _close(self, *, restore_weights: bool, finishes: bool) -> None:
         if self._guard.phase is Phase.CLOSED:
             return
         with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
@@ -360,8 +368,9 @@ class Engine:
             rest.callback(self._parts.holding.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
-            if restore_weights:
+            if finishes:
                 self.flush()
+            if restore_weights:
                 self._parts.access.restore()
 
     def __reduce__(self) -> NoReturn:
@@ -375,7 +384,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an exception nothing is finished: it may be about the very drives, and must not be hidden by another.
+        self._close(restore_weights=False, finishes=kind is None and self._guard.is_settled)
 
     # --------------------------------------------------------------------------------------------------------- checking
 

@@ -9,7 +9,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
-UpdateMode = Literal["auto", "in_backward", "step"]
+UpdateMode = Literal["in_backward", "deferred", "step"]
+MainWeights = Literal["remainder", "fp32"]
+GradientDtype = Literal["fp32", "bf16"]
 
 
 class Decision(NamedTuple):
@@ -75,6 +77,10 @@ class InfinitySection:
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
+        main_weights: whether an fp32 main weight is stored beside a bf16 model weight, or only what that lacks.
+        gradient_dtype: of gradients that wait for their update.
+        rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32
+            as soon as there is more than one.
     """
 
     host_memory_budget: int | None
@@ -84,6 +90,9 @@ class InfinitySection:
     units: tuple[str, ...]
     strict: bool
     update: UpdateMode
+    main_weights: MainWeights
+    gradient_dtype: GradientDtype
+    rounds_gradients: bool
 
 
 @dataclass(frozen=True)

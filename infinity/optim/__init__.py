@@ -5,6 +5,7 @@ optimizer class on pieces of parameters, wherever their state comes from. `Paged
 optimizer that delegates to a `StepBackend`.
 """
 
+from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.lion import Lion
 from infinity.optim.paged import PagedOptimizer, StepBackend
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
@@ -14,6 +15,7 @@ from infinity.optim.template import OptimizerSource, Template, build_template
 
 __all__ = [
     "PIECE_ALIGNMENT",
+    "FusedAdam",
     "Lion",
     "OptimizerSection",
     "OptimizerSource",

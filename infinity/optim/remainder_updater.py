@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from infinity.optim.fused_adam import STATES, VECTOR_NUMEL, FusedAdam
-from infinity.optim.piece import PieceUpdater
 from infinity.optim.remainder import join, split
-from infinity.optim.template import Template
 
 _BLOCK_NUMEL = 1 << 18
 """Elements joined at a time for an optimizer without a kernel of ours: few enough to stay in the processor's cache."""
+
+
+class Rule(Protocol):
+    """The optimizer on float32 weights: see `PieceUpdater.update`."""
+
+    def update(
+        self,
+        group: Any,
+        weight: Tensor,
+        grad: Tensor,
+        state: Any,
+        scalars: Any,
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
 
 class RemainderUpdater:
@@ -24,14 +35,14 @@ class RemainderUpdater:
     again, block by block. Like `PieceUpdater` it is for one thread at a time.
     """
 
-    def __init__(self, updater: PieceUpdater, template: Template) -> None:
+    def __init__(self, updater: Rule, fused: FusedAdam | None) -> None:
         """
         Args:
             updater: the optimizer's rule on float32 weights.
-            template: says which optimizer it is.
+            fused: a kernel with the same bits, for those groups that it `runs`.
         """
         self._updater = updater
-        self._fused = FusedAdam.of(template)
+        self._fused = fused
         self._main: Tensor | None = None
         self._gradient: Tensor | None = None
 
