@@ -95,11 +95,13 @@ class StateAccess:
         lease.write_back([], main_only=True)
 
     def _write_weights(self, unit: Unit, base: torch.Tensor) -> None:
-        if self._weights is None:
+        if self._weights is None or unit.stays_resident:
             return
         if base.device.type != "cpu":
             base = base.cpu()
-        self._weights.write_all(unit, base).wait()
+        written = self._weights.write_all(unit, base)
+        if written is not None:
+            written.wait()
 
     def _open(self, unit: Unit, chunk: Chunk) -> Lease:
         lease = self._records.open(unit, chunk, is_blocking=True)
@@ -134,8 +136,10 @@ class StateAccess:
 
     def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: Workspace) -> None:
         """The chunk's model weights, as they rest, into the workspace."""
-        if self._weights is not None:
-            self._weights.read_chunk(unit, chunk, workspace.weight).wait()
+        if self._weights is not None and not unit.stays_resident:
+            read = self._weights.read_chunk(unit, chunk, workspace.weight)
+            if read is not None:
+                read.wait()
         elif unit.flat is not None:
             workspace.weight.copy_(unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop])
         else:
@@ -288,7 +292,7 @@ class StateAccess:
 
     def _kept(self, unit: Unit) -> torch.Tensor | None:
         """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""
-        if not self._has_halves or self._weights is not None or unit.flat is None or not unit.layout.trainable_numel:
+        if not self._has_halves or not unit.stays_resident or unit.flat is None or not unit.layout.trainable_numel:
             return None
         return unit.trainable_view(unit.flat.tensor()).clone()
 

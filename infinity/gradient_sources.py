@@ -35,6 +35,9 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
 class Gradients:
     """Common to all sources: which parameters have a gradient, and whether the update has used them up."""
 
+    needs_scratch = True
+    """See `GradientSource.needs_scratch`."""
+
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._slots = list(slots)
@@ -141,6 +144,8 @@ class GradientBuffer:
 
 class MemoryGradients(Gradients):
     """Main gradients in RAM, for an update."""
+
+    needs_scratch = False
 
     def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> None:
         super().__init__(slots, buffer.values.dtype)

@@ -26,10 +26,12 @@ from infinity.model_check import check_model
 from infinity.optim import FusedAdam, PieceUpdater, RemainderUpdater, Template, build_template
 from infinity.pager import Pager
 from infinity.parameter import hold
-from infinity.placement import Request, UnitSize, place, predict
+from infinity.placement import place
 from infinity.plan import Plan
+from infinity.prediction import predict
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
+from infinity.sizes import Request, UnitSize
 from infinity.stepper import Stepper, StepRules
 from infinity.storage import Storage
 from infinity.telemetry.clock import StepClock
@@ -236,8 +238,11 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
         gradient_itemsize=waiting.dtype.itemsize,
         rounds_gradients=waiting.rounds,
+        keeps_in_memory=config.infinity.keep_in_memory,
     )
     placement = place(sizes, request)
+    for unit in units:
+        unit.stays_resident = unit.index in placement.resident_units
     storage = Storage(config, device, placement, request, sizes)
     clock = StepClock()
     try:
@@ -251,14 +256,19 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             guess=guess,
             budget_key="infinity.host_memory_budget" if device.shares_host_memory else "infinity.device_memory_budget",
         )
-        chunks = [unit.layout.chunks(placement.chunk_numel) for unit in units]
+        chunks = [
+            unit.layout.chunks(placement.chunk_numel, border)
+            for unit, border in zip(units, placement.states_in_memory, strict=True)
+        ]
         states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
         holding = ModelHolding(model, units)
         access = StateAccess(holding, pager, storage.records, storage.weights, device, states, chunks, record_format)
         for unit in units:
-            storage.records.allocate(unit, chunks[unit.index], tuple(names[unit.index]))
+            storage.records.allocate(
+                unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
+            )
             if storage.weights is not None:
-                storage.weights.allocate(unit)
+                storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
         gradients = GradientStore(
             units,
             device,
@@ -281,7 +291,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         param_tier=request.param_tier,
         optimizer_tier=request.optimizer_tier,
         update=config.infinity.update,
-        states_bytes=storage.states_bytes(),
+        resting_bytes=storage.resting_bytes(),
         host_budget_bytes=request.budget_bytes,
         host_budget_source=budget_source,
         minimum_budget_bytes=placement.minimum_bytes,
@@ -355,5 +365,4 @@ def _take_over(
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             parameter.grad = None
             hold(parameter, residence, slot.spec.dtype, device.torch_device)
-        if storage.weights is not None:
-            pager.evict(unit)
+        pager.evict(unit)

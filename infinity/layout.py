@@ -17,6 +17,7 @@ alignment of the weight. Slots at multiples of 64 elements (128 bytes and more) 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -146,17 +147,23 @@ class UnitLayout:
         """Elements of the trainable segment, padding included; 0 for a frozen unit."""
         return self.trainable.numel if self.trainable else 0
 
-    def chunks(self, chunk_numel: int) -> tuple[Chunk, ...]:
-        """Cut the trainable segment into chunks of at most ``chunk_numel`` elements (a multiple of CHUNK_GRANULE)."""
-        return tuple(self._iterate_chunks(chunk_numel))
+    def chunks(self, chunk_numel: int, border: int = 0) -> tuple[Chunk, ...]:
+        """Cut the trainable segment into chunks of at most ``chunk_numel`` elements, none of them across ``border``.
 
-    def _iterate_chunks(self, chunk_numel: int) -> Iterator[Chunk]:
+        Both are multiples of CHUNK_GRANULE.
+        """
+        return tuple(self._iterate_chunks(chunk_numel, border))
+
+    def _iterate_chunks(self, chunk_numel: int, border: int) -> Iterator[Chunk]:
         if chunk_numel <= 0 or chunk_numel % CHUNK_GRANULE:
             raise ValueError(f"chunk_numel must be a positive multiple of {CHUNK_GRANULE}, got {chunk_numel}")
+        if border < 0 or border % CHUNK_GRANULE:
+            raise ValueError(f"border must be a multiple of {CHUNK_GRANULE}, got {border}")
         if self.trainable is None:
             return
-        for index, start in enumerate(range(0, self.trainable.numel, chunk_numel)):
-            stop = min(start + chunk_numel, self.trainable.numel)
+        numel = self.trainable.numel
+        starts = [*range(0, min(border, numel), chunk_numel), *range(border, numel, chunk_numel)]
+        for index, (start, stop) in enumerate(itertools.pairwise([*starts, numel])):
             pieces = tuple(
                 Piece(
                     slot,

@@ -247,7 +247,7 @@ class Pager(Residency):
 
     def _forget_changes(self, unit: Unit) -> None:
         """What was written into the unit's buffer never happened, if the weights are stored elsewhere."""
-        if self._source is not None and unit.flat is not None and not unit.flat.has_views and not unit.num_active:
+        if unit.flat is not None and not unit.flat.has_views and not unit.num_active:
             self.evict(unit)
 
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
@@ -326,7 +326,7 @@ class Pager(Residency):
             return self.copy_of(*locate(parameters[0]))
         self.begin_outside_read()
         versions = [parameter._version for parameter in parameters]
-        kept = [(unit, unit.flat.tensor().clone()) for unit in units if self._source is None and unit.flat is not None]
+        kept = [(unit, unit.flat.tensor().clone()) for unit in units if unit.stays_resident and unit.flat is not None]
         is_modified = is_alias = False
         try:
             with self.held(units), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):

@@ -1,77 +1,44 @@
-"""Divides the host memory budget, and predicts what a step will read and write.
+"""Divides the host memory budget, and the device's.
 
 Pure arithmetic on sizes: knows units' bytes and the budget; must not know tensors or files.
 
     host memory budget
-    | fixed: what the config keeps in RAM | weights: flat buffers | pages | gradients and their scratch |
+    | flat buffers: of units that stay, and room for those that come and go | pages | gradients | weights and states kept |
 On a GPU the flat buffers are device memory, and pages for uploads take their place in the host budget.
+
+[Note: how it is divided] First the least of everything. Half of what is left at most goes into what keeps the drives and
+the model busy at the same time: more pages, room to fetch further ahead. All else keeps things off the drives, see
+``infinity.retention``. The more units stay, the less room the others need to pass through: so the division is made for
+each sensible number of units that stay, and the one that saves most is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError, format_bytes
 from infinity.layout import CHUNK_GRANULE
-from infinity.trace import simulate_fetches
-from infinity.workspace import RecordFormat
+from infinity.retention import most_gradients, order_of_weights, take_gradients, take_states, take_weights
+from infinity.sizes import Request, UnitSize, needed_together
 
 HOST_KEY = "infinity.host_memory_budget"
 DEVICE_KEY = "infinity.device_memory_budget"
-_FP32_BYTES = 4
 _PAGE_GRANULE = 4096
 _FEWEST_PAGES = 3
 """One chunk being read, one updated, one written."""
 _MOST_PAGES = 16
 _PREFERRED_PAGES = 8
+_ENOUGH_PAGE_BYTES = 96 << 20
+"""For all pages together: more in flight makes no drive faster."""
 _SMALLEST_CHUNK = 32 * CHUNK_GRANULE
 _LARGEST_CHUNK = 1024 * CHUNK_GRANULE
 _UPLOAD_PAGE_BYTES = 4 << 20
 _FEWEST_UPLOAD_PAGES = 2
 _PREFERRED_UPLOAD_PAGES = 8
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """What placement has to know of a unit. Bytes of its flat buffer, elements of its trainable segment (padding included)."""
-
-    name: str
-    weight_bytes: int
-    trainable_numel: int
-    num_states: int
-    """Per-element optimizer states."""
-    is_all_trainable: bool
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the config asks for."""
-
-    budget_bytes: int
-    device_budget_bytes: int | None
-    param_tier: str
-    optimizer_tier: str
-    record_format: RecordFormat
-    shares_host_memory: bool
-    update: str
-    """When units are updated: "in_backward", "deferred" or "step"."""
-    num_micro_batches: int
-    page_bytes: int | None
-    prefetches: bool
-    can_spill: bool
-    """Whether there is an NVMe tier that gradients could be spilled to."""
-    gradient_itemsize: int = _FP32_BYTES
-    """Bytes per element of a gradient that waits."""
-    rounds_gradients: bool = False
-    """Whether sums of gradients keep that size; otherwise they are fp32."""
-    used_together: tuple[frozenset[int], ...] = ()
-    """For each block, the units in which its parameters lie."""
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether a unit is updated as soon as its gradients are complete."""
-        return self.update == "in_backward"
+_UNITS_AHEAD = 2
+"""Besides the two that are needed: one being fetched, one being updated."""
+_MOST_OPTIONS = 48
 
 
 @dataclass(frozen=True)
@@ -79,7 +46,7 @@ class Placement:
     """The division of the budget."""
 
     weights_bytes: int
-    """Capacity for flat buffers (device memory on a GPU)."""
+    """Capacity for flat buffers (device memory on a GPU), those of `resident_units` included."""
     page_bytes: int
     num_pages: int
     chunk_numel: int
@@ -90,250 +57,341 @@ class Placement:
     gradient_scratch_bytes: int
     gradients_in_memory: tuple[int, ...]
     """Units whose main gradients stay in RAM; those of the others are spilled."""
-    fixed_bytes: int
+    resident_units: frozenset[int]
+    """Units whose weights rest in their flat buffers."""
+    hosted_units: frozenset[int]
+    """Units whose weights rest in host memory beside the device's."""
+    states_in_memory: tuple[int, ...]
+    """For each unit, of how many elements, from its first on, the optimizer state rests in host memory."""
+    kept_bytes: int
+    """Host memory for weights (beside flat buffers) and states that rest there."""
     minimum_bytes: int
-
     spills: bool
     """Whether some main gradients go to NVMe."""
 
+    def weights_on_nvme(self, num_units: int) -> frozenset[int]:
+        """Units whose weights rest on NVMe."""
+        return frozenset(range(num_units)) - self.resident_units - self.hosted_units
+
 
 @dataclass(frozen=True)
-class Prediction:
-    """Bytes that the NVMe tier reads and writes in one step, in the steady state, when every parameter gets a gradient."""
+class _Option:
+    """One way to divide: what stays from the beginning, and what all the rest needs at least."""
 
-    read_bytes: int
-    write_bytes: int
+    residents: frozenset[int]
+    hosts_all: bool
+    """All units that do not stay on the device rest in host memory."""
+    keeps_all_records: bool
+    flat_bytes: int
+    """Of the host's: flat buffers."""
+    page_bytes: int
+    num_pages: int
+    upload_bytes: int
+    gradient_bytes: int
+    kept_bytes: int
+
+    @property
+    def cost_bytes(self) -> int:
+        return (
+            self.flat_bytes
+            + self.page_bytes * self.num_pages
+            + self.upload_bytes
+            + self.gradient_bytes
+            + self.kept_bytes
+        )
 
 
 def place(units: Sequence[UnitSize], request: Request) -> Placement:
-    """Divide the budget.
+    """Divide the budgets.
 
     Raises:
         BudgetTooSmallError: names the minimum.
         ConfigValueError: ``page_bytes`` is too small for one chunk.
     """
-    sizes = sorted((unit.weight_bytes for unit in units), reverse=True)
-    total_weights = sum(sizes)
-    widest = max((unit.num_states for unit in units), default=0)
-    per_element = request.record_format.workspace_bytes(1, widest)
-    largest_numel = max(unit.trainable_numel for unit in units)
-
-    smallest_page, chunk_numel = _smallest_page(request, per_element, largest_numel)
-    pages_minimum = _FEWEST_PAGES * smallest_page if request.optimizer_tier != "none" else 0
-    uploads_minimum = 0
-    if not request.shares_host_memory and request.param_tier != "none":
-        uploads_minimum = _FEWEST_UPLOAD_PAGES * _UPLOAD_PAGE_BYTES
-    weights_minimum = total_weights if request.param_tier == "none" else _weights_needed_together(units, request)
-    total_numel = sum(unit.trainable_numel for unit in units)
-    scratch_itemsize = request.gradient_itemsize if request.rounds_gradients else _FP32_BYTES
-    # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
-    gradients_minimum = (largest_numel if request.can_spill else total_numel) * scratch_itemsize
-    fixed = total_weights if request.param_tier == "cpu" else 0
-    records = sum(request.record_format.record_bytes(u.trainable_numel, u.num_states) for u in units)
-    if request.optimizer_tier == "cpu" or (request.optimizer_tier == "none" and request.shares_host_memory):
-        fixed += records
-    if request.optimizer_tier == "none" and request.shares_host_memory:
-        pages_minimum = smallest_page
-
-    weights_on_host = weights_minimum if request.shares_host_memory else 0
-    minimum = fixed + weights_on_host + pages_minimum + uploads_minimum + gradients_minimum
-    if request.budget_bytes < minimum:
+    planner = _Planner(units, request)
+    planner.divide_device_memory()
+    options = list(planner.options())
+    least = min(options, key=lambda option: option.cost_bytes)
+    if request.budget_bytes < least.cost_bytes:
         raise BudgetTooSmallError(
             HOST_KEY,
             budget_bytes=request.budget_bytes,
-            minimum_bytes=minimum,
-            reason=_explain(units, request, fixed, weights_on_host, pages_minimum + uploads_minimum, gradients_minimum),
+            minimum_bytes=least.cost_bytes,
+            reason=_explain(units, request, least),
         )
-    left = request.budget_bytes - minimum
-
-    # Pages first: they keep both directions of the drive busy. Then what saves most bytes per byte of memory.
-    page_bytes, num_pages = smallest_page, _FEWEST_PAGES
-    if request.optimizer_tier != "none":
-        area = pages_minimum + left // 4
-        if request.page_bytes is None:
-            chunk_numel = _chunk_for(area // _PREFERRED_PAGES, per_element, largest_numel)
-            page_bytes = _page_for(chunk_numel, per_element)
-        num_pages = max(min(area // page_bytes, _MOST_PAGES), _FEWEST_PAGES)
-        left -= num_pages * page_bytes - pages_minimum
-    upload_pages = 0
-    if uploads_minimum:
-        upload_pages = min(_FEWEST_UPLOAD_PAGES + left // 2 // _UPLOAD_PAGE_BYTES, _PREFERRED_UPLOAD_PAGES)
-        left -= (upload_pages - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
-
-    all_gradients = total_numel * scratch_itemsize
-    wished = all_gradients
-    if request.updates_in_backward and request.num_micro_batches == 1:
-        wished = 2 * largest_numel * request.gradient_itemsize
-    elif request.gradient_itemsize < scratch_itemsize:
-        wished = min(total_numel * request.gradient_itemsize + largest_numel * scratch_itemsize, all_gradients)
-    gradients = gradients_minimum + min(max(wished - gradients_minimum, 0), left // 2)
-    left -= gradients - gradients_minimum
-    weights = weights_minimum
-    if request.shares_host_memory:
-        weights = min(total_weights, weights_minimum + left)
-    else:
-        weights = _device_weights(request, total_weights, weights_minimum)
-    if request.shares_host_memory:
-        left -= weights - weights_minimum
-    if not request.shares_host_memory or weights == total_weights:
-        gradients += max(min(left, all_gradients - gradients), 0)  # a plain loop keeps them all until its step
-    in_memory, scratch = _keep_gradients(units, gradients, request.gradient_itemsize, scratch_itemsize)
-    return Placement(
-        weights_bytes=weights,
-        page_bytes=page_bytes,
-        num_pages=num_pages,
-        chunk_numel=chunk_numel,
-        upload_page_bytes=_UPLOAD_PAGE_BYTES,
-        num_upload_pages=upload_pages,
-        gradient_bytes=gradients,
-        gradient_scratch_bytes=scratch,
-        gradients_in_memory=in_memory,
-        fixed_bytes=fixed,
-        minimum_bytes=minimum,
-        spills=len(in_memory) < sum(unit.trainable_numel > 0 for unit in units),
-    )
+    found = [planner.divide(option, least.cost_bytes) for option in options]
+    return max((pair for pair in found if pair is not None), key=lambda pair: pair[0])[1]
 
 
-def _weights_needed_together(units: Sequence[UnitSize], request: Request) -> int:
-    """The two largest units, or the units that one block uses and the largest other one."""
-    sizes = sorted((unit.weight_bytes for unit in units), reverse=True)
-    needed = sum(sizes[:2])
-    for together in request.used_together:
-        if len(together) > 1:
-            others = [unit.weight_bytes for index, unit in enumerate(units) if index not in together]
-            needed = max(needed, sum(units[index].weight_bytes for index in together) + max(others, default=0))
-    return needed
+class _Planner:
+    def __init__(self, units: Sequence[UnitSize], request: Request) -> None:
+        self._units = units
+        self._request = request
+        self._order = order_of_weights(units, request)
+        self._sizes = [unit.weight_bytes for unit in units]
+        self._total = sum(self._sizes)
+        widest = max((unit.num_states for unit in units), default=0)
+        self._per_element = request.record_format.workspace_bytes(1, widest)
+        self._largest_numel = max(unit.trainable_numel for unit in units)
+        self._records = sum(request.record_bytes(unit) for unit in units)
+        self._has_pages = request.optimizer_tier != "none" or request.shares_host_memory
+        self._smallest_page, self._smallest_chunk = self._find_smallest_page()
+        self._device_bytes = self._total
+        self._on_device: frozenset[int] = frozenset()
 
+    # ------------------------------------------------------------------------------------------------------ the device
 
-def _smallest_page(request: Request, per_element: int, largest_numel: int) -> tuple[int, int]:
-    if request.page_bytes is None:
-        chunk_numel = min(_SMALLEST_CHUNK, largest_numel)
-        return _page_for(chunk_numel, per_element), chunk_numel
-    chunk_numel = request.page_bytes // per_element // CHUNK_GRANULE * CHUNK_GRANULE
-    if chunk_numel == 0:
-        least = _page_for(CHUNK_GRANULE, per_element)
-        raise ConfigValueError(
-            "infinity.page_bytes",
-            request.page_bytes,
-            f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state",
-            cure=f"Set it to at least {format_bytes(least)}, or leave it out",
+    def divide_device_memory(self) -> None:
+        """Decide which units stay on a device with a memory of its own.
+
+        Raises:
+            BudgetTooSmallError: it has not even room for those that are needed together.
+        """
+        request = self._request
+        if request.shares_host_memory or request.device_budget_bytes is None:
+            if not request.shares_host_memory and (request.keeps_in_memory or request.param_tier == "none"):
+                self._on_device = frozenset(self._order)
+            return
+        everything = range(len(self._units))
+        least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
+        if request.device_budget_bytes < least:
+            raise BudgetTooSmallError(
+                DEVICE_KEY,
+                budget_bytes=request.device_budget_bytes,
+                minimum_bytes=least,
+                reason="The two largest units must be resident together",
+            )
+        self._device_bytes = min(self._total, request.device_budget_bytes)
+        if request.param_tier == "none":
+            self._on_device = frozenset(everything)
+        elif request.keeps_in_memory:
+            kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
+            self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
+
+    def _residents_in(self, prefix: frozenset[int], capacity_bytes: int) -> frozenset[int]:
+        rest = [index for index in self._order if index not in prefix]
+        room = capacity_bytes - sum(self._sizes[index] for index in prefix)
+        room -= min((1 + _UNITS_AHEAD) * max((self._sizes[i] for i in rest), default=0), self._bytes_of(rest))
+        if room < 0:
+            return frozenset()
+        return prefix.union(take_weights(self._units, rest, room)[0])
+
+    def _bytes_of(self, indices: Sequence[int]) -> int:
+        return sum(self._sizes[index] for index in indices)
+
+    def _prefixes(self) -> Iterator[frozenset[int]]:
+        """The first so many units to stay, where that makes a difference for the room that the others need."""
+        order, sizes = self._order, self._sizes
+        count = len(order)
+        borders = [n for n in range(1, count) if sizes[order[n]] != sizes[order[n - 1]] or n == count - 1]
+        step = -(-len(borders) // _MOST_OPTIONS) if borders else 1
+        for length in sorted({0, count, *borders[::step]}):
+            yield frozenset(order[:length])
+
+    # -------------------------------------------------------------------------------------------------------- the host
+
+    def _option(self, residents: frozenset[int], *, hosts_all: bool, records: bool) -> _Option:
+        request = self._request
+        moving = [index for index in self._order if index not in residents]
+        flat_bytes = upload_bytes = kept_bytes = 0
+        if request.shares_host_memory:
+            flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
+        elif hosts_all:
+            kept_bytes = self._bytes_of(moving)
+        elif moving:
+            upload_bytes = _FEWEST_UPLOAD_PAGES * _UPLOAD_PAGE_BYTES
+        if records:
+            kept_bytes += self._records
+        numel = self._largest_numel if request.can_spill else sum(unit.trainable_numel for unit in self._units)
+        return _Option(
+            residents=residents,
+            hosts_all=hosts_all,
+            keeps_all_records=records,
+            flat_bytes=flat_bytes,
+            page_bytes=self._smallest_page,
+            num_pages=_FEWEST_PAGES if self._has_pages else 0,
+            upload_bytes=upload_bytes,
+            # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
+            gradient_bytes=numel * request.scratch_itemsize,
+            kept_bytes=kept_bytes,
         )
-    chunk_numel = min(chunk_numel, largest_numel)
-    return _page_for(chunk_numel, per_element), chunk_numel
 
+    def options(self) -> Iterator[_Option]:
+        """All sensible ways to begin."""
+        request = self._request
+        records = {request.keeps_all_records, request.keeps_all_records or self._may_keep_records()}
+        for keeps_records in sorted(records):
+            if not request.shares_host_memory:
+                hosts = {request.param_tier == "cpu", request.param_tier == "cpu" or self._may_host()}
+                for hosts_all in sorted(hosts):
+                    yield self._option(self._on_device, hosts_all=hosts_all, records=keeps_records)
+            elif request.keeps_all_weights:
+                yield self._option(frozenset(self._order), hosts_all=False, records=keeps_records)
+            else:
+                for prefix in self._prefixes() if request.keeps_in_memory else [frozenset[int]()]:
+                    yield self._option(prefix, hosts_all=False, records=keeps_records)
 
-def _chunk_for(page_bytes: int, per_element: int, largest_numel: int) -> int:
-    numel = page_bytes // per_element // CHUNK_GRANULE * CHUNK_GRANULE
-    return min(max(numel, min(_SMALLEST_CHUNK, largest_numel)), _LARGEST_CHUNK, largest_numel)
+    def _may_keep_records(self) -> bool:
+        return self._request.keeps_in_memory and self._request.optimizer_tier == "nvme"
 
+    def _may_host(self) -> bool:
+        return self._request.keeps_in_memory and self._request.param_tier == "nvme"
 
-def _page_for(chunk_numel: int, per_element: int) -> int:
-    return -(-chunk_numel * per_element // _PAGE_GRANULE) * _PAGE_GRANULE
+    def divide(self, option: _Option, minimum_bytes: int) -> tuple[tuple[int, int], Placement] | None:
+        """The placement that begins with ``option``, and how good it is; None if the budget is too small for that."""
+        units, request = self._units, self._request
+        left = request.budget_bytes - option.cost_bytes
+        if left < 0:
+            return None
+        moving = [index for index in self._order if index not in option.residents]
+        pages, flats, uploads, gradients = self._staging(option, moving, left)
+        left -= pages + flats + uploads + gradients
+        chunk_numel, page_bytes, num_pages = self._cut(option, option.page_bytes * option.num_pages + pages)
 
+        saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
+        taken: list[int] = moving if option.hosts_all else []
+        if request.keeps_in_memory and not option.hosts_all:
+            taken, left = take_weights(units, moving, left)
+        saved += sum(request.saved_by_weights(units[index]) for index in taken)
+        capacity = option.gradient_bytes + gradients
+        spare = self._wished_gradients() - capacity
+        capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
+        states = tuple(unit.trainable_numel if option.keeps_all_records else 0 for unit in units)
+        share = most_gradients(take_gradients(units, request, capacity))
+        if self._may_keep_records() and not option.keeps_all_records:
+            best = -1
+            for candidate in take_gradients(units, request, capacity):
+                room = left - max(candidate.num_bytes - option.gradient_bytes - gradients, 0)
+                kept, rest = take_states(units, request, room)
+                gain = candidate.saved_bytes + 2 * (room - rest)
+                if gain > best:
+                    best, share, states = gain, candidate, kept
+        saved += share.saved_bytes + 2 * self._kept_records(states)
+        kept_bytes = option.kept_bytes + (0 if option.keeps_all_records else self._kept_records(states))
+        left -= kept_bytes - option.kept_bytes
+        gradient_bytes = max(share.num_bytes, option.gradient_bytes + gradients)
+        left -= gradient_bytes - option.gradient_bytes - gradients
 
-def _device_weights(request: Request, total: int, minimum: int) -> int:
-    if request.device_budget_bytes is None:
-        return total
-    if request.device_budget_bytes < minimum:
-        raise BudgetTooSmallError(
-            DEVICE_KEY,
-            budget_bytes=request.device_budget_bytes,
-            minimum_bytes=minimum,
-            reason="The two largest units must be resident together",
+        hosted = frozenset() if request.shares_host_memory else frozenset(taken)
+        residents = option.residents.union(taken) if request.shares_host_memory else option.residents
+        weights_bytes = self._device_bytes
+        if request.shares_host_memory:
+            base = option.flat_bytes + flats + self._bytes_of(taken)
+            weights_bytes = min(base + left, self._total)
+            left -= max(weights_bytes - base, 0)
+        elif not option.hosts_all:
+            kept_bytes += self._bytes_of(taken)
+        all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
+        if not request.shares_host_memory or weights_bytes == self._total:
+            more = max(min(left, all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
+            left -= more
+            gradient_bytes += more
+            share = most_gradients(take_gradients(units, request, gradient_bytes))
+        trainable = sum(unit.trainable_numel > 0 for unit in units)
+        return (saved, left), Placement(
+            weights_bytes=weights_bytes,
+            page_bytes=page_bytes,
+            num_pages=num_pages,
+            chunk_numel=chunk_numel,
+            upload_page_bytes=_UPLOAD_PAGE_BYTES,
+            num_upload_pages=(option.upload_bytes + uploads) // _UPLOAD_PAGE_BYTES,
+            gradient_bytes=gradient_bytes,
+            gradient_scratch_bytes=share.scratch_bytes,
+            gradients_in_memory=share.units,
+            resident_units=residents,
+            hosted_units=hosted,
+            states_in_memory=states,
+            kept_bytes=kept_bytes,
+            minimum_bytes=minimum_bytes,
+            spills=len(share.units) < trainable,
         )
-    return min(total, request.device_budget_bytes)
+
+    def _kept_records(self, numels: Sequence[int]) -> int:
+        record_bytes = self._request.record_format.record_bytes
+        return sum(record_bytes(numel, unit.num_states) for numel, unit in zip(numels, self._units, strict=True))
+
+    def _wished_gradients(self) -> int:
+        request = self._request
+        numel = sum(unit.trainable_numel for unit in self._units)
+        if request.gradient_moves == 0:
+            return 2 * self._largest_numel * request.gradient_itemsize
+        if request.gradient_itemsize < request.scratch_itemsize:
+            narrow = numel * request.gradient_itemsize + self._largest_numel * request.scratch_itemsize
+            return min(narrow, numel * request.scratch_itemsize)
+        return numel * request.scratch_itemsize
+
+    def _staging(self, option: _Option, moving: Sequence[int], left: int) -> tuple[int, int, int, int]:
+        """Bytes beyond the least, of at most half of ``left``, for pages, flat buffers, upload pages and gradients."""
+        request = self._request
+        wished = [0, 0, 0, 0]
+        if option.num_pages and not (request.page_bytes is not None and option.keeps_all_records):
+            largest = self._page_for(min(_LARGEST_CHUNK, self._largest_numel))
+            enough = min(_ENOUGH_PAGE_BYTES, _MOST_PAGES * largest)
+            if option.keeps_all_records:
+                enough = min(enough, _FEWEST_PAGES * largest)
+            wished[0] = max(enough - option.page_bytes * option.num_pages, 0)
+        if request.shares_host_memory:
+            ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
+            room = option.flat_bytes - self._bytes_of([*option.residents])
+            wished[1] = max(min(ahead, self._bytes_of(moving) - room), 0)
+        elif option.upload_bytes:
+            wished[2] = (_PREFERRED_UPLOAD_PAGES - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
+        if request.gradient_moves == 0:
+            wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
+        total = sum(wished)
+        granted = min(left // 2, total)
+        shares = [granted * wish // total if total else 0 for wish in wished]
+        return shares[0], shares[1], shares[2] // _UPLOAD_PAGE_BYTES * _UPLOAD_PAGE_BYTES, shares[3]
+
+    # -------------------------------------------------------------------------------------------------------- the pages
+
+    def _cut(self, option: _Option, area_bytes: int) -> tuple[int, int, int]:
+        """Elements per chunk, bytes per page, number of pages."""
+        if not option.num_pages:
+            return self._smallest_chunk, self._smallest_page, _FEWEST_PAGES
+        chunk_numel, page_bytes = self._smallest_chunk, self._smallest_page
+        if self._request.page_bytes is None:
+            number = _FEWEST_PAGES if option.keeps_all_records else _PREFERRED_PAGES
+            numel = area_bytes // number // self._per_element // CHUNK_GRANULE * CHUNK_GRANULE
+            chunk_numel = min(max(numel, self._smallest_chunk), _LARGEST_CHUNK, self._largest_numel)
+            page_bytes = self._page_for(chunk_numel)
+        return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, _MOST_PAGES), _FEWEST_PAGES)
+
+    def _find_smallest_page(self) -> tuple[int, int]:
+        wanted = self._request.page_bytes
+        if wanted is None:
+            chunk_numel = min(_SMALLEST_CHUNK, self._largest_numel)
+            return self._page_for(chunk_numel), chunk_numel
+        chunk_numel = wanted // self._per_element // CHUNK_GRANULE * CHUNK_GRANULE
+        if chunk_numel == 0:
+            raise ConfigValueError(
+                "infinity.page_bytes",
+                wanted,
+                f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state",
+                cure=f"Set it to at least {format_bytes(self._page_for(CHUNK_GRANULE))}, or leave it out",
+            )
+        chunk_numel = min(chunk_numel, self._largest_numel)
+        return self._page_for(chunk_numel), chunk_numel
+
+    def _page_for(self, chunk_numel: int) -> int:
+        return -(-chunk_numel * self._per_element // _PAGE_GRANULE) * _PAGE_GRANULE
 
 
-def _keep_gradients(
-    units: Sequence[UnitSize], capacity_bytes: int, itemsize: int, scratch_itemsize: int
-) -> tuple[tuple[int, ...], int]:
-    """Which main gradients stay in RAM, and the scratch for spilling the others, so that least is spilled."""
-    numels = {index: unit.trainable_numel for index, unit in enumerate(units) if unit.trainable_numel}
-    if sum(numels.values()) * scratch_itemsize <= capacity_bytes:
-        return tuple(numels), 0
-    best: tuple[int, tuple[int, ...], int] | None = None
-    for largest in sorted(set(numels.values()), reverse=True):
-        kept = [index for index, numel in numels.items() if numel > largest]
-        scratch = largest * scratch_itemsize
-        used = scratch + sum(numels[index] for index in kept) * itemsize
-        if used > capacity_bytes:
-            continue
-        for index in sorted(numels, key=lambda i: -numels[i]):
-            if index not in kept and used + numels[index] * itemsize <= capacity_bytes:
-                kept.append(index)
-                used += numels[index] * itemsize
-        saved = sum(numels[index] for index in kept)
-        if best is None or saved > best[0]:
-            best = (saved, tuple(sorted(kept)), scratch)
-        if itemsize < scratch_itemsize:
-            break  # any of them may turn out to be a sum, and need the scratch
-    if best is None:
-        raise RuntimeError("the budget for gradients is below its minimum")
-    return best[1], best[2]
-
-
-def _explain(units: Sequence[UnitSize], request: Request, fixed: int, weights: int, pages: int, gradients: int) -> str:
+def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
     largest = sorted(units, key=lambda unit: -unit.weight_bytes)[:2]
     names = " and ".join(unit.name for unit in largest)
     parts = []
-    if fixed:
-        tiers = [
-            key
-            for key, tier in (("offload_param", request.param_tier), ("offload_optimizer", request.optimizer_tier))
-            if tier != "nvme"
-        ]
-        parts.append(f'{format_bytes(fixed)} for what {" and ".join(tiers)} keep in RAM (device "nvme" would page it)')
-    if weights:
-        what = (
-            'all weights (offload_param.device is "none")'
-            if request.param_tier == "none"
-            else f"the weights of {names}"
-        )
-        parts.append(f"{format_bytes(weights)} for {what}")
-    parts.append(f"{format_bytes(pages)} for pages")
+    if least.kept_bytes:
+        keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
+        keys += ["offload_optimizer"] if least.keeps_all_records else []
+        what = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
+        parts.append(f"{format_bytes(least.kept_bytes)} for {what}")
+    if least.flat_bytes:
+        what = f"the weights of {names}"
+        if request.keeps_all_weights:
+            what = f'all weights (offload_param.device is "{request.param_tier}")'
+        parts.append(f"{format_bytes(least.flat_bytes)} for {what}")
+    parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")
     whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
-    parts.append(f"{format_bytes(gradients)} for the gradients of {whose}")
+    parts.append(f"{format_bytes(least.gradient_bytes)} for the gradients of {whose}")
     return "It must hold " + ", ".join(parts)
-
-
-def predict(
-    units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
-) -> Prediction:
-    """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
-    sizes = [unit.weight_bytes for unit in units]
-    itemsize = request.record_format.weight_dtype.itemsize
-    read = write = 0
-    num_micro_batches = request.num_micro_batches
-    fetches = simulate_fetches(
-        order, sizes, placement.weights_bytes, prefetches=request.prefetches, num_cycles=num_micro_batches
-    )
-    in_step = not request.updates_in_backward
-    filled = (
-        {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
-        if request.update == "deferred" and request.prefetches
-        else set()
-    )
-    if request.param_tier == "nvme":
-        seen: set[int] = set()
-        for position, unit in fetches:
-            if in_step and unit in filled and unit not in seen and position < backward_start:
-                seen.add(unit)  # its update leaves the new weights in the buffer
-                continue
-            read += sizes[unit]
-        write += sum(unit.trainable_numel * itemsize for unit in units)
-        if request.record_format.needs_weight:
-            read += sum(units[unit].trainable_numel * itemsize for unit in filled)
-    records = sum(request.record_format.record_bytes(u.trainable_numel, u.num_states) for u in units)
-    if request.optimizer_tier == "nvme":
-        read += records
-        write += records
-    if in_step or num_micro_batches > 1:
-        spilled = sum(
-            unit.trainable_numel * request.gradient_itemsize
-            for index, unit in enumerate(units)
-            if index not in placement.gradients_in_memory
-        )
-        # In backward, the last micro-batch's sum goes into the update without another detour.
-        read += spilled * (num_micro_batches if in_step else num_micro_batches - 1)
-        write += spilled * (num_micro_batches if in_step else num_micro_batches - 1)
-    return Prediction(read, write)

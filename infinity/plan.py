@@ -22,8 +22,9 @@ class Plan:
     optimizer_tier: str
     update: str
     """"in_backward", "deferred" or "step"."""
-    states_bytes: dict[str, int]
-    """Bytes at rest per tier ("device", "host", "nvme"): model weights, main weights, optimizer state, spilled gradients."""
+    resting_bytes: dict[str, dict[str, int]]
+    """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "states" (optimizer state with
+    main weights or remainders), "gradients" (those that are spilled)."""
     host_budget_bytes: int
     host_budget_source: str
     minimum_budget_bytes: int
@@ -39,7 +40,7 @@ class Plan:
             ("parameters", f"{self.num_parameters:,} ({self.num_trainable:,} trainable) in {len(self.units)} units"),
             ("largest unit", "{}: {}".format(*_largest(self.units))),
             ("weights / optimizer state on", f"{self.param_tier} / {self.optimizer_tier}"),
-            *((f"states on {tier}", _size(size)) for tier, size in self.states_bytes.items() if size),
+            *((f"at rest: {tier}", kinds) for tier in self.resting_bytes if (kinds := self._kinds(tier))),
             (
                 "host memory budget",
                 f"{_size(self.host_budget_bytes)} ({self.host_budget_source}; minimum {_size(self.minimum_budget_bytes)})",
@@ -52,8 +53,8 @@ class Plan:
                 + (", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""),
             ),
         ]
-        if placement.fixed_bytes:
-            rows.append(("  states kept in RAM", _size(placement.fixed_bytes)))
+        if placement.kept_bytes:
+            rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
         rows += [
             ("optimizer update", self.update.replace("_", " ")),
             (
@@ -66,6 +67,15 @@ class Plan:
             ),
         ]
         return rows
+
+    @property
+    def states_bytes(self) -> dict[str, int]:
+        """Bytes at rest per tier."""
+        return {tier: sum(kinds.values()) for tier, kinds in self.resting_bytes.items()}
+
+    def _kinds(self, tier: str) -> str:
+        found = self.resting_bytes[tier]
+        return ", ".join(f"{kind} {_size(size)}" for kind, size in found.items() if size)
 
     def __str__(self) -> str:
         rows = self.rows()

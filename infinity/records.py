@@ -5,8 +5,9 @@ Knows chunks and bytes; must not know what an optimizer does with them.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 from infinity.layout import Chunk
 from infinity.unit import Unit
 from infinity.workspace import RecordFormat, Workspace
-from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
+from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
 
 
 class Lease(Protocol):
@@ -43,39 +44,65 @@ class Lease(Protocol):
 class RecordStore(Protocol):
     """All records of one tier."""
 
-    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str]) -> None:
-        """Make room for the records of a unit, with per-element states ``names``."""
+    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
+        """Make room for the records of a unit, with per-element states ``names``.
+
+        ``numel_in_memory``: the chunks of so many of its first elements have their records in host memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
         ...
 
     def names_of(self, unit: Unit) -> Sequence[str]:
         """The unit's per-element state names."""
         ...
 
-    def open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> Lease | None:
-        """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False."""
+    def open(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        *,
+        is_blocking: bool,
+        weight: torch.Tensor | None = None,
+        needs_scratch: bool = True,
+    ) -> Lease | None:
+        """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False.
+
+        Args:
+            unit, chunk: which.
+            is_blocking: wait for a page.
+            weight: the chunk's model weights where they rest (compute dtype), to be worked on there.
+            needs_scratch: whether the workspace must have room for a gradient.
+        """
         ...
 
 
 @dataclass
 class _UnitRecords:
+    names: tuple[str, ...]
+    main_bytes: list[int]
+    num_in_memory: int
+    """Chunks, from the first on, whose records rest in memory."""
+    memory: torch.Tensor | None
     extent: Extent | None
     offsets: list[int]
-    main_bytes: list[int]
-    names: tuple[str, ...]
+    """Of each record, in ``memory`` or in ``extent``."""
     valid_bytes: list[int]
-    """Of each record, how many bytes from its beginning are stored; the rest is zero."""
+    """Of each record in the extent, how many bytes from its beginning are stored; the rest is zero."""
 
 
 class _PagedLease:
+    """A chunk of which a part lies in a page, if only scratch; or none."""
+
     def __init__(
-        self, page: Page, workspace: Workspace, read: Handle | None, swapper: Swapper, records: _UnitRecords, index: int
+        self, page: Page | None, workspace: Workspace, read: Handle | None, store: Callable[[bool], Handle | None]
     ) -> None:
         self._page = page
         self.workspace = workspace
         self._read = read
-        self._swapper = swapper
-        self._records = records
-        self._index = index
+        self._store = store
         self._remaining = 0
         self._lock = threading.Lock()
 
@@ -85,13 +112,9 @@ class _PagedLease:
 
     def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
         handles = list(others)
-        record = self.workspace.record
-        records = self._records
-        if main_only:
-            record = record[: records.main_bytes[self._index]]
-        if records.extent is not None and record.numel():
-            handles.append(self._swapper.write(records.extent, record, offset=records.offsets[self._index]))
-        records.valid_bytes[self._index] = record.numel()
+        own = self._store(main_only)
+        if own is not None:
+            handles.append(own)
         self._remaining = len(handles) + 1
         for handle in handles:
             handle.add_done_callback(self._one_is_done)
@@ -102,59 +125,127 @@ class _PagedLease:
             self._remaining -= 1
             is_last = self._remaining == 0
         if is_last:
-            self._page.release()
+            self._release()
 
     def discard(self) -> None:
         try:
             self.wait()
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._page is not None:
             self._page.release()
 
 
 class PagedRecords:
-    """Records in extents of a swapper (NVMe or host RAM), worked on in the pages of an arena."""
+    """Records in extents of a swapper, worked on in the pages of an arena, and records in memory, worked on in place."""
 
-    def __init__(self, swapper: Swapper, arena: StagingArena, record_format: RecordFormat) -> None:
-        self.swapper = swapper
+    def __init__(self, swapper: Swapper | None, arena: StagingArena, record_format: RecordFormat) -> None:
+        """``swapper``: None if all records rest in memory."""
+        self._swapper = swapper
         self._arena = arena
         self._format = record_format
         self._records: dict[int, _UnitRecords] = {}
+        self._regions: list[AlignedRegion] = []
 
-    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str]) -> None:
-        offsets: list[int] = []
-        total = 0
-        for chunk in chunks:
-            offsets.append(total)
-            total += self._format.record_bytes(chunk.numel, len(names))
-        extent = self.swapper.allocate(total, f"optimizer state of {unit.name}") if total else None
-        main_bytes = [self._format.main_bytes(chunk.numel) for chunk in chunks]
-        self._records[unit.index] = _UnitRecords(extent, offsets, main_bytes, tuple(names), [0] * len(chunks))
+    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
+        num_in_memory = sum(chunk.stop <= numel_in_memory for chunk in chunks)
+        sizes = [self._format.record_bytes(chunk.numel, len(names)) for chunk in chunks]
+        in_memory, on_drive = sizes[:num_in_memory], sizes[num_in_memory:]
+        extent: Extent | None = None
+        if sum(on_drive):
+            if self._swapper is None:
+                raise RuntimeError(f"unit {unit.name} has records that rest nowhere")
+            extent = self._swapper.allocate(sum(on_drive), f"optimizer state of {unit.name}")
+        memory: torch.Tensor | None = None
+        if num_in_memory:
+            region = AlignedRegion(max(sum(in_memory), 1))  # zeros, and no memory before they are written
+            self._regions.append(region)
+            memory = torch.from_numpy(region.array())
+        self._records[unit.index] = _UnitRecords(
+            names=tuple(names),
+            main_bytes=[self._format.main_bytes(chunk.numel) for chunk in chunks],
+            num_in_memory=num_in_memory,
+            memory=memory,
+            extent=extent,
+            offsets=[*itertools.accumulate([0, *in_memory])][:-1] + [*itertools.accumulate([0, *on_drive])][:-1],
+            valid_bytes=[0] * len(chunks),
+        )
 
     def names_of(self, unit: Unit) -> Sequence[str]:
         return self._records[unit.index].names
 
-    def open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> Lease | None:
+    def open(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        *,
+        is_blocking: bool,
+        weight: torch.Tensor | None = None,
+        needs_scratch: bool = True,
+    ) -> Lease | None:
         records = self._records[unit.index]
-        owner = f"optimizer state of {unit.name}"
-        page = self._arena.lease(owner=owner) if is_blocking else self._arena.try_lease(owner=owner)
-        if page is None:
-            return None
-        workspace = self._format.lay_out(page.tensor, chunk.numel, records.names)
-        valid_bytes = records.valid_bytes[chunk.index]
-        read: Handle | None = None
+        is_in_memory = chunk.index < records.num_in_memory
+        page: Page | None = None
+        if not is_in_memory or weight is None or needs_scratch:
+            owner = f"optimizer state of {unit.name}"
+            page = self._arena.lease(owner=owner) if is_blocking else self._arena.try_lease(owner=owner)
+            if page is None:
+                return None
         try:
-            workspace.record[valid_bytes:].zero_()
-            if valid_bytes and records.extent is not None:
-                read = self.swapper.read(
-                    records.extent,
-                    workspace.record[:valid_bytes],
-                    offset=records.offsets[chunk.index],
-                    priority=Priority.PREFETCH,
-                )
+            if is_in_memory:
+                workspace = self._in_place(records, chunk, page, weight)
+                return _PagedLease(page, workspace, None, lambda main_only: None)
+            workspace = self._format.lay_out(_tensor_of(page), chunk.numel, records.names, weight)
+            read = self._read(records, chunk.index, workspace.record)
         except BaseException:
-            page.release()
+            if page is not None:
+                page.release()
             raise
-        return _PagedLease(page, workspace, read, self.swapper, records, chunk.index)
+        return _PagedLease(
+            page, workspace, read, lambda main_only: self._write(records, chunk.index, workspace.record, main_only)
+        )
+
+    def _in_place(
+        self, records: _UnitRecords, chunk: Chunk, page: Page | None, weight: torch.Tensor | None
+    ) -> Workspace:
+        if records.memory is None:
+            raise RuntimeError("the record is not in memory")
+        offset = records.offsets[chunk.index]
+        record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
+        scratch = page.tensor if page is not None else torch.empty(0, dtype=torch.uint8)
+        return self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
+
+    def _read(self, records: _UnitRecords, index: int, record: torch.Tensor) -> Handle | None:
+        valid_bytes = records.valid_bytes[index]
+        record[valid_bytes:].zero_()
+        if not valid_bytes or records.extent is None or self._swapper is None:
+            return None
+        return self._swapper.read(
+            records.extent, record[:valid_bytes], offset=records.offsets[index], priority=Priority.PREFETCH
+        )
+
+    def _write(self, records: _UnitRecords, index: int, record: torch.Tensor, main_only: bool) -> Handle | None:
+        if main_only:
+            record = record[: records.main_bytes[index]]
+        records.valid_bytes[index] = record.numel()
+        if records.extent is None or self._swapper is None or not record.numel():
+            return None
+        return self._swapper.write(records.extent, record, offset=records.offsets[index])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for records in self._records.values():
+            records.memory = None
+        for region in self._regions:
+            region.release()
+
+
+def _tensor_of(page: Page | None) -> torch.Tensor:
+    if page is None:
+        raise RuntimeError("there is no page")
+    return page.tensor
 
 
 class _ResidentLease:
@@ -171,14 +262,14 @@ class _ResidentLease:
 
 
 class ResidentRecords:
-    """Records that stay in memory on the compute device: ``offload_optimizer.device`` "none"."""
+    """Records that stay in the memory of a GPU: ``offload_optimizer.device`` "none"."""
 
     def __init__(self, device: torch.device, record_format: RecordFormat) -> None:
         self._device = device
         self._format = record_format
         self._records: dict[int, tuple[torch.Tensor, list[int], tuple[str, ...]]] = {}
 
-    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str]) -> None:
+    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
         offsets: list[int] = []
         total = 0
         for chunk in chunks:
@@ -190,11 +281,23 @@ class ResidentRecords:
     def names_of(self, unit: Unit) -> Sequence[str]:
         return self._records[unit.index][2]
 
-    def open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> Lease | None:
+    def close(self) -> None:
+        self._records.clear()
+
+    def open(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        *,
+        is_blocking: bool,
+        weight: torch.Tensor | None = None,
+        needs_scratch: bool = True,
+    ) -> Lease | None:
         memory, offsets, names = self._records[unit.index]
         numel = chunk.numel
         offset = offsets[chunk.index]
         record = memory[offset : offset + self._format.record_bytes(numel, len(names))]
         gradient = torch.empty(numel, dtype=torch.float32, device=self._device)
-        weight = torch.empty(numel, dtype=self._format.weight_dtype, device=self._device)
+        if weight is None:
+            weight = torch.empty(numel, dtype=self._format.weight_dtype, device=self._device)
         return _ResidentLease(self._format.over(record, numel, names, gradient, weight))

@@ -62,8 +62,8 @@ class Residency:
         """
         Args:
             units: all units, by index.
-            pool: memory for flat buffers.
-            source: where weights come from; None: they never leave memory, and nothing is evicted.
+            pool: memory for flat buffers, those of units that stay resident included.
+            source: where weights come from; None if all units stay resident.
             clock: counts the waiting.
             prefetches: fetch ahead of need.
             guess: the order of need before the first micro-batch is recorded.
@@ -80,6 +80,9 @@ class Residency:
         self._budget_key = budget_key
         self._by_address: dict[int, Unit] = {}
         self._sizes = [unit.num_bytes for unit in self.units]
+        self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
+        self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
+        """Of the pool, what the units that come and go share."""
 
     def make_resident(self, unit: Unit) -> None:
         if unit.flat is None and not self._attach(unit, is_demand=True):
@@ -179,7 +182,7 @@ class Residency:
         """The units to hold now, next first."""
         if self._source is None or not self._prefetches:
             return []
-        return wanted(tuple(self.trace.upcoming()), 0, self._sizes, self.pool.capacity_bytes)
+        return wanted(tuple(self.trace.upcoming()), 0, self._sizes, self._moving_bytes, self._staying)
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
@@ -242,7 +245,7 @@ class Residency:
         best: Unit | None = None
         best_key = (-1, -1)
         for unit in self.units:
-            if unit.flat is None or unit is wanting or unit.num_active or unit.index in keep:
+            if unit.flat is None or unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
                 continue
             self._collect(unit)
             is_busy = unit.arrival is not None or unit.update is not None
@@ -257,8 +260,8 @@ class Residency:
         return best
 
     def evict(self, unit: Unit) -> None:
-        """Page ``unit`` out. What is on its way into its buffer has to arrive first."""
-        if unit.flat is None:
+        """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
+        if unit.flat is None or unit.stays_resident:
             return
         unit.close()
         self._take_arrival(unit)

@@ -14,9 +14,11 @@ from infinity.config import InfinityConfig, IOSection
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.flat_pool import FlatPool
-from infinity.placement import HOST_KEY, Placement, Request, UnitSize, predict
+from infinity.placement import HOST_KEY, Placement
 from infinity.plan import Plan
+from infinity.prediction import predict
 from infinity.records import PagedRecords, RecordStore, ResidentRecords
+from infinity.sizes import Request, UnitSize
 from infinity.trace import Trace
 from infinity.weights import WeightStore
 from swapper import StagingArena, Swapper, SwapperConfig, VolumeError
@@ -54,8 +56,7 @@ class Storage:
         self._swappers: dict[tuple[str, tuple[Path, ...]], Swapper] = {}
         self._arenas: list[StagingArena] = []
         self._predicted: tuple[tuple[int, ...], Plan] | None = None
-        weight_bytes = sum(size.weight_bytes for size in sizes)
-        state_bytes = sum(request.record_format.record_bytes(s.trainable_numel, s.num_states) for s in sizes)
+        self._resting = rest(sizes, request, placement)
         # Sums that are too wide to stay in RAM are spilled, too.
         widens = request.gradient_itemsize < _FP32_BYTES and not request.rounds_gradients
         self.gradient_bytes = sum(
@@ -67,10 +68,10 @@ class Storage:
         param_key = (config.offload_param.device, config.offload_param.nvme_paths)
         state_key = (config.offload_optimizer.device, config.offload_optimizer.nvme_paths)
         self._spill_key = next((key for key in (state_key, param_key) if key[0] == "nvme"), None)
-        if param_key[0] != "none":
-            needed[param_key] = needed.get(param_key, 0) + weight_bytes
-        if state_key[0] != "none":
-            needed[state_key] = needed.get(state_key, 0) + state_bytes
+        if param_key[0] == "nvme":
+            needed[param_key] = self._resting["nvme"]["weights"]
+        if state_key[0] == "nvme":
+            needed[state_key] = needed.get(state_key, 0) + self._resting["nvme"]["states"]
         if self._spill_key is not None:
             needed[self._spill_key] += self.gradient_bytes
         try:
@@ -84,13 +85,11 @@ class Storage:
             raise
 
     def _open(self, key: tuple[str, tuple[Path, ...]], num_bytes: int) -> Swapper:
-        tier, directories = key
+        _, directories = key
         settings = _swapper_config(self._config.io)
-        capacity = max(num_bytes, 4096)
-        if tier == "cpu":
-            return Swapper.in_memory(capacity, settings)
         try:
-            return Swapper.open(directories, capacity, settings)
+            # Even if nothing is to rest there: a directory that cannot be used is told at start.
+            return Swapper.open(directories, max(num_bytes, 4096), settings)
         except VolumeError as error:
             names = ", ".join(map(str, directories))
             raise StorageError(
@@ -103,19 +102,19 @@ class Storage:
         placement = self._placement
         deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
-        if param_key[0] != "none":
+        if len(placement.resident_units) < len(self._sizes):
             arena = None
             if placement.num_upload_pages:
                 arena = StagingArena(
                     placement.upload_page_bytes, placement.num_upload_pages, device.pin, deadline_seconds=deadline
                 )
                 self._arenas.append(arena)
-            weights = WeightStore(self._swappers[param_key], device, arena)
-        if state_key[0] == "none":
+            weights = WeightStore(self._swappers.get(param_key), device, arena)
+        if state_key[0] == "none" and not device.shares_host_memory:
             return weights, ResidentRecords(device.torch_device, self._request.record_format)
         arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)
         self._arenas.append(arena)
-        return weights, PagedRecords(self._swappers[state_key], arena, self._request.record_format)
+        return weights, PagedRecords(self._swappers.get(state_key), arena, self._request.record_format)
 
     def spill_swapper(self) -> Swapper:
         """Where gradients are spilled.
@@ -150,17 +149,10 @@ class Storage:
         for swapper in self._all():
             swapper.raise_pending()
 
-    def states_bytes(self) -> dict[str, int]:
-        """Bytes at rest per tier."""
-        result = {"device": 0, "host": 0, "nvme": 0}
-        names = {"none": "device", "cpu": "host", "nvme": "nvme"}
-        result[names[self._request.param_tier]] += sum(s.weight_bytes for s in self._sizes)
-        result[names[self._request.optimizer_tier]] += sum(
-            self._request.record_format.record_bytes(s.trainable_numel, s.num_states) for s in self._sizes
-        )
-        if self._spill_key is not None:
-            result["nvme"] += self.gradient_bytes
-        return result
+    def resting_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes at rest per tier and kind."""
+        spilled = self.gradient_bytes if self._spill_key is not None else 0
+        return {**self._resting, "nvme": {**self._resting["nvme"], "gradients": spilled}}
 
     def replan(self, plan: Plan, trace: Trace) -> Plan:
         """``plan`` with the predictions that follow from the recorded trace."""
@@ -181,6 +173,7 @@ class Storage:
         if self.weights is not None:
             self.weights.close()
         self._close_swappers()
+        self.records.close()
         self.pool.close()
         self.gradient_pool.close()
 
@@ -192,6 +185,23 @@ class Storage:
                 logger.warning("closing a swapper failed", exc_info=True)
         for arena in self._arenas:
             arena.close()
+
+
+def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
+    """Bytes of weights, and of optimizer state (remainders or main weights included), that rest in each tier."""
+    flat_tier = "host" if request.shares_host_memory else "device"
+    tiers = {tier: {"weights": 0, "states": 0} for tier in ("device", "host", "nvme")}
+    for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
+        is_hosted = index in placement.hosted_units
+        tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
+        tiers[tier]["weights"] += size.weight_bytes
+        record_bytes = request.record_format.record_bytes
+        if request.optimizer_tier == "none" and not request.shares_host_memory:
+            tiers["device"]["states"] += request.record_bytes(size)
+        else:
+            tiers["host"]["states"] += record_bytes(kept, size.num_states)
+            tiers["nvme"]["states"] += record_bytes(size.trainable_numel - kept, size.num_states)
+    return tiers
 
 
 def _swapper_config(io: IOSection) -> SwapperConfig:

@@ -6,7 +6,7 @@ contract: a model that takes another path costs demand reads, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 _RESYNC_WINDOW = 32
 """How far ahead a unit may lie and still count as 'some layers were skipped'; beyond it the cursor stays where it is."""
@@ -93,11 +93,22 @@ def distinct(order: Sequence[int], position: int) -> Iterator[int]:
             yield unit
 
 
-def wanted(order: Sequence[int], position: int, num_bytes: Sequence[int], capacity_bytes: int) -> list[int]:
-    """The units to hold at ``position``: the next ones in the order of need, as many as fit into ``capacity_bytes``."""
+def wanted(
+    order: Sequence[int],
+    position: int,
+    num_bytes: Sequence[int],
+    capacity_bytes: int,
+    staying: Collection[int] = (),
+) -> list[int]:
+    """The units to hold at ``position``: the next ones in the order of need, as many as fit into ``capacity_bytes``.
+
+    Those in ``staying`` are always there, in memory of their own.
+    """
     result: list[int] = []
     used = 0
     for unit in distinct(order, position):
+        if unit in staying:
+            continue
         if used + num_bytes[unit] > capacity_bytes:
             break
         used += num_bytes[unit]
@@ -106,9 +117,17 @@ def wanted(order: Sequence[int], position: int, num_bytes: Sequence[int], capaci
 
 
 def simulate_fetches(
-    order: Sequence[int], num_bytes: Sequence[int], capacity_bytes: int, *, prefetches: bool, num_cycles: int = 1
+    order: Sequence[int],
+    num_bytes: Sequence[int],
+    capacity_bytes: int,
+    *,
+    prefetches: bool,
+    num_cycles: int = 1,
+    staying: Collection[int] = (),
 ) -> list[tuple[int, int]]:
     """What the pager fetches in ``num_cycles`` runs through ``order``, in the steady state.
+
+    ``staying``: units that never leave, in memory besides ``capacity_bytes``.
 
     Returns (position in the cycles, unit) of each fetch, where positions count from 0 over all cycles.
     """
@@ -118,9 +137,9 @@ def simulate_fetches(
     for position in range((num_cycles + 1) * length):  # one cycle more, to warm up
         upcoming = tuple(distinct(order, position % length))
         rank = {unit: place for place, unit in enumerate(upcoming)}
-        targets = wanted(upcoming, 0, num_bytes, capacity_bytes) if prefetches else []
+        targets = wanted(upcoming, 0, num_bytes, capacity_bytes, staying) if prefetches else []
         for unit in targets or [order[position % length]]:
-            if unit in held:
+            if unit in held or unit in staying:
                 continue
             while sum(num_bytes[other] for other in held) + num_bytes[unit] > capacity_bytes:
                 victims = [other for other in held if other not in targets and other != unit]

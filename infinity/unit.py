@@ -72,6 +72,8 @@ class Unit:
         self.flat: FlatBuffer | None = None
         self.arrival: Arrival | None = None
         self.update: PendingUpdate | None = None
+        self.stays_resident = False
+        """Whether its weights rest in its flat buffer and nowhere else: it never leaves."""
         self.num_active = 0
         """How many modules that use the unit are inside their forward."""
         self.num_tokens = 0

@@ -25,6 +25,10 @@ from infinity.workspace import Workspace
 from swapper import Handle
 
 
+_MOST_AHEAD = 16
+"""Chunks in hand at a time, where no pages limit them."""
+
+
 class PieceUpdater(Protocol):
     """Runs the optimizer's rule on one piece (see ``infinity.optim.piece``)."""
 
@@ -66,6 +70,8 @@ class _Item:
     lease: Lease
     reads: list[_Read]
     is_last: bool
+    is_in_place: bool
+    """The workspace's model weight is that in the flat buffer."""
 
 
 class UpdateStream:
@@ -205,18 +211,41 @@ class UpdateStream:
             job, chunk, is_last = self._next
             if any(item.job is not job and item.job.unit is job.unit for item in self._window):
                 return  # an earlier update of this unit has not written yet: a read now would be stale
-            lease = self._records.open(job.unit, chunk, is_blocking=not self._window)
+            if len(self._window) >= _MOST_AHEAD:
+                return
+            weight = self._weight_in_place(job, chunk)
+            lease = self._records.open(
+                job.unit,
+                chunk,
+                is_blocking=not self._window,
+                weight=weight,
+                needs_scratch=job.gradients.needs_scratch or self._widens(job),
+            )
             if lease is None:
                 return
             self._next = None
-            item = _Item(job, chunk, lease, [], is_last)
+            item = _Item(job, chunk, lease, [], is_last, is_in_place=weight is not None)
             self._window.append(item)
             workspace = lease.workspace
             handle = job.gradients.prepare(chunk, workspace.landing(job.gradients.dtype))
             if handle is not None:
                 item.reads.append(handle)
             if workspace.needs_weight and not job.flat_is_current and self._weights is not None:
-                item.reads.append(self._weights.read_chunk(job.unit, chunk, workspace.weight))
+                read = self._weights.read_chunk(job.unit, chunk, workspace.weight)
+                if read is not None:
+                    item.reads.append(read)
+
+    def _weight_in_place(self, job: UpdateJob, chunk: Chunk) -> torch.Tensor | None:
+        """The chunk's model weights in the flat buffer, if the update may work on them there."""
+        if job.flat is None or not job.unit.stays_resident or not self._device.shares_host_memory:
+            return None
+        if job.gradients.needs_scratch and self._widens(job):
+            return None  # they land where the model weights of the workspace are
+        return job.unit.trainable_view(job.flat.tensor())[chunk.start : chunk.stop]
+
+    def _widens(self, job: UpdateJob) -> bool:
+        """Whether gradients are copied to fp32 before they are used."""
+        return self._halves_updater is None and job.gradients.dtype != torch.float32
 
     def _take(self) -> tuple[UpdateJob, Chunk, bool] | None:
         while True:
@@ -240,22 +269,24 @@ class UpdateStream:
     def _update(self, item: _Item) -> None:
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
         flat = job.unit.trainable_view(job.flat.tensor())[chunk.start : chunk.stop] if job.flat is not None else None
-        if workspace.needs_weight and job.flat_is_current and flat is not None:
+        if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
             self._device.download(workspace.weight, flat, job.after)
         for piece in chunk.pieces:
             if piece.slot.index in job.slots:
                 self._update_piece(job, piece, workspace)
         workspace.cast_main()
         handles: list[Handle] = []
-        if flat is not None:
+        if flat is not None and not item.is_in_place:
             fence = self._device.upload(flat, workspace.weight, job.after)
             self._device.synchronize(fence)
-        if self._weights is not None:
+        if self._weights is not None and not job.unit.stays_resident:
             source = workspace.weight
             if source.device.type != "cpu":
                 source = torch.empty(source.shape, dtype=source.dtype)
                 self._device.download(source, workspace.weight, self._device.mark())
-            handles.append(self._weights.write_chunk(job.unit, chunk, source))
+            handle = self._weights.write_chunk(job.unit, chunk, source)
+            if handle is not None:
+                handles.append(handle)
         item.lease.write_back(handles)
 
     def _update_piece(self, job: UpdateJob, piece: Piece, workspace: Workspace) -> None:

@@ -33,6 +33,11 @@ class GradientSource(Protocol):
         """Of all of them: fp32, or bf16 if their values are."""
         ...
 
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether they come through scratch memory."""
+        ...
+
     def slots(self) -> Sequence[Slot]:
         """The parameters that have a gradient."""
         ...

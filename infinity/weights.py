@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from infinity.device import ComputeDevice, FlatBuffer
+from infinity.device import ComputeDevice, Fence, FlatBuffer
 from infinity.layout import Chunk
 from infinity.unit import Arrival, Unit
-from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
+from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
 
 
 class ReadArrival:
@@ -48,47 +48,139 @@ class LandedRead:
         self._target.copy_(self._landing)
 
 
-class WeightStore:
-    """The extents of all units' model weights in one tier, laid out byte for byte like their flat buffers."""
+class HostBlock:
+    """One unit's weights at rest in host memory, laid out like its flat buffer, for a device with a memory of its own."""
 
-    def __init__(self, swapper: Swapper, device: ComputeDevice, arena: StagingArena | None = None) -> None:
-        """``arena``: pages for the way to a device that does not share host memory."""
-        self.swapper = swapper
+    def __init__(self, num_bytes: int, device: ComputeDevice) -> None:
         self._device = device
-        self._uploader = Uploader(swapper, device, arena) if arena is not None else None
+        self._region = AlignedRegion(num_bytes)
+        self._unpin = device.pin(self._region.address, self._region.num_bytes) if device.pin is not None else None
+        self.tensor: torch.Tensor | None = torch.from_numpy(self._region.array())
+        self._fence: Fence = None
 
-    def allocate(self, unit: Unit) -> None:
-        """Give ``unit`` its extent."""
-        unit.extent = self.swapper.allocate(unit.num_bytes, f"weights of {unit.name}")
+    def fetch(self, flat: FlatBuffer) -> Arrival:
+        """Start the copy into ``flat``."""
+        self._fence = self._device.upload(flat.tensor(), self.present, self._device.mark())
+        return _Copied(self._device, self._fence)
+
+    @property
+    def present(self) -> torch.Tensor:
+        """uint8, the whole block."""
+        if self.tensor is None:
+            raise RuntimeError("the memory of the weights has been released")
+        return self.tensor
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        """Replace bytes from ``offset`` on by those of ``source`` (host memory), when no copy reads them any more."""
+        self._device.synchronize(self._fence)
+        raw = source.view(torch.uint8)
+        self.present[offset : offset + raw.numel()].copy_(raw)
+
+    def release(self) -> None:
+        self._device.synchronize(self._fence)
+        if self._unpin is not None:
+            self._unpin()
+        self.tensor = None
+        self._region.release()
+
+
+class _Copied:
+    """Weights that a copy brings, in the order of the device's streams."""
+
+    def __init__(self, device: ComputeDevice, fence: Fence) -> None:
+        self._device = device
+        self._fence = fence
+
+    def wait(self) -> None:
+        self._device.compute_waits_for(self._fence)
+
+    def done(self) -> bool:
+        return True
+
+    def promote(self) -> None: ...
+
+
+class WeightStore:
+    """Where the model weights of units rest that do not stay resident, laid out byte for byte like their flat buffers."""
+
+    def __init__(self, swapper: Swapper | None, device: ComputeDevice, arena: StagingArena | None = None) -> None:
+        """
+        Args:
+            swapper: for those that rest on NVMe; None if none does.
+            device: where they are needed.
+            arena: pages for the way from the swapper to a device that does not share host memory.
+        """
+        self._swapper = swapper
+        self._device = device
+        self._uploader = Uploader(swapper, device, arena) if arena is not None and swapper is not None else None
+        self._blocks: dict[int, HostBlock] = {}
+
+    def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
+        """Give ``unit`` its place, unless its flat buffer is that."""
+        if unit.stays_resident:
+            return
+        if in_host_memory:
+            self._blocks[unit.index] = HostBlock(unit.num_bytes, self._device)
+        else:
+            unit.extent = self.swapper.allocate(unit.num_bytes, f"weights of {unit.name}")
+
+    @property
+    def swapper(self) -> Swapper:
+        """Of the weights on NVMe."""
+        if self._swapper is None:
+            raise RuntimeError("no weights rest on NVMe")
+        return self._swapper
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start bringing the unit's weights into ``unit.flat``."""
         flat = _flat_of(unit)
+        if unit.index in self._blocks:
+            return self._blocks[unit.index].fetch(flat)
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
         if self._uploader is not None:
             return self._uploader.fetch(_extent_of(unit), flat, is_demand=is_demand)
         return ReadArrival(self.swapper.read(_extent_of(unit), flat.tensor(), priority=priority))
 
-    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
-        """Read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements, on any device."""
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
+        """Read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements, on any device.
+
+        Returns None if they are there already.
+        """
+        if unit.index in self._blocks:
+            offset = _chunk_offset(unit, chunk)
+            source = self._blocks[unit.index].present[offset : offset + target.numel() * target.element_size()]
+            target.copy_(source.view(target.dtype))
+            return None
         landing = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
         handle = self.swapper.read(
             _extent_of(unit), landing, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH
         )
         return handle if landing is target else LandedRead(handle, landing, target)
 
-    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
-        """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done."""
+    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
+        """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done.
+
+        Returns None if they are written already.
+        """
+        if unit.index in self._blocks:
+            self._blocks[unit.index].write(_chunk_offset(unit, chunk), source)
+            return None
         return self.swapper.write(_extent_of(unit), source, offset=_chunk_offset(unit, chunk))
 
-    def write_all(self, unit: Unit, source: torch.Tensor) -> Handle:
-        """Write a whole flat buffer's bytes from host memory."""
+    def write_all(self, unit: Unit, source: torch.Tensor) -> Handle | None:
+        """Write a whole flat buffer's bytes from host memory. Returns None if they are written already."""
+        if unit.index in self._blocks:
+            self._blocks[unit.index].write(0, source)
+            return None
         return self.swapper.write(_extent_of(unit), source)
 
     def close(self) -> None:
-        """Stop the upload thread, if there is one. The swapper belongs to somebody else."""
+        """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
         if self._uploader is not None:
             self._uploader.close()
+        for block in self._blocks.values():
+            block.release()
+        self._blocks.clear()
 
 
 def _flat_of(unit: Unit) -> FlatBuffer:

@@ -122,8 +122,16 @@ class RecordFormat:
         # With fp32 compute the model weight lies before the record, otherwise after the gradient.
         return self.record_bytes(numel, num_states) + numel * (_FP32_BYTES + self.weight_dtype.itemsize)
 
-    def lay_out(self, memory: torch.Tensor, numel: int, names: Sequence[str]) -> Workspace:
-        """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk."""
+    def lay_out(
+        self, memory: torch.Tensor, numel: int, names: Sequence[str], weight: torch.Tensor | None = None
+    ) -> Workspace:
+        """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk.
+
+        ``weight``: where the model weight is, if it has memory of its own.
+        """
+        if weight is not None:
+            record_bytes = self.record_bytes(numel, len(names))
+            return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)
         if self.main is MainWeight.MODEL_WEIGHT:
             weight_bytes = numel * _FP32_BYTES
             weight, memory = memory[:weight_bytes].view(torch.float32), memory[weight_bytes:]
@@ -134,6 +142,29 @@ class RecordFormat:
         gradient_end = record.numel() + numel * _FP32_BYTES
         gradient = memory[record.numel() : gradient_end].view(torch.float32)
         weight = memory[gradient_end : gradient_end + numel * self.weight_dtype.itemsize].view(self.weight_dtype)
+        return self.over(record, numel, names, gradient, weight)
+
+    def over_scratch(
+        self,
+        record: torch.Tensor,
+        numel: int,
+        names: Sequence[str],
+        scratch: torch.Tensor,
+        weight: torch.Tensor | None,
+    ) -> Workspace:
+        """A workspace over a record that lies elsewhere (uint8), and maybe a model weight that does.
+
+        Args:
+            record: uint8.
+            numel: elements of the chunk.
+            names: of the states.
+            scratch: uint8: memory for what is missing; may be empty if there is a weight and the gradient needs none.
+            weight: 1-D in the compute dtype, or None.
+        """
+        gradient_bytes = numel * _FP32_BYTES
+        gradient = scratch[:gradient_bytes].view(torch.float32)
+        if weight is None:
+            weight = scratch[gradient_bytes:][: numel * self.weight_dtype.itemsize].view(self.weight_dtype)
         return self.over(record, numel, names, gradient, weight)
 
     def over(

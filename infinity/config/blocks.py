@@ -115,6 +115,7 @@ class InfinityBlock(Block):
     device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     page_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     prefetch: Flag = True
+    keep_in_memory: Flag = True
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"

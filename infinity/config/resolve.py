@@ -209,6 +209,7 @@ def _resolve_infinity(
         device_memory_budget=block.device_memory_budget,
         page_bytes=page_bytes,
         prefetch=block.prefetch,
+        keep_in_memory=block.keep_in_memory,
         units=block.units,
         strict=block.strict,
         update=_resolve_update(root, book),

@@ -74,6 +74,7 @@ class InfinitySection:
         device_memory_budget: bytes of device memory for resident units.
         page_bytes: size of a page of the staging arena.
         prefetch: whether units are read ahead of need.
+        keep_in_memory: whether what the budgets leave keeps weights and states off the drives.
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
@@ -87,6 +88,7 @@ class InfinitySection:
     device_memory_budget: int | None
     page_bytes: int | None
     prefetch: bool
+    keep_in_memory: bool
     units: tuple[str, ...]
     strict: bool
     update: UpdateMode

@@ -22,7 +22,7 @@ MOVEMENT_AXES: dict[str, tuple[Hashable, ...]] = {
     "offload_optimizer": ("nvme", "cpu", "none"),
     "checkpointing": ("none", "non_reentrant", "reentrant"),
     "page": ("small", "large", "auto"),
-    "budget": ("tight", "roomy"),
+    "budget": ("tight", "roomy", "half", "everything"),
     "prefetch": (True, False),
     "accumulation": (1, 3),
     "clipping": (True, False),
@@ -59,7 +59,8 @@ class Row:
         checkpointing: activation checkpointing of the blocks.
         page: ``small`` cuts most parameters into several pages, ``large`` takes many parameters into one, and ``auto``
             leaves the size to the engine.
-        budget: ``tight`` is the smallest host budget that the engine accepts, ``roomy`` holds everything.
+        budget: ``tight`` is the smallest host budget that the engine accepts, ``roomy`` has room for everything and leaves
+            it on NVMe all the same, ``half`` keeps about half of weights and states in memory, ``everything`` all of them.
         prefetch: whether units are read ahead of need.
         accumulation: micro-batches per step.
         clipping: whether the global gradient norm is clipped.
@@ -154,7 +155,10 @@ def covered_partials() -> list[Mapping[str, Hashable]]:
         {**HALVES, **ACCUMULATED, "gradient_dtype": "bf16"},
         {"dtype": "bf16", "main_weights": "fp32", **DEFERRED},
         {"dtype": "bf16", "loop": "plain", "accumulation": 3, "gradient_dtype": "auto", "budget": "tight"},
-        {**MAIN_JOB, **IN_BACKWARD, "budget": "tight"},
+        *({**MAIN_JOB, **IN_BACKWARD, "budget": budget} for budget in ("tight", "half", "everything")),
+        *({**MAIN_JOB, **DEFERRED, "budget": budget} for budget in ("half", "everything")),
+        *({**HALVES, **MAIN_JOB, "budget": budget} for budget in ("half", "everything")),
+        *({**MAIN_JOB, "budget": "half", "page": page, "dtype": "bf16"} for page in ("small", "auto")),
         {**MAIN_JOB, **ACCUMULATED, "budget": "tight"},
     ]
 

@@ -17,7 +17,8 @@ import pytest
 
 from infinity import placement
 from infinity.errors import BudgetTooSmallError
-from infinity.placement import Placement, Request, UnitSize
+from infinity.placement import Placement
+from infinity.sizes import Request, UnitSize
 from infinity.storage import Storage
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row

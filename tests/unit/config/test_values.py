@@ -22,7 +22,7 @@ def test_defaults() -> None:
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
     assert dataclasses.astuple(config.io) == (1 << 20, 4, 32, 120.0, True)
     assert dataclasses.astuple(config.infinity) == (
-        *(None, None, None, True, (), True),
+        *(None, None, None, True, True, (), True),
         *("deferred", "fp32", "fp32", False),
     )
     assert config.steps_per_print is None
@@ -87,6 +87,7 @@ def test_our_block() -> None:
                 "device_memory_budget": 10**9,
                 "page_bytes": "8MiB",
                 "prefetch": False,
+                "keep_in_memory": False,
                 "units": ["LlamaDecoderLayer", "model.layers.*"],
                 "update": "in_backward",
                 "io_deadline_seconds": 5,
@@ -98,6 +99,7 @@ def test_our_block() -> None:
         2 << 30,
         10**9,
         8 << 20,
+        False,
         False,
         ("LlamaDecoderLayer", "model.layers.*"),
         True,

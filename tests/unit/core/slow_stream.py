@@ -32,6 +32,7 @@ class Gradients:
     """Gradients in memory: the value of each parameter's, by slot index."""
 
     dtype = torch.float32
+    needs_scratch = True
 
     def __init__(self, unit: Unit, values: Mapping[int, float]) -> None:
         self._slots = [slot for slot in unit.layout.slots if slot.index in values]

@@ -100,6 +100,8 @@ class Held:
             )
             for index, members in enumerate(partition(model, dtype.itemsize))
         ]
+        for unit in self.units:
+            unit.stays_resident = not is_paged
         self.source = TensorSource()
         capacity = room or sum(unit.num_bytes for unit in self.units)
         self.pager = make_pager(self.units, self.source if is_paged else None, capacity, prefetches=False)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError
 from infinity.layout import CHUNK_GRANULE
-from infinity.placement import DEVICE_KEY, HOST_KEY, Placement, Request, UnitSize, place, predict
+from infinity.placement import DEVICE_KEY, HOST_KEY, Placement, place
+from infinity.prediction import predict
+from infinity.sizes import Request, UnitSize
 from infinity.workspace import MainWeight, RecordFormat
 
 _FP32_BYTES = 4
@@ -64,9 +66,9 @@ def _host_bytes(placement: Placement, request: Request) -> int:
     if request.optimizer_tier != "none":
         pages = placement.num_pages * placement.page_bytes
     elif request.shares_host_memory:
-        pages = placement.page_bytes  # working memory of one chunk
+        pages = placement.num_pages * placement.page_bytes
     return (
-        placement.fixed_bytes
+        placement.kept_bytes
         + (placement.weights_bytes if request.shares_host_memory else 0)
         + pages
         + placement.num_upload_pages * placement.upload_page_bytes
@@ -93,12 +95,13 @@ def _require_sound(placement: Placement, units: list[UnitSize], request: Request
         assert placement.page_bytes <= request.page_bytes + _PAGE
     assert placement.num_pages >= 3
     sizes = [unit.weight_bytes for unit in units]
+    moving = [size for index, size in enumerate(sizes) if index not in placement.resident_units]
+    staying = sum(sizes) - sum(moving)
+    assert staying + sum(sorted(moving)[-2:]) <= placement.weights_bytes <= sum(sizes)
     if request.param_tier == "none":
-        assert placement.weights_bytes == sum(sizes)
-    else:
-        assert sum(sorted(sizes)[-2:]) <= placement.weights_bytes <= sum(sizes)
-    staged = not request.shares_host_memory and request.param_tier != "none"
-    assert (placement.num_upload_pages >= 2) == staged
+        assert not moving
+    comes_through_pages = not request.shares_host_memory and bool(placement.weights_on_nvme(len(units)))
+    assert placement.num_upload_pages >= (2 if comes_through_pages else 0)
 
 
 def _require_gradients_fit(placement: Placement, units: list[UnitSize], request: Request) -> None:
@@ -197,7 +200,11 @@ def test_what_the_budget_is_needed_for_is_said() -> None:
     with pytest.raises(BudgetTooSmallError) as caught:
         place(_model(), _request(budget_bytes=1, param_tier="cpu", optimizer_tier="cpu", can_spill=False))
     text = str(caught.value)
-    assert "offload_param and offload_optimizer keep in RAM" in text
+    assert "offload_optimizer keeps in RAM" in text
+    assert 'all weights (offload_param.device is "cpu")' in text
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(_model(), _request(budget_bytes=1))
+    text = str(caught.value)
     assert "block 0" in text
     assert "for pages" in text
 
