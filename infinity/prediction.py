@@ -1,0 +1,71 @@
+"""What a step will read from and write to the drives, given what rests where.
+
+Pure arithmetic; must not know tensors or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.placement import Placement
+from infinity.sizes import Request, UnitSize
+from infinity.trace import simulate_fetches
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes that the NVMe tier reads and writes in one step, in the steady state, when every parameter gets a gradient."""
+
+    read_bytes: int
+    write_bytes: int
+
+
+def predict(
+    units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
+) -> Prediction:
+    """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
+    sizes = [unit.weight_bytes for unit in units]
+    read = write = 0
+    num_micro_batches = request.num_micro_batches
+    fetches = simulate_fetches(
+        order,
+        sizes,
+        placement.weights_bytes - sum(sizes[index] for index in placement.resident_units),
+        prefetches=request.prefetches,
+        num_cycles=num_micro_batches,
+        staying=placement.resident_units,
+    )
+    in_step = not request.updates_in_backward
+    filled = (
+        {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
+        if request.update == "deferred" and request.prefetches
+        else set()
+    )
+    on_nvme = placement.weights_on_nvme(len(units))
+    seen: set[int] = set()
+    for position, unit in fetches:
+        if in_step and unit in filled and unit not in seen and position < backward_start:
+            seen.add(unit)  # its update leaves the new weights in the buffer
+            continue
+        if unit in on_nvme:
+            read += sizes[unit]
+    write += sum(request.trainable_bytes(units[index]) for index in on_nvme)
+    if request.record_format.needs_weight:
+        read += sum(request.trainable_bytes(units[index]) for index in filled & on_nvme)
+    if request.optimizer_tier == "nvme":
+        records = sum(
+            request.record_format.record_bytes(unit.trainable_numel - kept, unit.num_states)
+            for unit, kept in zip(units, placement.states_in_memory, strict=True)
+        )
+        read += records
+        write += records
+    if in_step or num_micro_batches > 1:
+        spilled = sum(
+            unit.trainable_numel * request.gradient_itemsize
+            for index, unit in enumerate(units)
+            if index not in placement.gradients_in_memory
+        )
+        read += spilled * request.gradient_moves
+        write += spilled * request.gradient_moves
+    return Prediction(read, write)
