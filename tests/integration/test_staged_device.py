@@ -6,7 +6,6 @@ have the bits of plain torch, as what the ordinary CPU device trains has, and no
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 from collections.abc import Sequence
@@ -58,6 +57,11 @@ ROWS = (
     Row(offload_param="none", offload_optimizer="none", accumulation=3, optimizer="groups"),
     Row(offload_optimizer="none", budget="tight", clipping=True, checkpointing="non_reentrant"),
     Row(offload_optimizer="cpu", page="auto", dtype="bf16"),
+    Row(budget="half", dtype="bf16", page="small"),
+    Row(budget="half", accumulation=3, clipping=True, checkpointing="reentrant", prefetch=False),
+    Row(budget="everything", dtype="bf16"),
+    Row(budget="everything", clipping=True, page="small", update="deferred", checkpointing="non_reentrant"),
+    Row(budget="everything", accumulation=3, dtype="bf16", main_weights="fp32", loop="plain"),
 )
 
 
@@ -78,11 +82,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
 
     def place(units: Sequence[UnitSize], request: Request) -> Placement:
         if request.param_tier != "none":
-            with contextlib.suppress(BudgetTooSmallError):
-                placement.place(
-                    units, dataclasses.replace(request, device_budget_bytes=None)
-                )  # the host's budget first
-                request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
+            request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
         return placement.place(units, request)
 
     def opened(self: Storage, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ def test_staged_training_has_the_bits_of_plain_torch(row: Row, tmp_path: Path, d
     _require_exact("plain", row, tmp_path, device)
 
 
-@pytest.mark.parametrize("row", [ROWS[3], ROWS[6]], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [ROWS[3], ROWS[6], ROWS[15], ROWS[18]], ids=lambda row: row.name)
 @pytest.mark.parametrize("name", MODELS)
 def test_staged_training_of_other_models(name: str, row: Row, tmp_path: Path, device: LazyDevice) -> None:
     _require_exact(name, row, tmp_path, device)
