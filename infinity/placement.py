@@ -29,7 +29,7 @@ _FEWEST_PAGES = 3
 """One chunk being read, one updated, one written."""
 _MOST_PAGES = 16
 _PREFERRED_PAGES = 8
-_ENOUGH_PAGE_BYTES = 96 << 20
+_ENOUGH_PAGE_BYTES = 48 << 20
 """For all pages together: more in flight makes no drive faster."""
 _SMALLEST_CHUNK = 32 * CHUNK_GRANULE
 _LARGEST_CHUNK = 1024 * CHUNK_GRANULE
@@ -220,10 +220,10 @@ class _Planner:
         """All sensible ways to begin."""
         request = self._request
         records = {request.keeps_all_records, request.keeps_all_records or self._may_keep_records()}
-        for keeps_records in sorted(records):
+        for keeps_records in sorted(records, reverse=True):
             if not request.shares_host_memory:
                 hosts = {request.param_tier == "cpu", request.param_tier == "cpu" or self._may_host()}
-                for hosts_all in sorted(hosts):
+                for hosts_all in sorted(hosts, reverse=True):
                     yield self._option(self._on_device, hosts_all=hosts_all, records=keeps_records)
             elif request.keeps_all_weights:
                 yield self._option(frozenset(self._order), hosts_all=False, records=keeps_records)

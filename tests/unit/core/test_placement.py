@@ -63,9 +63,7 @@ def _questions(draw: st.DrawFn) -> tuple[list[UnitSize], Request]:
 def _host_bytes(placement: Placement, request: Request) -> int:
     """What an engine with this placement takes of host memory."""
     pages = 0
-    if request.optimizer_tier != "none":
-        pages = placement.num_pages * placement.page_bytes
-    elif request.shares_host_memory:
+    if request.optimizer_tier != "none" or request.shares_host_memory:
         pages = placement.num_pages * placement.page_bytes
     return (
         placement.kept_bytes
@@ -246,6 +244,105 @@ def test_what_the_main_job_moves(form: str, num_written: int) -> None:
     total = sum(unit.trainable_numel for unit in units)
     assert prediction.write_bytes == num_written * total
     assert (num_written + 1.5) * total < prediction.read_bytes <= (num_written + 2) * total
+
+
+def _predicted(units: list[UnitSize], request: Request) -> int:
+    """Bytes read and written in a step through all units, forward and back."""
+    order = [*range(len(units)), *reversed(range(len(units)))]
+    prediction = predict(units, request, place(units, request), order, len(units))
+    return prediction.read_bytes + prediction.write_bytes
+
+
+def _all_there_is(units: list[UnitSize], request: Request) -> int:
+    """More than weights, states, gradients and the largest staging together."""
+    widest = max(unit.num_states for unit in units)
+    numel = sum(unit.trainable_numel for unit in units)
+    states = sum(unit.weight_bytes for unit in units) + request.record_format.record_bytes(numel, widest)
+    return 2 * (states + 4 * numel) + (1 << 30)
+
+
+@given(_questions(), st.floats(0, 1), st.floats(0, 0.2))
+@settings(max_examples=150, deadline=None)
+def test_more_memory_never_moves_more(question: tuple[list[UnitSize], Request], one: float, step: float) -> None:
+    units, request = question
+    request = dataclasses.replace(request, prefetches=True)
+    minimum = _minimum(units, request)
+    room = sum(unit.weight_bytes + 20 * unit.trainable_numel for unit in units)
+    budgets = [minimum + int(share * room) for share in (0.0, one**2, one**2 + step**3, 1.0)]
+    moved = [_predicted(units, dataclasses.replace(request, budget_bytes=budget)) for budget in budgets]
+    assert moved == sorted(moved, reverse=True)
+
+
+@given(_questions())
+@settings(max_examples=100, deadline=None)
+def test_what_fits_wholly_moves_nothing(question: tuple[list[UnitSize], Request]) -> None:
+    units, request = question
+    request = dataclasses.replace(request, budget_bytes=_all_there_is(units, request))
+    assert _predicted(units, request) == 0
+    placement = place(units, request)
+    assert not placement.weights_on_nvme(len(units))
+    assert not placement.spills
+
+
+@given(_questions(), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_units_that_stay_save_more_than_a_larger_pool(question: tuple[list[UnitSize], Request], share: float) -> None:
+    units, request = question
+    request = dataclasses.replace(request, prefetches=True, shares_host_memory=True, param_tier="nvme", can_spill=True)
+    request = dataclasses.replace(request, optimizer_tier="nvme")
+    minimum = _minimum(units, request)
+    room = sum(unit.weight_bytes + 20 * unit.trainable_numel for unit in units)
+    request = dataclasses.replace(request, budget_bytes=minimum + int(share**2 * room))
+    assert _predicted(units, request) <= _predicted(units, dataclasses.replace(request, keeps_in_memory=False))
+
+
+def test_weights_come_first_then_gradients_then_states() -> None:
+    units = _model(num_blocks=16)
+    total = sum(unit.trainable_numel for unit in units)
+    request = _request(record_format=_FORMATS["remainder"], update="deferred", num_micro_batches=3)
+    seen = []
+    for budget in range(_minimum(units, request), _minimum(units, request) + 16 * total, total // 4):
+        placement = place(units, dataclasses.replace(request, budget_bytes=budget))
+        kept = (len(placement.resident_units), len(placement.gradients_in_memory))
+        seen.append((*kept, sum(placement.states_in_memory) / total))
+    for num_resident, num_gradients, states in seen:
+        # What is left when the next unit does not fit is all that the next kind gets before its time.
+        assert num_gradients == 0 or num_resident >= 15
+        assert states < 0.1 or num_gradients >= 15
+    assert {16} <= {num_resident for num_resident, _, _ in seen}
+    assert seen[-1] == (16, 16, 1.0)
+
+
+def test_states_are_kept_evenly() -> None:
+    units = _model(num_blocks=16)
+    request = _request(record_format=_FORMATS["remainder"])
+    total = sum(unit.trainable_numel for unit in units)
+    budget = _minimum(units, request) + 7 * total
+    placement = place(units, dataclasses.replace(request, budget_bytes=budget))
+    assert len(placement.resident_units) == 16
+    assert 0 < min(placement.states_in_memory)
+    assert max(placement.states_in_memory) - min(placement.states_in_memory) <= CHUNK_GRANULE
+    assert max(placement.states_in_memory) < units[0].trainable_numel
+
+
+def test_memory_of_the_device_keeps_weights_first() -> None:
+    units = _model(num_blocks=8)
+    size = units[0].weight_bytes
+    staged = _request(shares_host_memory=False, budget_bytes=1 << 28)
+    placement = place(units, dataclasses.replace(staged, device_budget_bytes=6 * size))
+    assert len(placement.resident_units) == 3, "three more are room for those that come and go"
+    assert placement.weights_bytes == 6 * size
+    assert len(placement.hosted_units) == 5
+    assert placement.num_upload_pages == 0
+
+
+def test_memory_may_be_left_alone() -> None:
+    units = _model(num_blocks=8)
+    placement = place(units, _request(keeps_in_memory=False))
+    assert not placement.resident_units
+    assert not placement.hosted_units
+    assert not any(placement.states_in_memory)
+    assert placement.weights_bytes == sum(unit.weight_bytes for unit in units), "read once, and not given up"
 
 
 def test_states_in_memory_move_nothing() -> None:
