@@ -26,9 +26,8 @@ from infinity.model_check import check_model
 from infinity.optim import FusedAdam, PieceUpdater, RemainderUpdater, Template, build_template
 from infinity.pager import Pager
 from infinity.parameter import hold
-from infinity.placement import place
 from infinity.plan import Plan
-from infinity.prediction import predict
+from infinity.prediction import best_placement, predict
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
 from infinity.sizes import Request, UnitSize
@@ -240,13 +239,13 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         rounds_gradients=waiting.rounds,
         keeps_in_memory=config.infinity.keep_in_memory,
     )
-    placement = place(sizes, request)
+    guess = _guess(units)
+    placement = best_placement(sizes, request, guess, len(units))
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
     storage = Storage(config, device, placement, request, sizes)
     clock = StepClock()
     try:
-        guess = _guess(units)
         pager = Pager(
             units,
             storage.pool,

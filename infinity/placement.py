@@ -254,8 +254,9 @@ class _Planner:
             taken, left = take_weights(units, moving, left)
         saved += sum(request.saved_by_weights(units[index]) for index in taken)
         capacity = option.gradient_bytes + gradients
-        spare = self._wished_gradients() - capacity
-        capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
+        if request.gradient_moves:
+            spare = self._wished_gradients() - capacity
+            capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
         states = tuple(unit.trainable_numel if option.keeps_all_records else 0 for unit in units)
         share = most_gradients(take_gradients(units, request, capacity))
         if self._may_keep_records() and not option.keeps_all_records:
@@ -286,7 +287,7 @@ class _Planner:
             more = max(min(left, all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
             left -= more
             gradient_bytes += more
-            share = most_gradients(take_gradients(units, request, gradient_bytes))
+        share = most_gradients(take_gradients(units, request, gradient_bytes))
         trainable = sum(unit.trainable_numel > 0 for unit in units)
         return (saved, left), Placement(
             weights_bytes=weights_bytes,

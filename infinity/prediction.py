@@ -5,10 +5,12 @@ Pure arithmetic; must not know tensors or files.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.placement import Placement
+from infinity.errors import BudgetTooSmallError
+from infinity.placement import Placement, place
 from infinity.sizes import Request, UnitSize
 from infinity.trace import simulate_fetches
 
@@ -19,6 +21,25 @@ class Prediction:
 
     read_bytes: int
     write_bytes: int
+
+
+def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
+    """What `place` says, or, if that moves fewer bytes, the same with all memory for units that come and go.
+
+    Raises:
+        BudgetTooSmallError, ConfigValueError: see `place`.
+    """
+
+    def moved(placement: Placement) -> int:
+        prediction = predict(units, request, placement, order, backward_start)
+        return prediction.read_bytes + prediction.write_bytes
+
+    kept = place(units, request)
+    try:
+        passing = place(units, dataclasses.replace(request, keeps_in_memory=False))
+    except BudgetTooSmallError:
+        return kept
+    return min(kept, passing, key=moved)
 
 
 def predict(

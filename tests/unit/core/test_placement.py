@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infinity.errors import BudgetTooSmallError, ConfigValueError
 from infinity.layout import CHUNK_GRANULE
 from infinity.placement import DEVICE_KEY, HOST_KEY, Placement, place
-from infinity.prediction import predict
+from infinity.prediction import best_placement, predict
 from infinity.sizes import Request, UnitSize
 from infinity.workspace import MainWeight, RecordFormat
 
@@ -249,7 +249,7 @@ def test_what_the_main_job_moves(form: str, num_written: int) -> None:
 def _predicted(units: list[UnitSize], request: Request) -> int:
     """Bytes read and written in a step through all units, forward and back."""
     order = [*range(len(units)), *reversed(range(len(units)))]
-    prediction = predict(units, request, place(units, request), order, len(units))
+    prediction = predict(units, request, best_placement(units, request, order, len(units)), order, len(units))
     return prediction.read_bytes + prediction.write_bytes
 
 
@@ -284,12 +284,22 @@ def test_what_fits_wholly_moves_nothing(question: tuple[list[UnitSize], Request]
     assert not placement.spills
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_units_that_stay_save_more_than_a_larger_pool(share: float, num_micro_batches: int) -> None:
+    units = _model(num_blocks=24)
+    request = _request(num_micro_batches=num_micro_batches)
+    weights = sum(unit.weight_bytes for unit in units)
+    request = dataclasses.replace(request, budget_bytes=_minimum(units, request) + int(share * weights))
+    without = _predicted(units, dataclasses.replace(request, keeps_in_memory=False))
+    assert _predicted(units, request) < without
+
+
 @given(_questions(), st.floats(0, 1))
 @settings(max_examples=100, deadline=None)
-def test_units_that_stay_save_more_than_a_larger_pool(question: tuple[list[UnitSize], Request], share: float) -> None:
+def test_keeping_never_moves_more_than_not_keeping(question: tuple[list[UnitSize], Request], share: float) -> None:
     units, request = question
-    request = dataclasses.replace(request, prefetches=True, shares_host_memory=True, param_tier="nvme", can_spill=True)
-    request = dataclasses.replace(request, optimizer_tier="nvme")
+    request = dataclasses.replace(request, prefetches=True, shares_host_memory=True)
     minimum = _minimum(units, request)
     room = sum(unit.weight_bytes + 20 * unit.trainable_numel for unit in units)
     request = dataclasses.replace(request, budget_bytes=minimum + int(share**2 * room))
@@ -301,7 +311,7 @@ def test_weights_come_first_then_gradients_then_states() -> None:
     total = sum(unit.trainable_numel for unit in units)
     request = _request(record_format=_FORMATS["remainder"], update="deferred", num_micro_batches=3)
     seen = []
-    for budget in range(_minimum(units, request), _minimum(units, request) + 16 * total, total // 4):
+    for budget in range(_minimum(units, request), _minimum(units, request) + 18 * total, total // 4):
         placement = place(units, dataclasses.replace(request, budget_bytes=budget))
         kept = (len(placement.resident_units), len(placement.gradients_in_memory))
         seen.append((*kept, sum(placement.states_in_memory) / total))
