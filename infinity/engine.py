@@ -29,7 +29,7 @@ from infinity.pager import Pager
 from infinity.parameter_gradients import ParameterGradients
 from infinity.plan import Plan
 from infinity.residence import Residence
-from infinity.shutdown import Shutdown
+from infinity.shutdown import Shutdown, finish_pending
 from infinity.step_backend import EngineBackend
 from infinity.stepper import Stepper
 from infinity.storage import Storage
@@ -350,13 +350,7 @@ class Engine:
         Args:
             restore_weights: leave the model as an ordinary one on the compute device, with the trained weights. Without
                 it, touching a parameter raises.
-
-        Raises:
-            Exception: what went wrong in a pending update or write; everything has been released all the same.
         """
-        self._close(restore_weights=restore_weights, finishes=restore_weights or self._guard.is_settled)
-
-    def _close(self, *, restore_weights: bool, finishes: bool) -> None:
         if self._guard.phase is Phase.CLOSED:
             return
         with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
@@ -368,10 +362,11 @@ class Engine:
             rest.callback(self._parts.holding.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
-            if finishes:
-                self.flush()
             if restore_weights:
+                self.flush()
                 self._parts.access.restore()
+            elif self._guard.is_settled:
+                finish_pending(self.flush)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -384,8 +379,9 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception nothing is finished: it may be about the very drives, and must not be hidden by another.
-        self._close(restore_weights=False, finishes=kind is None and self._guard.is_settled)
+        if kind is not None and self._guard.is_settled:
+            self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing
+        self.close()
 
     # --------------------------------------------------------------------------------------------------------- checking
 
