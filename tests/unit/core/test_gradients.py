@@ -230,7 +230,7 @@ def test_what_becomes_wider_stays_in_ram_where_there_is_room(swapper: Swapper) -
     units = _units(torch.bfloat16, 5)
     # All of them as bf16, scratch for one as fp32, and one that may become fp32.
     room = _bytes_of(units) // 2 + 2 * _bytes_of(units[:1])
-    store = _store(units, swapper, (0, 1, 2), waiting=_NARROW, room=room)
+    store = _store(units, swapper, range(5), waiting=_NARROW, room=room)
     for number in range(2):
         for unit in units:
             store.add(unit, _draw(unit, number, torch.bfloat16))
@@ -261,7 +261,7 @@ def test_the_gradient_that_is_shown_becomes_fp32_first(swapper: Swapper) -> None
     """Whoever clips by hand must not be rounded."""
     units = _units(torch.bfloat16, 5)
     room = _bytes_of(units) // 2 + 2 * _bytes_of(units[:1])
-    store = _store(units, swapper, (0, 1, 2), waiting=_NARROW, room=room)
+    store = _store(units, swapper, range(5), waiting=_NARROW, room=room)
     drawn = _draw(units[0], 0, torch.bfloat16)
     store.add(units[0], drawn)
     assert store.widen(units[0])
