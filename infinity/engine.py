@@ -33,7 +33,7 @@ from infinity.shutdown import Shutdown, finish_pending
 from infinity.step_backend import EngineBackend
 from infinity.stepper import Stepper
 from infinity.storage import Storage
-from infinity.telemetry import Reporter, StepClock, StepReport
+from infinity.telemetry import Recording, Reporter, StepClock, StepReport
 from infinity.update import UpdateStream
 
 
@@ -51,6 +51,8 @@ class Parts:
     template: Template
     updater: PieceUpdater
     clock: StepClock
+    reporter: Reporter
+    recording: Recording | None
     plan: Plan
     device: torch.device
 
@@ -78,14 +80,7 @@ class Engine:
         self._parts = parts
         self._pager = parts.pager
         self._stepper = parts.stepper
-        self._reporter = Reporter(
-            parts.clock,
-            read_counters=parts.storage.counters,
-            read_busy_seconds=lambda: parts.stream.busy_seconds,
-            read_prediction=lambda: (self.plan.predicted_read_bytes_per_step, self.plan.predicted_write_bytes_per_step),
-            steps_per_print=config.steps_per_print,
-            prints_breakdown=config.wall_clock_breakdown,
-        )
+        self._reporter = parts.reporter
         self._iterator: Iterator[Any] | None = None
         self._is_in_step = False
         self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
@@ -104,7 +99,7 @@ class Engine:
         self._pager.check = self._check_usable
         self._pager.on_forward = self._before_forward
         self._pager.on_settled_read = self._guard.check_settled
-        self._shutdown = Shutdown(self, parts.stream, parts.storage)
+        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
         parts.holding.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
@@ -239,9 +234,11 @@ class Engine:
         is_complete = False
         self._guard.move_to(Phase.STEPPING)
         try:
+            self._parts.clock.begin_compute("step")
             self._stepper.apply(self.global_steps)
             is_complete = True
         finally:
+            self._parts.clock.end_compute()
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
         self._backwards.end_step(leaves_gradients=had_gradients and not self._is_in_step)
         self.global_steps += 1
@@ -324,6 +321,10 @@ class Engine:
     def waiting_for(self) -> str:
         """What the training thread waits for right now; empty while it computes."""
         return self._parts.clock.waiting_for
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Write who was busy when, so far, as a trace for ui.perfetto.dev. The config's `infinity.timeline` asks for one."""
+        self._reporter.save_timeline(Path(path))
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,8 @@ from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.layout import Chunk, Piece
 from infinity.records import Lease, RecordStore
-from infinity.update_job import POLL_SECONDS, ParameterState, UpdateJob
+from infinity.telemetry.timeline import Row, Timeline
+from infinity.update_job import POLL_SECONDS, PROMOTED, ParameterState, UpdateJob
 from infinity.weights import WeightStore
 from infinity.workspace import Workspace
 from swapper import Handle
@@ -101,6 +102,8 @@ class UpdateStream:
         self._is_stopping = False
         self._error: BaseException | None = None
         self.busy_seconds = 0.0
+        self.timeline: Timeline | None = None
+        """Where updates are recorded, if anywhere."""
         self._window: deque[_Item] = deque()
         self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
@@ -130,6 +133,13 @@ class UpdateStream:
             for job in self._jobs:
                 job.is_held = False
             self._changed.notify_all()
+
+    def arrange(self, ranks: Mapping[int, int]) -> None:
+        """Jobs that have not begun go in the order of ``ranks`` (by unit index) from now on, but for promoted ones."""
+        with self._changed:
+            for job in self._jobs:
+                if job.rank != PROMOTED:
+                    job.rank = ranks[job.unit.index]
 
     def drain(self) -> None:
         """Return when every job is done; raises the error of the first that failed."""
@@ -183,7 +193,10 @@ class UpdateStream:
             begin = time.perf_counter()
             self._update(item)
             self._window.popleft()
-            self.busy_seconds += time.perf_counter() - begin
+            end = time.perf_counter()
+            self.busy_seconds += end - begin
+            if self.timeline is not None:
+                self.timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
             if item.is_last:
                 self._finish(item.job)
             return True
@@ -229,7 +242,8 @@ class UpdateStream:
                 runnable = [job for job in self._jobs if not job.is_held]
                 if not runnable:
                     return None
-                job = runnable[0]
+                first = min(runnable, key=lambda job: job.rank)
+                job = next(job for job in self._jobs if job.unit is first.unit)  # updates of one unit keep their order
                 self._jobs.remove(job)
             job.begin()
             if not job.chunks:

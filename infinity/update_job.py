@@ -21,6 +21,8 @@ from infinity.layout import Chunk, Piece, Slot
 from infinity.unit import Arrival, Unit
 from swapper import Handle
 
+PROMOTED = -1
+"""The rank of a job that somebody waits for; others begin at 0."""
 POLL_SECONDS = 1.0
 """How often a wait looks up, so that a KeyboardInterrupt gets through."""
 
@@ -105,6 +107,8 @@ class UpdateJob:
         self.is_held = False
         """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
         self.on_release: Callable[[], None] = lambda: None
+        self.rank = 0
+        """Jobs of a lower rank go first, those of one rank in the order of their submission."""
 
     def begin(self) -> None:
         """The stream takes the job; no buffer can be attached any more."""
@@ -122,7 +126,7 @@ class UpdateJob:
             self.flat = flat
             self.flat_is_current = False
             self.after = after
-        self.promote()
+        self.release()
         return True
 
     def finish(self, error: BaseException | None, device: ComputeDevice | None = None, fence: Fence = None) -> None:
@@ -137,7 +141,12 @@ class UpdateJob:
         return self._finished.is_set()
 
     def promote(self) -> None:
-        """Somebody waits for the unit: the job is not held back any longer."""
+        """Somebody waits for the unit: the job goes next."""
+        self.rank = PROMOTED
+        self.release()
+
+    def release(self) -> None:
+        """The job is not held back any longer."""
         if self.is_held:
             self.is_held = False
             self.on_release()
