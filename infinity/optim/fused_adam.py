@@ -173,7 +173,9 @@ def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _has_multiply_add() -> bool:
     """Whether torch's code here has a fused multiply-add, as ours has. Without, ours would be slow besides."""
-    return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+    from infinity.optim.cpu_kernels import can_compile
+
+    return can_compile() and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
 
 
 def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
