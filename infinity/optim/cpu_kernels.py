@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
 
 def can_compile() -> bool:
     """Whether numba compiles at all: ``NUMBA_DISABLE_JIT`` is there for debugging."""
-    return not numba.config.DISABLE_JIT
+    return not getattr(numba.config, "DISABLE_JIT", False)
 
 
 @functools.cache
