@@ -16,8 +16,7 @@ from infinity.gather import GatheredParameters
 from infinity.initialize import initialize
 from infinity.plan import Plan
 from infinity.telemetry import StepReport
-
-__version__ = "0.1.0"
+from infinity.version import __version__
 
 __all__ = [
     "Engine",

@@ -54,6 +54,7 @@ class Backwards:
         self._guard.move_to(Phase.BACKWARD)
         updates_now = self._updates_now()
         is_complete = False
+        self._pager.clock.begin_compute("backward")
         try:
             loss.backward()
             self.collector.finish()

@@ -6,8 +6,11 @@ Knows bytes and streams; must not know units, parameters or files.
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,6 +123,20 @@ Fence = Any
 """What `upload`, `download` and `mark` return: a CUDA event on a GPU, None on the CPU."""
 
 
+@dataclass(frozen=True)
+class Copy:
+    """One copy between host and device, with the points of its stream (`ComputeDevice.stamp`) at both ends."""
+
+    name: str
+    num_bytes: int
+    first: Any
+    last: Any
+
+
+_MOST_COPIES = 1 << 16
+"""Copies that wait to be told of: when nobody asks, the oldest are forgotten."""
+
+
 class ComputeDevice:
     """The CPU as compute device: host memory is device memory, and every copy is complete when the call returns."""
 
@@ -130,6 +147,7 @@ class ComputeDevice:
 
     def __init__(self, torch_device: torch.device | None = None) -> None:
         self.torch_device = torch_device or torch.device("cpu")
+        self._copies: deque[Copy] = deque(maxlen=_MOST_COPIES)
 
     def allocate_flat(self, num_bytes: int) -> FlatBuffer:
         """Uninitialised memory for one unit."""
@@ -158,11 +176,41 @@ class ComputeDevice:
     def compute_waits_for(self, fence: Fence) -> None:
         """The compute stream waits for the fence; the host does not."""
 
+    def stamp(self) -> Any:
+        """A mark behind everything launched so far in the compute stream, of which `seconds_at` tells the time."""
+        return time.perf_counter()
+
+    def seconds_at(self, stamp: Any) -> float | None:
+        """When the device passed a mark, as ``time.perf_counter`` counts; None if it has not yet."""
+        seconds: float = stamp
+        return seconds
+
+    def take_copies(self) -> list[tuple[Copy, float, float]]:
+        """Copies that have ended since the last call, with begin and end in seconds. Any thread, one at a time."""
+        taken: list[tuple[Copy, float, float]] = []
+        while self._copies:
+            begin, end = self.seconds_at(self._copies[0].first), self.seconds_at(self._copies[0].last)
+            if begin is None or end is None:
+                break
+            taken.append((self._copies.popleft(), begin, end))
+        return taken
+
 
 class SeparateHostDevice(ComputeDevice):
     """The CPU treated as if its memory were a GPU's: everything goes through pages. For tests of the staged path."""
 
     shares_host_memory = False
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        first = self.stamp()
+        target.copy_(source)
+        self._copies.append(Copy("upload", source.nbytes, first, self.stamp()))
+        return None
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
+        first = self.stamp()
+        target.copy_(source)
+        self._copies.append(Copy("download", source.nbytes, first, self.stamp()))
 
 
 class CudaDevice(ComputeDevice):
@@ -174,6 +222,8 @@ class CudaDevice(ComputeDevice):
         super().__init__(torch_device)
         self._uploads = torch.cuda.Stream(torch_device)
         self._downloads = torch.cuda.Stream(torch_device)
+        self._anchors = torch.cuda.Stream(torch_device)
+        self._anchor = self._new_anchor()
         self.pin = _register_with_driver
 
     def allocate_flat(self, num_bytes: int) -> FlatBuffer:
@@ -200,12 +250,18 @@ class CudaDevice(ComputeDevice):
             for fence in (after, here):
                 if fence is not None:
                     stream.wait_event(fence)
+            begin = torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
             target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 # The caching allocator must not hand the source's memory out again before this copy has run.
                 source.record_stream(stream)
-            event = torch.cuda.Event(blocking=True)  # background threads that wait leave the core to others
+            # Blocking: background threads that wait leave the core to others.
+            event = torch.cuda.Event(blocking=True, enable_timing=True)
             event.record(stream)
+        if source.is_cuda != target.is_cuda:
+            name = "upload" if target.is_cuda else "download"
+            self._copies.append(Copy(name, source.nbytes, (self._anchor, begin), (self._anchor, event)))
         return event
 
     def is_done(self, fence: Fence) -> bool:
@@ -218,6 +274,31 @@ class CudaDevice(ComputeDevice):
     def compute_waits_for(self, fence: Fence) -> None:
         if fence is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(fence)
+
+    def stamp(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return self._anchor, event
+
+    def seconds_at(self, stamp: Any) -> float | None:
+        (anchor, anchor_seconds), event = stamp
+        return anchor_seconds + anchor.elapsed_time(event) * 1e-3 if event.query() else None
+
+    def take_copies(self) -> list[tuple[Copy, float, float]]:
+        taken = super().take_copies()
+        self._anchor = self._new_anchor()
+        return taken
+
+    def _new_anchor(self) -> tuple[torch.cuda.Event, float]:
+        """An event and its second on the host's clock, to which others are measured.
+
+        Of now: a GPU's clock drifts, and CUDA gives the time between two events in 32-bit milliseconds. On a stream that
+        does nothing else, so that nobody waits for it.
+        """
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._anchors)
+        event.synchronize()
+        return event, time.perf_counter()
 
 
 def _register_with_driver(address: int, num_bytes: int) -> Callable[[], None]:

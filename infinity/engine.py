@@ -29,11 +29,11 @@ from infinity.pager import Pager
 from infinity.parameter_gradients import ParameterGradients
 from infinity.plan import Plan
 from infinity.residence import Residence
-from infinity.shutdown import Shutdown
+from infinity.shutdown import Shutdown, finish_pending
 from infinity.step_backend import EngineBackend
 from infinity.stepper import Stepper
 from infinity.storage import Storage
-from infinity.telemetry import Reporter, StepClock, StepReport
+from infinity.telemetry import Recording, Reporter, StepClock, StepReport
 from infinity.update import UpdateStream
 
 
@@ -51,6 +51,8 @@ class Parts:
     template: Template
     updater: PieceUpdater
     clock: StepClock
+    reporter: Reporter
+    recording: Recording | None
     plan: Plan
     device: torch.device
 
@@ -78,14 +80,7 @@ class Engine:
         self._parts = parts
         self._pager = parts.pager
         self._stepper = parts.stepper
-        self._reporter = Reporter(
-            parts.clock,
-            read_counters=parts.storage.counters,
-            read_busy_seconds=lambda: parts.stream.busy_seconds,
-            read_prediction=lambda: (self.plan.predicted_read_bytes_per_step, self.plan.predicted_write_bytes_per_step),
-            steps_per_print=config.steps_per_print,
-            prints_breakdown=config.wall_clock_breakdown,
-        )
+        self._reporter = parts.reporter
         self._iterator: Iterator[Any] | None = None
         self._is_in_step = False
         self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
@@ -104,7 +99,7 @@ class Engine:
         self._pager.check = self._check_usable
         self._pager.on_forward = self._before_forward
         self._pager.on_settled_read = self._guard.check_settled
-        self._shutdown = Shutdown(self, parts.stream, parts.storage)
+        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
         parts.holding.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
@@ -239,9 +234,11 @@ class Engine:
         is_complete = False
         self._guard.move_to(Phase.STEPPING)
         try:
+            self._parts.clock.begin_compute("step")
             self._stepper.apply(self.global_steps)
             is_complete = True
         finally:
+            self._parts.clock.end_compute()
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
         self._backwards.end_step(leaves_gradients=had_gradients and not self._is_in_step)
         self.global_steps += 1
@@ -278,7 +275,7 @@ class Engine:
         return {"weight": self._parts.access.main_weight(parameter), **self._parts.access.state(parameter)}
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has optimizer state. Costs nothing, and waits for no pending update."""
+        """Whether a parameter has optimizer state. Waits for nothing but its first update."""
         return self._parts.access.has_state(parameter)
 
     def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -325,6 +322,10 @@ class Engine:
         """What the training thread waits for right now; empty while it computes."""
         return self._parts.clock.waiting_for
 
+    def save_timeline(self, path: str | Path) -> None:
+        """Write who was busy when, so far, as a trace for ui.perfetto.dev. The config's `infinity.timeline` asks for one."""
+        self._reporter.save_timeline(Path(path))
+
     @property
     def device(self) -> torch.device:
         """The compute device."""
@@ -350,13 +351,7 @@ class Engine:
         Args:
             restore_weights: leave the model as an ordinary one on the compute device, with the trained weights. Without
                 it, touching a parameter raises.
-
-        Raises:
-            Exception: what went wrong in a pending update or write; everything has been released all the same.
         """
-        self._close(restore_weights=restore_weights, finishes=restore_weights or self._guard.is_settled)
-
-    def _close(self, *, restore_weights: bool, finishes: bool) -> None:
         if self._guard.phase is Phase.CLOSED:
             return
         with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
@@ -368,10 +363,11 @@ class Engine:
             rest.callback(self._parts.holding.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
-            if finishes:
-                self.flush()
             if restore_weights:
+                self.flush()
                 self._parts.access.restore()
+            elif self._guard.is_settled:
+                finish_pending(self.flush)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -384,8 +380,9 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception nothing is finished: it may be about the very drives, and must not be hidden by another.
-        self._close(restore_weights=False, finishes=kind is None and self._guard.is_settled)
+        if kind is not None and self._guard.is_settled:
+            self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing
+        self.close()
 
     # --------------------------------------------------------------------------------------------------------- checking
 

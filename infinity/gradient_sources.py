@@ -5,7 +5,6 @@ Knows one unit's gradients; must not know how many there are or what becomes of 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from infinity.device import ComputeDevice, Fence, FlatBuffer
 from infinity.layout import Chunk, Piece, Slot
 from infinity.unit import Unit
-from infinity.update_job import POLL_SECONDS
 from swapper import Extent, Handle, Priority, Swapper
 
 FP32_BYTES = 4
@@ -41,7 +39,8 @@ class Gradients:
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._slots = list(slots)
-        self._used_up = threading.Event()
+        self._is_released = False
+        self._on_release: Callable[[], None] = lambda: None
 
     def slots(self) -> Sequence[Slot]:
         """The parameters that have a gradient."""
@@ -53,16 +52,16 @@ class Gradients:
 
     def release(self) -> None:
         """The update has used them up, or failed."""
-        self._used_up.set()
+        self._is_released = True
+        self._on_release()
 
     def is_released(self) -> bool:
         """Whether the memory is free."""
-        return self._used_up.is_set()
+        return self._is_released
 
-    def wait(self) -> None:
-        """Return when the memory is free."""
-        while not self._used_up.wait(POLL_SECONDS):  # so that a KeyboardInterrupt gets through
-            pass
+    def tell(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, when the memory is free."""
+        self._on_release = on_release
 
 
 class DeviceGradients(Gradients):

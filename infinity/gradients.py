@@ -5,6 +5,7 @@ Knows units and gradients; must not know when a unit is complete (`infinity.coll
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from infinity.gradient_sources import (
 from infinity.layout import Slot
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
-from infinity.update_job import GradientSource
+from infinity.update_job import POLL_SECONDS, GradientSource
 from swapper import Extent, Handle, Swapper
 
 _MOST_UNITS_ON_DEVICE = 2
@@ -37,7 +38,9 @@ class _Loan(Protocol):
 
     def is_released(self) -> bool: ...
 
-    def wait(self) -> None: ...
+    def tell(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, at the end."""
+        ...
 
 
 class _Write:
@@ -49,8 +52,8 @@ class _Write:
     def is_released(self) -> bool:
         return self._handle.done()
 
-    def wait(self) -> None:
-        self._handle.wait()
+    def tell(self, on_release: Callable[[], None]) -> None:
+        self._handle.add_done_callback(lambda _: on_release())
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class GradientStore:
         self._spilled_dtypes: dict[int, torch.dtype] = {}
         self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
         self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
+        self._ended = threading.Event()
+        """Set when a loan ends."""
 
     def reserve(self) -> None:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
@@ -187,7 +192,7 @@ class GradientStore:
             self._spilled_norms[unit.index, slot.index] = gradient_norm(narrow.view(slot))
         self._spilled_dtypes[unit.index] = narrow.dtype
         self._in_memory.remove(unit.index)
-        self._loans.append((_Write(swapper.write(extent, narrow.values)), narrow.flat))
+        self._lend(_Write(swapper.write(extent, narrow.values)), narrow.flat)
         del self._buffers[unit.index]
         return False
 
@@ -211,9 +216,12 @@ class GradientStore:
         present = self._present.get(unit.index)
         if unit.index in self._in_memory and (present or unit.index in self._buffers):
             self.add(unit, gradients)
-            for slot in self.slots_with_gradient(unit):
+            slots = self.slots_with_gradient(unit)
+            for slot in slots:
                 norms[unit.index, slot.index] = self.norm_of(unit, slot)
-            return self.source(unit)
+            self._present.pop(unit.index, None)
+            # Afterwards its memory is for whoever comes next: kept for this unit, it would lie idle until next time.
+            return self._lend_to_update(self._buffers.pop(unit.index), slots)
         if not present and not self._device.shares_host_memory:
             return self._leave_on_device(unit, gradients, norms)
         buffer = self._sum(unit, gradients, present or set())
@@ -222,8 +230,11 @@ class GradientStore:
         self._present.pop(unit.index, None)
         for slot in slots:
             norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
+        return self._lend_to_update(buffer, slots)
+
+    def _lend_to_update(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> GradientSource:
         source = MemoryGradients(buffer, slots)
-        self._loans.append((source, buffer.flat))
+        self._lend(source, buffer.flat)
         return source
 
     def _leave_on_device(
@@ -233,9 +244,9 @@ class GradientStore:
         for slot, gradient in ordered.items():
             norms[unit.index, slot.index] = gradient_norm(gradient)
         while sum(flat is None for _, flat in self._loans) >= _MOST_UNITS_ON_DEVICE:
-            self._retire_oldest()
+            self._await_loan()
         source = DeviceGradients(ordered, self._device, self._device.mark())
-        self._loans.append((source, None))
+        self._lend(source, None)
         return source
 
     def _sum(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> GradientBuffer:
@@ -266,7 +277,7 @@ class GradientStore:
         for slot in gradients:
             self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
         self._spilled_dtypes[unit.index] = buffer.dtype
-        self._loans.append((_Write(swapper.write(extent, buffer.values)), buffer.flat))
+        self._lend(_Write(swapper.write(extent, buffer.values)), buffer.flat)
 
     def _take(self, num_bytes: int) -> FlatBuffer:
         self._retire()
@@ -276,14 +287,16 @@ class GradientStore:
                 return flat
             if not self._loans:
                 raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
-            self._retire_oldest()
+            self._await_loan()
 
-    def _retire(self) -> None:
-        """Take back what is free again."""
-        for _ in range(len(self._loans)):
+    def _retire(self) -> bool:
+        """Take back what is free again; return whether anything was."""
+        num_loans = len(self._loans)
+        for _ in range(num_loans):
             loan, flat = self._loans.popleft()
             if not self._take_back(loan, flat):
                 self._loans.append((loan, flat))
+        return len(self._loans) < num_loans
 
     def _take_back(self, loan: _Loan, flat: FlatBuffer | None) -> bool:
         if not loan.is_released():
@@ -292,11 +305,18 @@ class GradientStore:
             self._pool.give_back(flat)
         return True
 
-    def _retire_oldest(self) -> None:
+    def _lend(self, loan: _Loan, flat: FlatBuffer | None) -> None:
+        loan.tell(self._ended.set)
+        self._loans.append((loan, flat))
+
+    def _await_loan(self) -> None:
+        """Return when a loan has ended, whichever ends first, and its memory is back."""
         with self._clock.waiting("gradients"):
-            self._loans[0][0].wait()
-        loan, flat = self._loans.popleft()
-        self._take_back(loan, flat)
+            while True:
+                self._ended.clear()
+                if self._retire() or not self._loans:
+                    return
+                self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through
 
     def gradient_of(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
         """The live main gradient in RAM (the parameter's shape), None without one. Only if `widen` says so."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from infinity.access import StateAccess
+from infinity.autotune import tune_io
 from infinity.collectives import check_single_process
 from infinity.config import InfinityConfig, load_config
 from infinity.device import ComputeDevice, device_for
@@ -33,7 +34,7 @@ from infinity.schedules import build_scheduler
 from infinity.sizes import Request, UnitSize
 from infinity.stepper import Stepper, StepRules
 from infinity.storage import Storage
-from infinity.telemetry.clock import StepClock
+from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.unit import Unit, spec_of
 from infinity.update import UpdateStream
 from infinity.update_job import ParameterState
@@ -104,6 +105,7 @@ def initialize(
             cure='Set "train_micro_batch_size_per_gpu"',
             key="train_micro_batch_size_per_gpu",
         )
+    resolved = tune_io(resolved)
     engine = _build(model, resolved, template, device_for(torch_device))
     if resolved.notices:
         logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
@@ -189,6 +191,7 @@ def _guess(units: Sequence[Unit]) -> list[int]:
 
 
 def _build(model: nn.Module, config: InfinityConfig, template: Template, device: ComputeDevice) -> Engine:
+    recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
     units = _make_units(model, config)
     updater = PieceUpdater(template)
     places = {
@@ -244,7 +247,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
     storage = Storage(config, device, placement, request, sizes)
-    clock = StepClock()
+    clock = StepClock(device)
     try:
         pager = Pager(
             units,
@@ -302,7 +305,10 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         pager.on_unit_change = HeapTrimmer().trim
     residence = Residence(holding, pager)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
-    halves_updater = RemainderUpdater(updater, FusedAdam.of(template)) if has_remainder else None
+    halves_updater = None
+    if has_remainder:
+        update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
+        halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
     stream = UpdateStream(storage.records, storage.weights, updater, device, states, halves_updater)
     try:
         _take_over(units, access, pager, storage, residence, device)
@@ -337,6 +343,8 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         template=template,
         updater=updater,
         clock=clock,
+        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: _predicted(storage, plan, pager)),
+        recording=recording,
         plan=plan,
         device=device.torch_device,
     )
@@ -344,6 +352,29 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     cast_buffers(model, config.compute_dtype, device.torch_device)
     give_back_freed_memory()
     return engine
+
+
+def _reporter(
+    config: InfinityConfig,
+    recording: Recording | None,
+    clock: StepClock,
+    device: ComputeDevice,
+    storage: Storage,
+    stream: UpdateStream,
+    prediction: Callable[[], tuple[int, int]],
+) -> Reporter:
+    if recording is not None:
+        clock.timeline = stream.timeline = recording.timeline
+        storage.observe(recording.note_transfer)
+    sources = Sources(clock, storage.counters, lambda: stream.busy_seconds, prediction, device.take_copies)
+    return Reporter(
+        sources, recording, steps_per_print=config.steps_per_print, prints_breakdown=config.wall_clock_breakdown
+    )
+
+
+def _predicted(storage: Storage, plan: Plan, pager: Pager) -> tuple[int, int]:
+    present = storage.replan(plan, pager.training_trace)
+    return present.predicted_read_bytes_per_step, present.predicted_write_bytes_per_step
 
 
 def _take_over(

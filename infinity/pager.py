@@ -146,6 +146,7 @@ class Pager(Residency):
             self.trace.begin()
             self._saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
             self._saving.__enter__()
+            self.clock.begin_compute("forward")
         elif self._depth == 0:
             self._saving = self._saving_in_recomputation()
             self._saving.__enter__()
@@ -159,6 +160,7 @@ class Pager(Residency):
             self._saving = None
             if in_backward():
                 return
+            self.clock.end_compute()
             self.close_strays()
             if self.trace is self.eval_trace:
                 self.trace.commit()
@@ -188,6 +190,7 @@ class Pager(Residency):
         The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
         """
         self.training_trace.begin_backward()
+        self.clock.begin_compute("backward")
         if not self._open_backward:
             self._open_backward = True
             engine: Any = torch.autograd.Variable._execution_engine
@@ -205,6 +208,7 @@ class Pager(Residency):
             is_complete: it ended without an exception, so the record may be replayed.
             fetches: begin to fetch what the next forward needs first.
         """
+        self.clock.end_compute()
         self.close_strays()
         if is_complete:
             self.training_trace.commit()
@@ -214,6 +218,7 @@ class Pager(Residency):
     def abandon_forward(self) -> None:
         """Forget modules that an exception left open, so that the next forward begins afresh."""
         self._depth = 0
+        self.clock.end_compute()
         if self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
@@ -258,10 +263,13 @@ class Pager(Residency):
         unit.num_active += 1  # whatever the trace says, it is needed now
         try:
             moved = self.trace.touch(unit.index)
+            if moved:
+                self.clock.pause_compute()
             self.make_resident(unit)
             if moved:
                 self.pump()
                 self.on_unit_change()
+                self.clock.resume_compute(unit.name)
         finally:
             unit.num_active -= 1
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from infinity.errors import BudgetTooSmallError
 from infinity.placement import Placement, place
 from infinity.sizes import Request, UnitSize
-from infinity.trace import simulate_fetches
+from infinity.trace import resident_between_cycles, simulate_fetches
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ def predict(
         if unit in on_nvme:
             read += sizes[unit]
     write += sum(request.trainable_bytes(units[index]) for index in on_nvme)
-    if request.record_format.needs_weight:
-        read += sum(request.trainable_bytes(units[index]) for index in filled & on_nvme)
+    if request.record_format.needs_weight and in_step:
+        # An update reads the weights that are a part of its main weights, unless they are in memory.
+        in_memory = resident_between_cycles(order, fetches)
+        read += sum(request.trainable_bytes(units[index]) for index in on_nvme - in_memory)
     if request.optimizer_tier == "nvme":
         records = sum(
             request.record_format.record_bytes(unit.trainable_numel - kept, unit.num_states)

@@ -2,6 +2,13 @@
 
 Knows gradients, the update stream and the optimizer's groups; must not know modules, hooks or the order of the user's
 calls.
+
+[Note: the order of updates]
+Updates that are pending when a step ends run beside the next forward, and that is all that keeps the drive busy in it. So
+those should be left over that the forward needs last. Backward delivers them first: where all weights fit into memory, the
+unit that the next forward needs soonest is always updated next, and the others wait as far as there is room for their
+gradients. Where weights have to make room for each other, a pending update keeps its unit's buffer from the units that are
+needed sooner: there updates run as they come, and only what is left at the end of the step is put into the forward's order.
 """
 
 from __future__ import annotations
@@ -139,6 +146,8 @@ class Stepper:
         groups = {slot.index: self._groups[self._group_of[unit.index, slot.index]] for slot in source.slots()}
         job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
         job.is_held = is_held and job.accepts_buffer
+        if self._pager.holds_all:  # see [Note: the order of updates]
+            job.rank = self._ranks()[unit.index]
         unit.update = job
         unit.version += 1
         try:
@@ -173,12 +182,17 @@ class Stepper:
             source = self.gradients.source(unit)
             self._submit(unit, source, coefficient, is_held=is_held)
             self.updated.add(unit.index)
+        self._stream.arrange(self._ranks())
         self._forget()
         if self.rules.update == "step":
             with self._pager.clock.waiting("update"):
                 self._stream.drain()
         if not was_in_backward:
             self._pager.pump()
+
+    def _ranks(self) -> dict[int, int]:
+        """Unit index -> its place in the next forward. See [Note: the order of updates]."""
+        return {index: rank for rank, index in enumerate(self._pager.forward_order())}
 
     def _in_forward_order(self) -> list[Unit]:
         return [self.units[index] for index in self._pager.forward_order()]

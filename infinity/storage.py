@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from infinity.config import InfinityConfig, IOSection
 from infinity.device import ComputeDevice
@@ -19,12 +18,24 @@ from infinity.plan import Plan
 from infinity.prediction import predict
 from infinity.records import PagedRecords, RecordStore, ResidentRecords
 from infinity.sizes import Request, UnitSize
+from infinity.telemetry.counters import DriveCounters
 from infinity.trace import Trace
 from infinity.weights import WeightStore
-from swapper import StagingArena, Swapper, SwapperConfig, VolumeError
+from swapper import (
+    BackendUnavailableError,
+    BusyTimes,
+    StagingArena,
+    Swapper,
+    SwapperConfig,
+    TransferRecord,
+    VolumeError,
+)
+from swapper.directory import Directory
 
 logger = logging.getLogger(__name__)
 _FP32_BYTES = 4
+_TierKey = tuple[str, tuple[Directory, ...]]
+"""A tier and, on NVMe, its directories: what has the same key shares one swapper."""
 
 
 class Storage:
@@ -53,8 +64,9 @@ class Storage:
         self._placement = placement
         self._request = request
         self._sizes = list(sizes)
-        self._swappers: dict[tuple[str, tuple[Path, ...]], Swapper] = {}
+        self._swappers: dict[_TierKey, Swapper] = {}
         self._arenas: list[StagingArena] = []
+        self._busy = BusyTimes()
         self._predicted: tuple[tuple[int, ...], Plan] | None = None
         self._resting = rest(sizes, request, placement)
         # Sums that are too wide to stay in RAM are spilled, too.
@@ -64,9 +76,9 @@ class Storage:
             for index, s in enumerate(sizes)
             if index not in placement.gradients_in_memory or (widens and placement.gradient_scratch_bytes)
         )
-        needed: dict[tuple[str, tuple[Path, ...]], int] = {}
-        param_key = (config.offload_param.device, config.offload_param.nvme_paths)
-        state_key = (config.offload_optimizer.device, config.offload_optimizer.nvme_paths)
+        needed: dict[_TierKey, int] = {}
+        param_key: _TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
+        state_key: _TierKey = (config.offload_optimizer.device, config.offload_optimizer.nvme_directories)
         self._spill_key = next((key for key in (state_key, param_key) if key[0] == "nvme"), None)
         if param_key[0] == "nvme":
             needed[param_key] = self._resting["nvme"]["weights"]
@@ -84,20 +96,28 @@ class Storage:
             self._close_swappers()
             raise
 
-    def _open(self, key: tuple[str, tuple[Path, ...]], num_bytes: int) -> Swapper:
+    def _open(self, key: _TierKey, num_bytes: int) -> Swapper:
         _, directories = key
         settings = _swapper_config(self._config.io)
         try:
             # Even if nothing is to rest there: a directory that cannot be used is told at start.
-            return Swapper.open(directories, max(num_bytes, 4096), settings)
+            return Swapper.open(directories, max(num_bytes, 4096), settings, busy=self._busy)
         except VolumeError as error:
-            names = ", ".join(map(str, directories))
             raise StorageError(
-                names, f"cannot hold the states: {error}", cure="Choose another nvme_path, or give several as a list"
+                _names(directories),
+                f"cannot hold the states: {error}",
+                cure="Choose another nvme_path, or give several as a list",
+            ) from error
+        except BackendUnavailableError as error:
+            raise StorageError(
+                _names(directories),
+                f"cannot be used with the backend '{error.backend}': {error.reason}",
+                cure=f'To use it, {error.cure}; or set infinity.io_backend to "auto", which takes one that works',
+                key="infinity.io_backend",
             ) from error
 
     def _build(
-        self, device: ComputeDevice, param_key: tuple[str, tuple[Path, ...]], state_key: tuple[str, tuple[Path, ...]]
+        self, device: ComputeDevice, param_key: _TierKey, state_key: _TierKey
     ) -> tuple[WeightStore | None, RecordStore]:
         placement = self._placement
         deadline = self._config.io.deadline_seconds
@@ -109,11 +129,14 @@ class Storage:
                     placement.upload_page_bytes, placement.num_upload_pages, device.pin, deadline_seconds=deadline
                 )
                 self._arenas.append(arena)
+                arena.register_with(self._swappers[param_key].register_memory)
             weights = WeightStore(self._swappers.get(param_key), device, arena)
         if state_key[0] == "none" and not device.shares_host_memory:
             return weights, ResidentRecords(device.torch_device, self._request.record_format)
         arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)
         self._arenas.append(arena)
+        if state_key in self._swappers:
+            arena.register_with(self._swappers[state_key].register_memory)
         return weights, PagedRecords(self._swappers.get(state_key), arena, self._request.record_format)
 
     def spill_swapper(self) -> Swapper:
@@ -134,10 +157,18 @@ class Storage:
     def _all(self) -> list[Swapper]:
         return list(self._swappers.values())
 
-    def counters(self) -> tuple[int, int]:
-        """Bytes read and written so far in the NVMe tier."""
-        found = [swapper.statistics() for key, swapper in self._swappers.items() if key[0] == "nvme"]
-        return sum(s.read_bytes for s in found), sum(s.write_bytes for s in found)
+    def _on_drives(self) -> list[Swapper]:
+        return [swapper for key, swapper in self._swappers.items() if key[0] == "nvme"]
+
+    def counters(self) -> DriveCounters:
+        """What the NVMe tier has done so far."""
+        found = [swapper.statistics() for swapper in self._on_drives()]
+        return DriveCounters(sum(s.read_bytes for s in found), sum(s.write_bytes for s in found), *self._busy.seconds())
+
+    def observe(self, observer: Callable[[TransferRecord], None]) -> None:
+        """Tell ``observer`` of every transfer of the NVMe tier from now on."""
+        for swapper in self._on_drives():
+            swapper.observe(observer)
 
     def flush(self) -> None:
         """Wait for all writes."""
@@ -204,6 +235,10 @@ def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> d
     return tiers
 
 
+def _names(directories: Sequence[Directory]) -> str:
+    return ", ".join(str(directory.path) for directory in directories)
+
+
 def _swapper_config(io: IOSection) -> SwapperConfig:
     return SwapperConfig(
         request_bytes=io.request_bytes,
@@ -211,4 +246,5 @@ def _swapper_config(io: IOSection) -> SwapperConfig:
         max_inflight=io.max_inflight,
         deadline_seconds=io.deadline_seconds,
         direct=io.direct,
+        backend=io.backend,
     )

@@ -19,11 +19,11 @@ from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.layout import Chunk, Piece
 from infinity.records import Lease, RecordStore
-from infinity.update_job import POLL_SECONDS, ParameterState, UpdateJob
+from infinity.telemetry.timeline import Row, Timeline
+from infinity.update_job import POLL_SECONDS, PROMOTED, ParameterState, UpdateJob
 from infinity.weights import WeightStore
 from infinity.workspace import Workspace
 from swapper import Handle
-
 
 _MOST_AHEAD = 16
 """Chunks in hand at a time, where no pages limit them."""
@@ -107,6 +107,8 @@ class UpdateStream:
         self._is_stopping = False
         self._error: BaseException | None = None
         self.busy_seconds = 0.0
+        self.timeline: Timeline | None = None
+        """Where updates are recorded, if anywhere."""
         self._window: deque[_Item] = deque()
         self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
@@ -136,6 +138,13 @@ class UpdateStream:
             for job in self._jobs:
                 job.is_held = False
             self._changed.notify_all()
+
+    def arrange(self, ranks: Mapping[int, int]) -> None:
+        """Jobs that have not begun go in the order of ``ranks`` (by unit index) from now on, but for promoted ones."""
+        with self._changed:
+            for job in self._jobs:
+                if job.rank != PROMOTED:
+                    job.rank = ranks[job.unit.index]
 
     def drain(self) -> None:
         """Return when every job is done; raises the error of the first that failed."""
@@ -189,7 +198,10 @@ class UpdateStream:
             begin = time.perf_counter()
             self._update(item)
             self._window.popleft()
-            self.busy_seconds += time.perf_counter() - begin
+            end = time.perf_counter()
+            self.busy_seconds += end - begin
+            if self.timeline is not None:
+                self.timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
             if item.is_last:
                 self._finish(item.job)
             return True
@@ -237,11 +249,11 @@ class UpdateStream:
 
     def _weight_in_place(self, job: UpdateJob, chunk: Chunk) -> torch.Tensor | None:
         """The chunk's model weights in the flat buffer, if the update may work on them there."""
-        if job.flat is None or not job.unit.stays_resident or not self._device.shares_host_memory:
+        # Gradients that land before they are widened land where the model weights of the workspace are.
+        is_taken = job.gradients.needs_scratch and self._widens(job)
+        if not job.unit.stays_resident or not self._device.shares_host_memory or is_taken:
             return None
-        if job.gradients.needs_scratch and self._widens(job):
-            return None  # they land where the model weights of the workspace are
-        return job.unit.trainable_view(job.flat.tensor())[chunk.start : chunk.stop]
+        return job.weights_of(chunk)
 
     def _widens(self, job: UpdateJob) -> bool:
         """Whether gradients are copied to fp32 before they are used."""
@@ -258,7 +270,8 @@ class UpdateStream:
                 runnable = [job for job in self._jobs if not job.is_held]
                 if not runnable:
                     return None
-                job = runnable[0]
+                first = min(runnable, key=lambda job: job.rank)
+                job = next(job for job in self._jobs if job.unit is first.unit)  # updates of one unit keep their order
                 self._jobs.remove(job)
             job.begin()
             if not job.chunks:
@@ -268,7 +281,7 @@ class UpdateStream:
 
     def _update(self, item: _Item) -> None:
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
-        flat = job.unit.trainable_view(job.flat.tensor())[chunk.start : chunk.stop] if job.flat is not None else None
+        flat = job.weights_of(chunk)
         if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
             self._device.download(workspace.weight, flat, job.after)
         for piece in chunk.pieces:

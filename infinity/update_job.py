@@ -21,6 +21,8 @@ from infinity.layout import Chunk, Piece, Slot
 from infinity.unit import Arrival, Unit
 from swapper import Handle
 
+PROMOTED = -1
+"""The rank of a job that somebody waits for; others begin at 0."""
 POLL_SECONDS = 1.0
 """How often a wait looks up, so that a KeyboardInterrupt gets through."""
 
@@ -110,6 +112,8 @@ class UpdateJob:
         self.is_held = False
         """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
         self.on_release: Callable[[], None] = lambda: None
+        self.rank = 0
+        """Jobs of a lower rank go first, those of one rank in the order of their submission."""
 
     def begin(self) -> None:
         """The stream takes the job; no buffer can be attached any more."""
@@ -127,8 +131,14 @@ class UpdateJob:
             self.flat = flat
             self.flat_is_current = False
             self.after = after
-        self.promote()
+        self.release()
         return True
+
+    def weights_of(self, chunk: Chunk) -> torch.Tensor | None:
+        """The chunk's model weights in the flat buffer, if there is one: 1-D, compute dtype."""
+        if self.flat is None:
+            return None
+        return self.unit.trainable_view(self.flat.tensor())[chunk.start : chunk.stop]
 
     def finish(self, error: BaseException | None, device: ComputeDevice | None = None, fence: Fence = None) -> None:
         self._error = error
@@ -142,7 +152,12 @@ class UpdateJob:
         return self._finished.is_set()
 
     def promote(self) -> None:
-        """Somebody waits for the unit: the job is not held back any longer."""
+        """Somebody waits for the unit: the job goes next."""
+        self.rank = PROMOTED
+        self.release()
+
+    def release(self) -> None:
+        """The job is not held back any longer."""
         if self.is_held:
             self.is_held = False
             self.on_release()

@@ -37,14 +37,18 @@ Nothing is left in the directory, whatever ends the process:
     >>> os.rmdir(directory)
 """
 
-from swapper.backends.base import IOBackend
+from swapper.backends.base import Direction, IOBackend
+from swapper.busy import BusySeconds, BusyTimes
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
+from swapper.directory import Directory
 from swapper.errors import (
     ArenaClosedError,
     ArenaError,
     ArenaExhaustedError,
     ArgumentError,
+    BackendUnavailableError,
     BrokenExtentError,
+    ChecksumMismatchError,
     ExtentError,
     ExtentRangeError,
     FreedExtentError,
@@ -63,9 +67,12 @@ from swapper.errors import (
     UnwrittenExtentError,
     VolumeError,
     VolumeTooSmallError,
+    WrongDataError,
 )
 from swapper.extent import Extent
+from swapper.file_system import Drive, describe_drive
 from swapper.handle import Handle
+from swapper.observer import TransferRecord
 from swapper.region import AlignedRegion
 from swapper.staging import ArenaStatistics, Page, StagingArena
 from swapper.statistics import Statistics
@@ -80,7 +87,14 @@ __all__ = [
     "ArenaExhaustedError",
     "ArenaStatistics",
     "ArgumentError",
+    "BackendUnavailableError",
     "BrokenExtentError",
+    "BusySeconds",
+    "BusyTimes",
+    "ChecksumMismatchError",
+    "Direction",
+    "Directory",
+    "Drive",
     "Extent",
     "ExtentError",
     "ExtentRangeError",
@@ -104,9 +118,12 @@ __all__ = [
     "SwapperConfig",
     "SwapperError",
     "TransferError",
+    "TransferRecord",
     "UnwritableDirectoryError",
     "UnwrittenExtentError",
     "Volume",
     "VolumeError",
     "VolumeTooSmallError",
+    "WrongDataError",
+    "describe_drive",
 ]

@@ -35,10 +35,10 @@ class SwapperConfig:
 
     Attributes:
         request_bytes: Largest single transfer; longer reads and writes are cut into pieces of it. Multiple of 4096.
-        num_threads: Worker threads for each direction: so many reads and so many writes run at once.
+        num_threads: Worker threads for each direction and drive: so many reads and so many writes run at once on each.
         max_inflight: Transfers handed to the backend at once, for each direction; a backend may take fewer.
-        deadline_seconds: A transfer fails if it has no answer after this long (up to a quarter more), and a wait gives
-            up if no transfer at all completes for this long.
+        deadline_seconds: A transfer that has no answer by then fails (it has had at least 7/8 of this time), and a wait
+            gives up if no transfer at all completes for this long.
         direct: Bypass the page cache (O_DIRECT) where the file system can.
         max_retries: How often one transfer is tried again after EINTR, EAGAIN or a short transfer.
         max_overtakes: So many transfers of higher priority may pass a waiting one of lower priority; then that has its

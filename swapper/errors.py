@@ -8,7 +8,8 @@
     │   ├── MissingDirectoryError
     │   ├── NotDirectoryError
     │   ├── UnwritableDirectoryError
-    │   └── VolumeTooSmallError         needed and free bytes are attributes
+    │   └── VolumeTooSmallError         what is needed and what there is are attributes
+    ├── BackendUnavailableError         this way of moving bytes cannot be used here; says what would make it work
     ├── OutOfSpaceError                 no room for one more extent in an open volume
     ├── ExtentError
     │   ├── UnwrittenExtentError        a read of bytes that were never written
@@ -16,7 +17,9 @@
     │   └── FreedExtentError            use after free
     ├── TransferError                   the drive refused: file, offset, bytes and errno are attributes
     │   ├── ShortTransferError          the file ended early, or transfers stayed short
+    │   ├── ChecksumMismatchError       the drive gave back other bytes than were written
     │   └── StallError (TimeoutError)   no answer within the deadline
+    ├── WrongDataError                  a drive test read other bytes than it had written
     ├── ArenaError
     │   ├── ArenaExhaustedError (TimeoutError)   names who holds the pages
     │   ├── PageReleasedError           a page used or released after its release
@@ -39,7 +42,9 @@ __all__ = [
     "ArenaError",
     "ArenaExhaustedError",
     "ArgumentError",
+    "BackendUnavailableError",
     "BrokenExtentError",
+    "ChecksumMismatchError",
     "ExtentError",
     "ExtentRangeError",
     "FreedExtentError",
@@ -58,7 +63,13 @@ __all__ = [
     "UnwrittenExtentError",
     "VolumeError",
     "VolumeTooSmallError",
+    "WrongDataError",
 ]
+
+
+def error_words(error: OSError) -> str:
+    """Return the text, the number and the name of an operating system's error."""
+    return f"{error.strerror} (errno {error.errno}, {errno_codes.errorcode.get(error.errno or 0, '?')})"
 
 
 class SwapperError(Exception):
@@ -122,17 +133,55 @@ class UnwritableDirectoryError(VolumeError):
 
 
 class VolumeTooSmallError(VolumeError):
-    """The file system under a directory has too little free space."""
+    """The directories have too little space.
 
-    def __init__(self, directory: Path, needed_bytes: int, free_bytes: int, reason: str = "") -> None:
+    Attributes:
+        directory: The one that is too small or, of several, the one that gives least.
+        needed_bytes: How much is needed in it or, of several, in all of them.
+        free_bytes: How much it has, or all of them have.
+        shares: Of several directories: how much each could give, and what limits it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        needed_bytes: int,
+        free_bytes: int,
+        reason: str = "",
+        shares: Sequence[tuple[Path, int, str]] = (),
+    ) -> None:
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+        self.shares = tuple(shares)
         detail = f" ({reason})" if reason else ""
-        super().__init__(
-            directory,
-            f"directory {str(directory)!r} is too small{detail}: {needed_bytes} bytes are needed there and "
-            f"{free_bytes} are free; free some space, add a directory on another drive, or ask for less",
-        )
+        if shares:
+            parts = ", ".join(f"{str(path)!r} {num_bytes} ({limit})" for path, num_bytes, limit in shares)
+            what = (
+                f"the directories are too small together: {needed_bytes} bytes are needed and they can give "
+                f"{free_bytes}{detail}: {parts}"
+            )
+        else:
+            what = (
+                f"directory {str(directory)!r} is too small{detail}: {needed_bytes} bytes are needed there and "
+                f"{free_bytes} are free"
+            )
+        super().__init__(directory, f"{what}; free some space, add a directory on another drive, or ask for less")
+
+
+class BackendUnavailableError(SwapperError):
+    """A way of moving bytes cannot be used on this machine or with these files.
+
+    Attributes:
+        backend: Its name in the config.
+        reason: What is in the way.
+        cure: What would make it work.
+    """
+
+    def __init__(self, backend: str, reason: str, cure: str) -> None:
+        self.backend = backend
+        self.reason = reason
+        self.cure = cure
+        super().__init__(f"backend {backend!r} cannot be used: {reason}; {cure}, or choose another backend")
 
 
 class OutOfSpaceError(SwapperError):
@@ -197,10 +246,19 @@ class TransferError(SwapperError):
         offset: The byte in that file where the failed transfer starts.
         num_bytes: Length of the failed transfer.
         errno: The operating system's error number, or ``None``.
+        contents: What lies in these bytes, as far as whoever allocated the extent can say: FQNs of parameters.
     """
 
     def __init__(
-        self, operation: str, extent_name: str, file: str, offset: int, num_bytes: int, errno: int | None, detail: str
+        self,
+        operation: str,
+        extent_name: str,
+        file: str,
+        offset: int,
+        num_bytes: int,
+        errno: int | None,
+        detail: str,
+        contents: str = "",
     ) -> None:
         self.operation = operation
         self.extent_name = extent_name
@@ -208,13 +266,22 @@ class TransferError(SwapperError):
         self.offset = offset
         self.num_bytes = num_bytes
         self.errno = errno
+        self.contents = contents
+        held = f": {contents}" if contents else ""
         super().__init__(
-            f"{operation} of {num_bytes} bytes at offset {offset} of {file} (extent {extent_name!r}) {detail}"
+            f"{operation} of {num_bytes} bytes at offset {offset} of {file} (extent {extent_name!r}{held}) {detail}"
         )
 
     @classmethod
     def from_os_error(
-        cls, operation: str, extent_name: str, file: str, offset: int, num_bytes: int, error: OSError
+        cls,
+        operation: str,
+        extent_name: str,
+        file: str,
+        offset: int,
+        num_bytes: int,
+        error: OSError,
+        contents: str = "",
     ) -> TransferError:
         """Put an operating system's error into words, with what can be done about it."""
         code = error.errno
@@ -223,7 +290,7 @@ class TransferError(SwapperError):
         else:
             name = errno_codes.errorcode.get(code, "?")
             detail = f"failed: {os.strerror(code)} (errno {code}, {name}); {_CURES.get(code, _DEFAULT_CURE)}"
-        mapped = cls(operation, extent_name, file, offset, num_bytes, code, detail)
+        mapped = cls(operation, extent_name, file, offset, num_bytes, code, detail, contents)
         mapped.__cause__ = error
         return mapped
 
@@ -231,10 +298,14 @@ class TransferError(SwapperError):
 _DEFAULT_CURE = "look at the kernel log for this drive"
 _CURES = {
     errno_codes.EIO: "the drive reports a hardware error: see the kernel log, replace it or take another directory",
+    errno_codes.ETIMEDOUT: "the drive did not answer the kernel: see the kernel log, replace it or take another directory",
     errno_codes.ENODEV: "the drive has gone away: reconnect it or choose another directory",
     errno_codes.ENXIO: "the drive has gone away: reconnect it or choose another directory",
-    errno_codes.ENOSPC: "the file system is full: free some space on it",
+    errno_codes.ENOSPC: "the file system is full although the space was reserved at the start, so it writes copies of what "
+    "is rewritten (btrfs, zfs, snapshots): free some space on it, or choose a directory on ext4 or xfs",
     errno_codes.EDQUOT: "the disk quota is used up: raise it or choose another directory",
+    errno_codes.ESTALE: "the server has lost the file: mount it again or choose another directory",
+    errno_codes.ENOTCONN: "the process that serves the file system has ended: mount it again",
     errno_codes.EINVAL: "the file system refuses direct transfers of this size: open with direct=False",
     errno_codes.EROFS: "the file system became read-only, usually after an error: see the kernel log",
     errno_codes.EFAULT: "the memory of the buffer was released while the transfer ran: keep it until then",
@@ -248,11 +319,36 @@ class ShortTransferError(TransferError):
     """Fewer bytes than asked were transferred, again and again."""
 
 
+class ChecksumMismatchError(TransferError):
+    """Bytes that were read are not those that were written; ``offset`` and ``num_bytes`` say which, to a checksum's page.
+
+    What was read is in the buffer and must not be used. The extent stays as it is: another read tells whether the
+    damage lies on the drive, and a write of the same bytes heals it.
+    """
+
+
 class StallError(TransferError, TimeoutError):
     """A transfer, or a wait for one, saw no answer within its deadline.
 
     The kernel may still hold the buffer of a stalled transfer: do not reuse its memory.
     """
+
+
+class WrongDataError(SwapperError):
+    """A drive gave back other bytes than it was given.
+
+    Attributes:
+        file: The scratch file, in words.
+        offset: The first wrong sector in that file.
+    """
+
+    def __init__(self, file: str, offset: int, detail: str) -> None:
+        self.file = file
+        self.offset = offset
+        super().__init__(
+            f"what was read back from {file} is wrong at offset {offset}: {detail}; do not train on this drive before "
+            "the kernel log and its health (smartctl, nvme smart-log) say why, and check the memory as well"
+        )
 
 
 class ArenaError(SwapperError):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from enum import Enum
 
 from swapper.config import round_up
+
+logger = logging.getLogger(__name__)
+
+NameOf = Callable[[int, int], str]
+"""``name_of(start, stop)`` says, for error messages, what lies in these bytes of an extent."""
 
 
 class ExtentState(Enum):
@@ -34,20 +41,43 @@ class Extent:
         start: Its first byte in the volume, a multiple of 4096.
         owner: The swapper it belongs to.
         state: See :class:`ExtentState`.
+        is_prewritten: Its bytes were there before it was made.
+        name_of: See :data:`NameOf`.
     """
 
-    __slots__ = ("name", "num_bytes", "owner", "requested_bytes", "start", "state")
+    __slots__ = ("is_prewritten", "name", "name_of", "num_bytes", "owner", "requested_bytes", "start", "state")
 
-    def __init__(self, name: str, start: int, requested_bytes: int, owner: object) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: int,
+        requested_bytes: int,
+        owner: object,
+        *,
+        is_prewritten: bool = False,
+        name_of: NameOf | None = None,
+    ) -> None:
         self.name = name
         self.start = start
         self.requested_bytes = requested_bytes
         self.num_bytes = round_up(requested_bytes)
         self.owner = owner
         self.state = ExtentState.LIVE
+        self.is_prewritten = is_prewritten
+        self.name_of = name_of
 
     def __repr__(self) -> str:
         return f"Extent({self.name!r}, {self.num_bytes} bytes at {self.start}, {self.state.value})"
+
+    def contents(self, start: int, stop: int) -> str:
+        """Return what lies in the bytes ``[start, stop)``; empty if nobody can say."""
+        if self.name_of is None:
+            return ""
+        try:
+            return self.name_of(max(0, start), min(stop, self.requested_bytes))
+        except Exception:  # it is asked while an error is reported, which must not get lost for its sake
+            logger.exception("what lies in bytes %d to %d of extent %r cannot be said", start, stop, self.name)
+            return ""
 
     def move_to(self, state: ExtentState) -> None:
         """Change the state; only legal transitions are possible."""

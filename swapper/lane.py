@@ -6,7 +6,9 @@ import time
 from collections import deque
 
 from swapper.backends.base import CompletionCallback, Direction
+from swapper.busy import BusyTimes
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
+from swapper.observer import Observers, TransferRecord
 from swapper.operation import Operation, OperationState, Transfer
 
 
@@ -24,6 +26,8 @@ class Lane:
         limit: int,
         boundary_bytes: int,
         on_complete: CompletionCallback,
+        busy: BusyTimes,
+        observers: Observers,
     ) -> None:
         self.direction = direction
         self.limit = limit
@@ -32,27 +36,37 @@ class Lane:
         self.num_bytes = 0
         self.num_transfers = 0
         self.num_retries = 0
+        self.busy = busy
         self._request_bytes = config.request_bytes
         self._boundary_bytes = boundary_bytes
         self._max_overtakes = config.max_overtakes
         self._on_complete = on_complete
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
         self._overtaken = [0 for _ in Priority]
-        self._busy_since = 0.0
-        self._busy_seconds = 0.0
-
-    @property
-    def busy_seconds(self) -> float:
-        """Wall time with at least one transfer at the backend, until now."""
-        return self._busy_seconds + (time.perf_counter() - self._busy_since if self.inflight else 0.0)
+        self._observers = observers
 
     @property
     def has_room(self) -> bool:
         """Whether something is ready and the backend would take more."""
         return self.num_queued > 0 and len(self.inflight) < self.limit
 
+    @property
+    def queued(self) -> list[Operation]:
+        """The operations that are not handed over completely."""
+        return [each for queue in self._queues for each in queue if each.state is OperationState.QUEUED]
+
+    @property
+    def blocked_by(self) -> Operation | None:
+        """One of the operations that hang, if everything that the backend takes at once hangs: nothing more can start."""
+        if len(self.inflight) < self.limit:
+            return None
+        operations = [transfer.operation for transfer in self.inflight]
+        return operations[0] if all(each.state is OperationState.STALLED for each in operations) else None
+
     def enqueue(self, operation: Operation) -> None:
         """Take an operation that is ready."""
+        if self._observers:
+            operation.ready_seconds = time.perf_counter()
         operation.move_to(OperationState.QUEUED)
         self._queues[operation.priority].append(operation)
         self.num_queued += 1
@@ -96,10 +110,12 @@ class Lane:
             operation.move_to(OperationState.RUNNING)
             self._queues[operation.priority].popleft()
             self.num_queued -= 1
-        if not self.inflight:
-            self._busy_since = time.perf_counter()
+        was_idle = not self.inflight
         transfer.submitted_tick = tick
+        transfer.began_seconds = time.perf_counter() if self._observers else 0.0
         self.inflight[transfer] = None
+        if was_idle:
+            self.busy.begin(self.direction)
         return transfer
 
     def give_back(self, transfer: Transfer) -> None:
@@ -107,7 +123,16 @@ class Lane:
         del self.inflight[transfer]
         transfer.operation.outstanding -= 1
         if not self.inflight:
-            self._busy_seconds += time.perf_counter() - self._busy_since
+            self.busy.end(self.direction)
+
+    def count(self, transfer: Transfer, num_bytes: int) -> None:
+        """Count what a completed transfer has moved: all of it, a part, or 0 if it failed."""
+        self.num_bytes += num_bytes
+        if self._observers and transfer.began_seconds:
+            operation, began = transfer.operation, transfer.began_seconds
+            queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
+            name = operation.extent.name
+            self._observers.note(TransferRecord(self.direction, name, num_bytes, queued, began, time.perf_counter()))
 
     def _choose(self) -> Operation | None:
         """Return the operation whose turn it is, and leave it at the head of its queue."""

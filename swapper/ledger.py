@@ -27,6 +27,8 @@ class Ledger:
         self._extent = extent
         # A write counts from its submission on, because whatever is submitted later runs after it.
         self._written = IntervalSet()
+        if extent.is_prewritten:
+            self._written.add(0, extent.num_bytes)
         # Bytes whose last finished write failed.
         self._broken = IntervalSet()
         # In submission order (a dict is an ordered set).

@@ -44,6 +44,7 @@ class Operation:
         hazard_start: First byte of the extent that it touches, neighbours in the same block included.
         cursor: So many bytes have been handed to the backend.
         outstanding: Transfers at the backend.
+        ready_seconds: When it became ready, if somebody observes transfers; 0 otherwise.
         retries: Transfers that have to be tried again.
         blockers: Unfinished earlier operations on the same bytes.
         dependents: Later operations that have this one among their blockers.
@@ -74,6 +75,7 @@ class Operation:
         "offset",
         "outstanding",
         "priority",
+        "ready_seconds",
         "retries",
         "start",
         "state",
@@ -105,6 +107,7 @@ class Operation:
         self.may_pad = False
         self.cursor = 0
         self.outstanding = 0
+        self.ready_seconds = 0.0
         self.retries: list[Transfer] = []
         self.state = OperationState.BLOCKED
         self.blockers: dict[Operation, None] = {}
@@ -130,8 +133,10 @@ class Operation:
 class Transfer(IORequest):
     """One piece of an operation at the backend."""
 
-    __slots__ = ("num_retries", "operation", "submitted_tick")
+    __slots__ = ("began_seconds", "num_retries", "operation", "submitted_tick")
 
+    began_seconds: float
+    """When it was handed over, if somebody observes transfers; 0 otherwise."""
     operation: Operation
     num_retries: int
     submitted_tick: int

@@ -20,12 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from swapper.backends.base import Direction, IOBackend, IORequest
+from swapper.busy import BusyTimes
 from swapper.config import Priority, SwapperConfig
 from swapper.errors import FreedExtentError, SwapperClosedError, SwapperError
 from swapper.extent import Extent, ExtentState
-from swapper.failure import os_error, short_error, stall_error
+from swapper.failure import behind_error, os_error, short_error, stall_error
 from swapper.lane import Lane
 from swapper.ledger import Ledger
+from swapper.observer import Observers
 from swapper.operation import Operation, OperationState, Transfer
 from swapper.pending import PendingErrors, observe
 from swapper.statistics import Statistics, take_snapshot
@@ -44,14 +46,14 @@ class IOScheduler(Uncopyable):
     Thread safe. Callbacks and waiters never run under its lock.
     """
 
-    def __init__(self, backend: IOBackend, config: SwapperConfig) -> None:
+    def __init__(self, backend: IOBackend, config: SwapperConfig, busy: BusyTimes | None = None) -> None:
         self._backend = backend
         self._config = config
         self._lock = threading.Lock()
         limit = min(config.max_inflight, backend.concurrency)
-        self.lanes = tuple(
-            Lane(direction, config, limit, backend.boundary_bytes, self._on_complete) for direction in Direction
-        )
+        self.observers = Observers()
+        shared = (limit, backend.boundary_bytes, self._on_complete, BusyTimes(busy), self.observers)
+        self.lanes = tuple(Lane(direction, config, *shared) for direction in Direction)
         self._ledgers: dict[Extent, Ledger] = {}
         self._active: dict[Operation, Ledger] = {}  # unfinished or stalled, in submission order
         self._tick = 0
@@ -107,7 +109,7 @@ class IOScheduler(Uncopyable):
             earlier.dependents.append(operation)
             self._promote(earlier, operation.priority)
             if earlier.state is OperationState.STALLED:
-                operation.error = stall_error(operation, None, self._backend, "is behind a transfer that hangs")
+                operation.error = behind_error(operation, earlier, self._backend)
         if operation.error is not None or (not operation.blockers and not self._make_ready(operation, ledger)):
             self._finish(operation, over)
 
@@ -215,8 +217,8 @@ class IOScheduler(Uncopyable):
             lane.give_back(request)
             self._waiting.num_completions += 1
             if error is None and transferred_bytes == len(request.memory):
-                lane.num_bytes += transferred_bytes
                 lane.num_transfers += 1
+                lane.count(request, transferred_bytes)
             elif operation.error is None:
                 self._on_trouble(request, lane, transferred_bytes, error)
             if not operation.outstanding and operation.state is not OperationState.QUEUED:
@@ -224,21 +226,22 @@ class IOScheduler(Uncopyable):
             self._take(taken)
         self._hand_over(taken)
         announce(over)
+        self.observers.tell()
 
     def _on_trouble(self, transfer: Transfer, lane: Lane, transferred_bytes: int, error: OSError | None) -> None:
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT
         if is_transient and transfer.num_retries < self._config.max_retries and not self._closed_because:
             lane.num_retries += 1
-            lane.num_bytes += transfer.advance(0 if error is not None else transferred_bytes)
+            lane.count(transfer, transfer.advance(0 if error is not None else transferred_bytes))
             lane.enqueue_again(transfer)
             return
         if error is not None:
             operation.error = os_error(operation, transfer, self._backend, error)
         else:
-            operation.error = short_error(
-                operation, transfer, self._backend, transferred_bytes, transfer.num_retries + 1
-            )
+            num_attempts = transfer.num_retries + 1
+            operation.error = short_error(operation, transfer, self._backend, transferred_bytes, num_attempts)
+        lane.count(transfer, 0)
         lane.withdraw(operation)
 
     # -- the end of an operation -------------------------------------------------------------------------------------
@@ -275,25 +278,31 @@ class IOScheduler(Uncopyable):
             self._tick += 1
             for lane in self.lanes:
                 for transfer in lane.inflight:
-                    if self._tick - transfer.submitted_tick <= TICKS_PER_DEADLINE:
+                    if self._tick - transfer.submitted_tick < TICKS_PER_DEADLINE:
                         break  # all others were submitted later
                     if transfer.operation.state is not OperationState.STALLED:
                         self._stall(transfer, lane, over)
+                if (hung := lane.blocked_by) is not None:
+                    self._end_behind(hung, lane.queued, over)
         self._pump()
         announce(over)
 
     def _stall(self, transfer: Transfer, lane: Lane, over: list[Operation]) -> None:
-        detail = f"saw no answer for more than {self._config.deadline_seconds:g} seconds"
+        detail = f"saw no answer within {self._config.deadline_seconds:g} seconds"
         operation = transfer.operation
         lane.withdraw(operation)
         operation.error = operation.error or stall_error(operation, transfer, self._backend, detail)
         self._settle(operation)
         operation.move_to(OperationState.STALLED)
         over.append(operation)
-        for later in list(operation.dependents):
-            if not later.is_finished:
-                later.error = stall_error(later, None, self._backend, "is behind a transfer that hangs")
-                self._finish(later, over)
+        self._end_behind(operation, list(operation.dependents), over)
+
+    def _end_behind(self, hung: Operation, waiting: Iterable[Operation], over: list[Operation]) -> None:
+        for operation in waiting:
+            if not operation.is_finished:
+                operation.error = behind_error(operation, hung, self._backend)
+                self.lanes[operation.direction].withdraw(operation)
+                self._finish(operation, over)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -355,27 +364,22 @@ class IOScheduler(Uncopyable):
         over: list[Operation] = []
         with self._lock:
             self._closed_because = self._closed_because or because
-            has_hung = False
+            has_hung = any(operation.state is OperationState.STALLED for operation in self._active)
             for operation in list(self._active):
-                has_hung = has_hung or operation.state is OperationState.STALLED
                 if not operation.is_finished:
-                    self._cancel(operation, over)
+                    operation.error = operation.error or SwapperClosedError(self._closed_because)
+                    self.lanes[operation.direction].withdraw(operation)
+                    if not operation.outstanding:
+                        self._finish(operation, over)
         announce(over)
-        is_ended = self._backend.close(
-            min(1.0, self._config.deadline_seconds) if has_hung else self._config.deadline_seconds
-        )
+        patience_seconds = self._config.deadline_seconds
+        is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
         if not is_ended:
             logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())
         self._watchdog.close()
         self._end_lost(is_ended)
         while (error := self.pending.take()) is not None:
             logger.error("closed with an error that nobody has seen: %s", error)
-
-    def _cancel(self, operation: Operation, over: list[Operation]) -> None:
-        operation.error = operation.error or SwapperClosedError(self._closed_because)
-        self.lanes[operation.direction].withdraw(operation)
-        if not operation.outstanding:
-            self._finish(operation, over)
 
     def _end_lost(self, is_ended: bool) -> None:
         """End operations whose transfers no backend will ever complete; see [Note: signals]."""

@@ -131,6 +131,7 @@ class StagingArena(Uncopyable):
         # The page given back last is lent first: the kernel has backed it already, and it may still be in the cache.
         self._free = list(range(num_pages - 1, -1, -1))
         self._leased: dict[int, Page] = {}
+        self._unregister: list[Callable[[], None]] = []
         self._available = threading.Condition(threading.Lock())
         self._is_closed = False
         self._most_leased = 0
@@ -146,6 +147,14 @@ class StagingArena(Uncopyable):
     def is_pinned(self) -> bool:
         """Whether a device's driver knows the region."""
         return self._unpin is not None
+
+    def register_with(self, register: Callable[[AlignedRegion], Callable[[], None]]) -> None:
+        """Let somebody know the memory, until the arena is closed; for example ``swapper.register_memory``.
+
+        Args:
+            register: Gets the region and returns what undoes it.
+        """
+        self._unregister.append(register(self._region))
 
     def lease(self, timeout_seconds: float | None = None, *, owner: str = "") -> Page:
         """Return a page as soon as there is one; its content is undefined.
@@ -227,6 +236,9 @@ class StagingArena(Uncopyable):
                 logger.warning("a staging arena was closed while pages are held by %s", self._owners())
             self._tensors.clear()
             self._available.notify_all()
+        for unregister in self._unregister:
+            unregister()
+        self._unregister.clear()
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
             unpin()

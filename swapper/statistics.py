@@ -24,6 +24,7 @@ class Statistics:
         num_bounced: Transfers that were copied through other memory, because theirs was not aligned.
         read_busy_seconds: Wall time during which at least one read was at the backend.
         write_busy_seconds: Wall time during which at least one write was at the backend.
+        busy_seconds: Wall time during which at least one transfer of either direction was there: the union of both.
         inflight_reads: Gauge: reads at the backend now.
         inflight_writes: Gauge: writes at the backend now.
         queued_reads: Gauge: reads not handed over completely yet.
@@ -42,6 +43,7 @@ class Statistics:
     num_bounced: int
     read_busy_seconds: float
     write_busy_seconds: float
+    busy_seconds: float
     inflight_reads: int
     inflight_writes: int
     queued_reads: int
@@ -78,6 +80,7 @@ _COUNTERS = (
     "num_bounced",
     "read_busy_seconds",
     "write_busy_seconds",
+    "busy_seconds",
 )
 
 
@@ -91,6 +94,7 @@ def take_snapshot(
 ) -> Statistics:
     """Return the statistics of a scheduler's lanes and unfinished operations; the caller holds its lock."""
     reads, writes = lanes
+    busy = reads.busy.seconds()
     waiting = (OperationState.BLOCKED, OperationState.QUEUED)
     queued = [operation.direction for operation in operations if operation.state in waiting]
     return Statistics(
@@ -101,8 +105,9 @@ def take_snapshot(
         num_retries=reads.num_retries + writes.num_retries,
         num_errors=num_errors,
         num_bounced=backend.num_bounced,
-        read_busy_seconds=reads.busy_seconds,
-        write_busy_seconds=writes.busy_seconds,
+        read_busy_seconds=busy.read,
+        write_busy_seconds=busy.write,
+        busy_seconds=busy.either,
         inflight_reads=len(reads.inflight),
         inflight_writes=len(writes.inflight),
         queued_reads=queued.count(Direction.READ),

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from swapper.allocator import SpaceAllocator
-from swapper.backends.base import Direction, IOBackend
+from swapper.backends.base import Direction, IOBackend, register_memory
 from swapper.backends.choice import open_backend
+from swapper.backends.integrity import IntegrityBackend
 from swapper.backends.memory import MemoryBackend
 from swapper.buffer import Buffer, bytes_of
+from swapper.busy import BusyTimes
 from swapper.config import Priority, SwapperConfig
+from swapper.directory import DirectoryLike
 from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
-from swapper.extent import Extent, ExtentState
+from swapper.extent import Extent, ExtentState, NameOf
 from swapper.handle import Handle
+from swapper.observer import Observer
 from swapper.operation import Operation
+from swapper.region import AlignedRegion
 from swapper.scheduler import IOScheduler
 from swapper.statistics import Statistics
 from swapper.uncopyable import Uncopyable
@@ -33,14 +38,17 @@ class Swapper(Uncopyable):
     Args:
         backend: Moves the bytes; closed together with the swapper.
         config: How to use it.
+        busy: Counts when this swapper is at work as well: one for all that are to be counted together.
     """
 
-    def __init__(self, backend: IOBackend, config: SwapperConfig | None = None) -> None:
+    def __init__(
+        self, backend: IOBackend, config: SwapperConfig | None = None, *, busy: BusyTimes | None = None
+    ) -> None:
         self.config = config or SwapperConfig()
         self._backend = backend
         self._allocator = SpaceAllocator(backend.capacity_bytes)
         self._allocator_lock = threading.Lock()
-        self._scheduler = IOScheduler(backend, self.config)
+        self._scheduler = IOScheduler(backend, self.config, busy)
         self._block_bytes = backend.block_bytes
         self._pid = os.getpid()
         self._is_closed = False
@@ -48,11 +56,13 @@ class Swapper(Uncopyable):
     @classmethod
     def open(
         cls,
-        directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+        directories: Sequence[DirectoryLike] | DirectoryLike,
         capacity_bytes: int,
         config: SwapperConfig | None = None,
+        *,
+        busy: BusyTimes | None = None,
     ) -> Swapper:
-        """Return a swapper whose bytes lie on drives, one directory for each.
+        """Return a swapper whose bytes lie on drives, one directory for each: paths, or :class:`Directory` objects.
 
         The space is reserved now and is given back when the swapper is closed or the process ends, however it ends.
 
@@ -62,7 +72,7 @@ class Swapper(Uncopyable):
         config = config or SwapperConfig()
         volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
         try:
-            return cls(open_backend(volume, config), config)
+            return cls(_verified(open_backend(volume, config), config), config, busy=busy)
         except BaseException:
             volume.close()
             raise
@@ -71,7 +81,7 @@ class Swapper(Uncopyable):
     def in_memory(cls, capacity_bytes: int, config: SwapperConfig | None = None) -> Swapper:
         """Return a swapper whose bytes lie in host memory, copied by worker threads."""
         config = config or SwapperConfig()
-        return cls(MemoryBackend(capacity_bytes, config.num_threads), config)
+        return cls(_verified(MemoryBackend(capacity_bytes, config.num_threads), config), config)
 
     @property
     def backend(self) -> IOBackend:
@@ -93,13 +103,17 @@ class Swapper(Uncopyable):
         """Whether :meth:`close` has been called."""
         return self._is_closed
 
-    def allocate(self, num_bytes: int, name: str) -> Extent:
+    def allocate(
+        self, num_bytes: int, name: str, *, is_prewritten: bool = False, name_of: NameOf | None = None
+    ) -> Extent:
         """Return a new extent of at least ``num_bytes``, rounded up to 4096; nothing can be read from it before a
         write.
 
         Args:
             num_bytes: Size wanted.
             name: What error messages call it.
+            is_prewritten: What lies there already may be read, because an earlier swapper on the same files wrote it.
+            name_of: ``name_of(start, stop)`` tells error messages what lies in these bytes of it.
 
         Raises:
             OutOfSpaceError: There is no room for it.
@@ -107,7 +121,7 @@ class Swapper(Uncopyable):
         self._check_usable()
         with self._allocator_lock:
             start = self._allocator.allocate(num_bytes, name)
-        return Extent(name, start, num_bytes, self)
+        return Extent(name, start, num_bytes, self, is_prewritten=is_prewritten, name_of=name_of)
 
     def free(self, extent: Extent) -> None:
         """Wait for the requests of an extent and give its space back.
@@ -219,9 +233,31 @@ class Swapper(Uncopyable):
         self._check_usable()
         self._scheduler.pending.raise_first()
 
+    def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
+        """Let the backend know memory that will be read into and written from again and again; some save CPU time by it.
+
+        Until that is undone the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
+
+        Returns:
+            What undoes it.
+        """
+        self._check_usable()
+        return register_memory(self._backend, region)
+
     def statistics(self) -> Statistics:
         """Return what has been done so far."""
         return self._scheduler.statistics(self._allocator.capacity_bytes, self._allocator.free_bytes)
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Have ``observer`` called with a `TransferRecord` for each transfer that begins from now on and is over.
+
+        It is called on the backend's threads, one of them at a time or several at once, and should be quick. Transfers
+        are reported in about the order in which they end. Nothing is noted while nobody observes.
+
+        Returns:
+            A function that ends it.
+        """
+        return self._scheduler.observers.add(observer)
 
     def describe(self) -> str:
         """Return one line that says where the bytes go and how."""
@@ -254,3 +290,10 @@ class Swapper(Uncopyable):
     def _check_owned(self, extent: Extent) -> None:
         if extent.owner is not self:
             raise FreedExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")
+
+
+def _verified(backend: IOBackend, config: SwapperConfig) -> IOBackend:
+    if not config.verify_checksums:
+        return backend
+    # Cut at the same places whenever they are made, requests seldom cover a part of a checksum's page.
+    return IntegrityBackend(backend, boundary_bytes=config.request_bytes)

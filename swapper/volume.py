@@ -1,178 +1,34 @@
-"""Scratch space on drives: reserved when it is opened, striped over directories, gone when the process is gone.
-
-A scratch file never has a name that outlives its creation: it is made without one (O_TMPFILE), or unlinked at once
-where the file system cannot do that. So nothing is left after any kind of exit, and two processes that use one
-directory cannot meet.
-"""
+"""Scratch space on drives: reserved when it is opened, and shared out to several by their speed and their room."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import logging
 import os
-import tempfile
-import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 from swapper.config import ALIGNMENT, round_up
-from swapper.errors import (
-    ArgumentError,
-    MissingDirectoryError,
-    NotDirectoryError,
-    UnwritableDirectoryError,
-    VolumeError,
-    VolumeTooSmallError,
-)
-from swapper.region import AlignedRegion
+from swapper.directory import Directory, DirectoryLike, as_directories
+from swapper.drive_speed import speeds_of
+from swapper.errors import ArgumentError, VolumeError, VolumeTooSmallError
+from swapper.file_system import describe_drive
+from swapper.scratch_file import ScratchFile
+from swapper.space import Space
+from swapper.striping import StripeMap
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
-
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
-
-
-class ScratchFile(Uncopyable):
-    """Knows one nameless file with reserved space; must not know what is stored in it."""
-
-    __slots__ = ("__weakref__", "buffered_because", "directory", "fd", "name", "num_bytes")
-
-    def __init__(self, directory: Path, num_bytes: int, direct: bool) -> None:
-        self.directory = directory
-        self.num_bytes = num_bytes
-        self.name = f"the scratch file in {str(directory)!r}"
-        self.buffered_because = ""
-        self.fd = -1
-        self.fd = _open_nameless(directory)
-        try:
-            _reserve(self.fd, directory, num_bytes)
-            self.buffered_because = _switch_to_direct(self.fd) if direct else "direct=False"
-        except BaseException:
-            self.close()
-            raise
-        _open_files.add(self)
-
-    def __del__(self) -> None:
-        # Workers of a swapper that nobody closed hold the file until they have ended.
-        self.close()
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether transfers bypass the page cache."""
-        return not self.buffered_because
-
-    def close(self) -> None:
-        """Close the file, with which its space goes back to the file system. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-_open_files: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    # A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
-    for file in list(_open_files):
-        with contextlib.suppress(OSError):
-            file.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _open_nameless(directory: Path) -> int:
-    if not directory.exists():
-        raise MissingDirectoryError(directory)
-    if not directory.is_dir():
-        raise NotDirectoryError(directory)
-    try:
-        if _O_TMPFILE:
-            try:
-                return os.open(directory, os.O_RDWR | _O_TMPFILE | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                if error.errno not in _CANNOT_BE_UNNAMED:
-                    raise
-        fd, path = tempfile.mkstemp(prefix=".swapper-", dir=directory)
-        try:
-            os.unlink(path)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-    except OSError as error:
-        if error.errno in _FULL:
-            raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
-        raise UnwritableDirectoryError(directory, _words(error)) from error
-
-
-def _free_bytes(directory: Path) -> int:
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize
-
-
-def _words(error: OSError) -> str:
-    return f"{error.strerror} (errno {error.errno}, {errno.errorcode.get(error.errno or 0, '?')})"
-
-
-def _reserve(fd: int, directory: Path, num_bytes: int) -> None:
-    if num_bytes == 0:
-        return
-    stat = os.fstatvfs(fd)
-    free_bytes = stat.f_bavail * stat.f_frsize
-    # Asked first, because a reservation that fails half way would fill the drive for a moment, for everybody on it.
-    if stat.f_blocks and free_bytes < num_bytes:
-        raise VolumeTooSmallError(directory, num_bytes, free_bytes)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, num_bytes)
-        else:  # macOS: no reservation, only a size
-            os.ftruncate(fd, num_bytes)
-    except OSError as error:
-        if error.errno in _FULL:
-            raise VolumeTooSmallError(directory, num_bytes, _free_bytes(directory), _words(error)) from error
-        raise VolumeError(
-            directory,
-            f"cannot reserve {num_bytes} bytes in directory {str(directory)!r}: {_words(error)}; choose another one",
-        ) from error
-
-
-def _switch_to_direct(fd: int) -> str:
-    """Turn O_DIRECT on and try it; return why it cannot be used, or nothing."""
-    if not _O_DIRECT:
-        return "this platform has no O_DIRECT"
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT)
-    except OSError as error:
-        return f"the file system refuses O_DIRECT: {_words(error)}"
-    # Some file systems take the flag and refuse the transfer.
-    region = AlignedRegion(ALIGNMENT)
-    try:
-        memory = region.array().data
-        if os.fstat(fd).st_size >= ALIGNMENT:
-            os.pwritev(fd, [memory], 0)
-            os.preadv(fd, [memory], 0)
-    except OSError as error:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return f"the file system refuses direct transfers of {ALIGNMENT} bytes: {_words(error)}"
-    return ""
 
 
 class Volume(Uncopyable):
     """Knows scratch files and how one address space is striped over them; must not know extents.
 
-        address   0 ........ stripe ........ 2 stripe ........ 3 stripe ...
-        file      0          1               0                 1             (two directories)
+    With several directories, stripes are dealt to the drives in proportion to their speeds, which are measured unless
+    they are given; ``swapper/striping.py`` draws it. A directory takes no more than its capacity, or than what is free
+    in it: the others take the rest. What is reserved is exactly what addresses need.
 
     Args:
-        directories: One directory per drive, at least one; a single path is taken as one.
-        capacity_bytes: Size of the address space; rounded up so that all files are equally long.
+        directories: One directory per drive, at least one; a single one is taken as it is.
+        capacity_bytes: Size of the address space; rounded up to whole stripes, or to 4096 in a single directory.
         stripe_bytes: Length of a stripe. Multiple of 4096.
         direct: Bypass the page cache where the file system can.
 
@@ -182,48 +38,65 @@ class Volume(Uncopyable):
 
     def __init__(
         self,
-        directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+        directories: Sequence[DirectoryLike] | DirectoryLike,
         capacity_bytes: int,
         *,
         stripe_bytes: int = 1 << 20,
         direct: bool = True,
     ) -> None:
-        paths = _paths(directories)
+        wanted = as_directories(directories)
         if capacity_bytes < 0:
             raise ArgumentError(f"capacity_bytes cannot be negative, got {capacity_bytes}")
         if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
             raise ArgumentError(f"stripe_bytes must be a positive multiple of {ALIGNMENT}, got {stripe_bytes}")
-        self.stripe_bytes = stripe_bytes if len(paths) > 1 else 0
-        self.capacity_bytes = round_up(capacity_bytes, stripe_bytes * len(paths) if len(paths) > 1 else ALIGNMENT)
+        self.stripe_bytes = stripe_bytes if len(wanted) > 1 else 0
+        self.capacity_bytes = round_up(capacity_bytes, self.stripe_bytes or ALIGNMENT)
+        self._map: StripeMap | None = None
         self.files: tuple[ScratchFile, ...] = ()
         try:
-            for path in paths:
+            for directory in wanted:
                 # One by one into the tuple, so that an error in a later directory closes the earlier files.
-                self.files = (*self.files, ScratchFile(path, self.capacity_bytes // len(paths), direct))
+                self.files = (*self.files, ScratchFile(describe_drive(directory.path)))
+            _refuse_twins(self.files)
+            if self.stripe_bytes:
+                self._share_out(wanted, direct)
+            else:
+                self._take_all(wanted[0])
+            for file in self.files:
+                file.bypass_page_cache(direct)
         except BaseException:
             self.close()
             raise
         for file in self.files:
-            if direct and not file.is_direct:
-                logger.warning("%s goes through the page cache: %s", file.name, file.buffered_because)
+            _warn(file, direct)
 
     @property
     def is_direct(self) -> bool:
         """Whether all files bypass the page cache."""
         return all(file.is_direct for file in self.files)
 
+    @property
+    def is_network(self) -> bool:
+        """Whether another machine (or a FUSE process) serves one of the files."""
+        return any(file.drive.is_network for file in self.files)
+
     def locate(self, offset: int) -> tuple[ScratchFile, int]:
         """Return the file and the offset in it of a byte of the address space."""
-        if not self.stripe_bytes:
+        if self._map is None:
             return self.files[0], offset
-        stripe, within = divmod(offset, self.stripe_bytes)
-        row, column = divmod(stripe, len(self.files))
-        return self.files[column], row * self.stripe_bytes + within
+        column, file_offset = self._map.locate(offset)
+        return self.files[column], file_offset
+
+    def column_of(self, offset: int) -> int:
+        """Return which of ``files`` holds a byte of the address space."""
+        return 0 if self._map is None else self._map.locate(offset)[0]
 
     def describe(self) -> str:
         """Return one line for logs."""
         ways = ", ".join(
-            f"{str(file.directory)!r} ({'direct' if file.is_direct else 'page cache: ' + file.buffered_because})"
+            f"{str(file.directory)!r} on {file.drive.words()}"
+            f"{f', {file.num_bytes} bytes' if self.stripe_bytes else ''}"
+            f" ({'direct' if file.is_direct else 'page cache: ' + file.buffered_because})"
             for file in self.files
         )
         return f"{self.capacity_bytes} bytes in {ways}"
@@ -233,13 +106,85 @@ class Volume(Uncopyable):
         for file in self.files:
             file.close()
 
+    def _take_all(self, directory: Directory) -> None:
+        limit_bytes = directory.capacity_bytes
+        if limit_bytes is not None and limit_bytes < self.capacity_bytes:
+            given_bytes = min(limit_bytes, self.files[0].drive.free_bytes)
+            raise VolumeTooSmallError(
+                directory.path, self.capacity_bytes, given_bytes, f"its capacity_bytes is {limit_bytes}"
+            )
+        self.files[0].reserve(self.capacity_bytes)
 
-def _paths(directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[Path]:
-    if isinstance(directories, (str, os.PathLike)):
-        directories = [directories]
-    paths = [Path(directory) for directory in directories]
-    if not paths:
-        raise ArgumentError("no directory given; name at least one for the scratch files")
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ArgumentError(f"a directory is given twice in {[str(path) for path in paths]}; name each drive once")
-    return paths
+    def _share_out(self, directories: Sequence[Directory], direct: bool) -> None:
+        """Decide what lies where, and reserve exactly that."""
+        drives = [file.drive for file in self.files]
+        space = Space(directories, drives, self.capacity_bytes, self.stripe_bytes)
+        rooms = [space.room_bytes(column) for column in range(len(drives))]
+        speeds = speeds_of(self.files, directories, rooms, self.capacity_bytes, direct)
+        while True:
+            stripes = space.share_out(speeds)
+            try:
+                self._reserve(stripes)
+                break
+            except _NoRoomError as error:
+                # File systems need some space for their own books, quotas are not shown, and others write meanwhile.
+                asked_bytes = error.cause.needed_bytes
+                less_bytes = min(error.cause.free_bytes, asked_bytes - asked_bytes // 32)
+                space.lessen(error.column, less_bytes, "found when reserving")
+        self._map = stripes
+        self._log_shares(stripes, speeds)
+
+    def _reserve(self, stripes: StripeMap) -> None:
+        # First what gives space back, for those that share a file system with it.
+        for grows in (False, True):
+            for column, file in enumerate(self.files):
+                num_bytes = stripes.file_bytes(column)
+                if (num_bytes > file.num_bytes) is grows:
+                    try:
+                        file.reserve(num_bytes)
+                    except VolumeTooSmallError as error:
+                        raise _NoRoomError(column, error) from error
+
+    def _log_shares(self, stripes: StripeMap, speeds: Sequence[float]) -> None:
+        cycle = stripes.first_cycle
+        shares = "; ".join(
+            f"{str(file.directory)!r} on {file.drive.words()}: {cycle.count(column)} of {len(cycle)} stripes"
+            f"{f' at {speeds[column] / 1e6:.0f} MB/s' if max(speeds) > 1 else ''}, {file.num_bytes} bytes in all"
+            for column, file in enumerate(self.files)
+        )
+        logger.info("striped over %d directories: %s", len(self.files), shares)
+
+
+class _NoRoomError(Exception):
+    """Knows which file could not have its space."""
+
+    def __init__(self, column: int, cause: VolumeTooSmallError) -> None:
+        super().__init__(column)
+        self.column = column
+        self.cause = cause
+
+
+def _refuse_twins(files: Sequence[ScratchFile]) -> None:
+    """Refuse a directory that is named twice, also if that is by another path, a link or a bind mount."""
+    seen: dict[tuple[int, int], ScratchFile] = {}
+    for file in files:
+        try:
+            status = os.stat(file.directory)
+        except OSError as error:
+            raise VolumeError(file.directory, f"directory {str(file.directory)!r} is gone: {error}") from error
+        twin = seen.setdefault((status.st_dev, status.st_ino), file)
+        if twin is not file:
+            raise ArgumentError(
+                f"a directory is given twice, as {str(twin.directory)!r} and as {str(file.directory)!r}; "
+                "name each drive once"
+            )
+
+
+def _warn(file: ScratchFile, direct: bool) -> None:
+    name, drive = str(file.directory), file.drive
+    if drive.is_tmpfs:
+        logger.warning("directory %r is %s: its bytes lie in RAM, not on a drive", name, drive.file_system)
+    if drive.is_network:
+        logger.warning("directory %r is a network file system (%s): expect less speed", name, drive.file_system)
+    if direct and not file.is_direct:
+        logger.warning("%s goes through the page cache: %s", file.name, file.buffered_because)

@@ -10,7 +10,7 @@ from swapper.backends.base import IOBackend
 from swapper.failure import stall_error
 from swapper.operation import Operation
 from swapper.pending import PendingErrors
-from swapper.watchdog import TICKS_PER_DEADLINE
+from swapper.watchdog import TICKS_PER_DEADLINE, tick_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,11 @@ class WaitingRoom:
     def _sleep(self, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
         if timeout_seconds is not None:
             return waiter.acquire(timeout=max(0.0, timeout_seconds))
-        # A little longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
+        # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
-        while num_idle < TICKS_PER_DEADLINE + 2:
+        while num_idle < TICKS_PER_DEADLINE + 1:
             num_completions = self.num_completions
-            if waiter.acquire(timeout=self._deadline_seconds / TICKS_PER_DEADLINE):
+            if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)):
                 return True
             num_idle = num_idle + 1 if num_completions == self.num_completions else 0
         return False

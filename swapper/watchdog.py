@@ -7,10 +7,18 @@ import threading
 import weakref
 from collections.abc import Callable
 
-TICKS_PER_DEADLINE = 8
-"""How finely a deadline is watched. Counting ticks instead of reading a clock makes a stopped process (SIGSTOP, a
-debugger)
-lose no time: the watchdog stands still with it."""
+TICKS_PER_DEADLINE = 16
+"""What has lasted for so many ticks is late. Counting ticks instead of reading a clock makes a stopped process (SIGSTOP,
+a debugger) lose no time: the watchdog stands still with it."""
+
+
+def tick_seconds(deadline_seconds: float) -> float:
+    """Return the time between two ticks: a little less than a whole part of the deadline.
+
+    So ``TICKS_PER_DEADLINE`` ticks after any moment, between 7/8 of the deadline and all of it has passed, with some
+    time in hand for a watchdog that wakes up late.
+    """
+    return deadline_seconds / (TICKS_PER_DEADLINE + 0.5)
 
 
 def _watch(on_tick: weakref.WeakMethod[Callable[[], None]], interval_seconds: float, stop: threading.Event) -> None:
@@ -29,7 +37,7 @@ def _stop(event: threading.Event, pid: int) -> None:
 
 
 class Watchdog:
-    """Knows a method to call ``TICKS_PER_DEADLINE`` times per deadline; must not know what it looks for."""
+    """Knows a method to call a little more than ``TICKS_PER_DEADLINE`` times per deadline; must not know what it looks for."""
 
     def __init__(self, on_tick: Callable[[], None], deadline_seconds: float) -> None:
         stop = threading.Event()
@@ -37,7 +45,7 @@ class Watchdog:
         self._finalizer.atexit = False
         self._thread = threading.Thread(
             target=_watch,
-            args=(weakref.WeakMethod(on_tick), deadline_seconds / TICKS_PER_DEADLINE, stop),
+            args=(weakref.WeakMethod(on_tick), tick_seconds(deadline_seconds), stop),
             name="swapper-watchdog",
             daemon=True,
         )

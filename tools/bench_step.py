@@ -77,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--clip", type=list_of(float), default=[0.0], help="gradient clipping, 0 is off, e.g. 0,1")
     add("--checkpointing", type=list_of(str), default=["none"], help="none, reentrant, non-reentrant")
     add("--budget", type=list_of(str), default=["384MB"], help="host_memory_budget of ours (default 384MB)")
+    add("--update", type=list_of(str), default=["auto"], help="infinity.update of ours, e.g. in_backward,deferred,step")
+    add("--main-weights", choices=["remainder", "fp32"], default="remainder", help="infinity.main_weights of ours")
     add("--memory-limit", type=size_bytes, help="memory limit of ours, e.g. 1.5GB")
     add("--throttle", type=list_of(throttle), default=[600, None], help="MB/s each way, e.g. 300,600,1200,none")
     add("--peer", choices=["deepspeed"], help="run DeepSpeed in alternation, lean and pipelined, if it is installed")
@@ -92,6 +94,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps-per-turn", type=int, default=2, help="steps of one turn (default 2); a turn ends with a flush")
     add("--warmup-steps", type=int, default=2, help="the first write into reserved space is slower (default 2)")
     add("--nvme-path", type=Path, default=Path(), help="directory on the drive (default: the current one)")
+    add(
+        "--timeline",
+        type=Path,
+        help="trace of ours for ui.perfetto.dev; with several cases, FILE-2.json and so on for those after the first",
+    )
     add("--json", type=Path, default=Path("bench_step.json"), help="where the results go (default: bench_step.json)")
     arguments = parser.parse_args()
     check(parser, arguments)
@@ -104,6 +111,8 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error(f"--nvme-path {arguments.nvme_path}: no such directory")
     if block_device(arguments.nvme_path) is None:
         parser.error(f"--nvme-path {arguments.nvme_path} lies on no block device: its bytes could not be counted")
+    if arguments.timeline is not None and not arguments.timeline.absolute().parent.is_dir():
+        parser.error(f"--timeline {arguments.timeline}: no such directory as {arguments.timeline.absolute().parent}")
     unknown = set(arguments.checkpointing) - {"none", "reentrant", "non-reentrant"}
     if unknown:
         parser.error(f"--checkpointing {', '.join(unknown)}: choose from none, reentrant, non-reentrant")
@@ -118,6 +127,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
 def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """Compute alone once per workload, then the workload at every speed of the drive."""
     shape = {"model": arguments.model, "dtype": arguments.dtype, "batch_size": arguments.batch_size}
+    numbers = itertools.count(1)
     settings = itertools.product(arguments.layers, arguments.checkpointing, arguments.clip, arguments.micro_batches)
     for layers, checkpointing, clip, micro_batches in settings:
         workload = Workload(
@@ -130,10 +140,17 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         )
         if not arguments.without_compute_alone:
             yield Case(workload, None, (ParticipantSpec("in_memory", "in_memory"),))
-        for limit, budget in itertools.product(arguments.throttle, arguments.budget):
+        for limit, budget, update in itertools.product(arguments.throttle, arguments.budget, arguments.update):
             specs = []
             if not arguments.without_ours:
-                settings_of_ours = {"budget": budget}
+                settings_of_ours: dict[str, Any] = {
+                    "budget": budget,
+                    "update": update,
+                    "main_weights": arguments.main_weights,
+                }
+                if arguments.timeline is not None:
+                    number = next(numbers)
+                    settings_of_ours["timeline"] = str(numbered(arguments.timeline.absolute(), number))
                 specs.append(
                     ParticipantSpec("ours", "ours", settings_of_ours, memory_limit_bytes=arguments.memory_limit)
                 )
@@ -143,6 +160,11 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
                 continue
             rate = None if limit is None else limit * 10**6
             yield Case(workload, limit, tuple(replace(spec, throttle_bytes_per_second=rate) for spec in specs))
+
+
+def numbered(path: Path, number: int) -> Path:
+    """`trace.json`, `trace-2.json`, `trace-3.json`, ..."""
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def remove_stale(directory: Path) -> None:

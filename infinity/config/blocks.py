@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
 from infinity.config.offload_blocks import AioBlock, ZeroBlock
-from infinity.config.quantities import parse_bytes, parse_count, parse_names, parse_number
+from infinity.config.quantities import parse_bytes, parse_count, parse_flag, parse_names, parse_number, parse_path
+from swapper.config import BackendName
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
@@ -45,6 +46,17 @@ def _float_type(value: object) -> str:
     if name is None:
         raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")
     return name
+
+
+def _lower(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _autotune(value: object) -> bool:
+    try:
+        return parse_flag(value)
+    except ValueError:
+        raise ValueError('must be true (measure at every start), false, or "auto" (once per machine)') from None
 
 
 def _strictness(value: object) -> object:
@@ -123,6 +135,9 @@ class InfinityBlock(Block):
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     io_deadline_seconds: Annotated[Number, Field(gt=0)] = 120.0
     direct_io: Flag = True
+    io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"
+    autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
+    timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
 
 
 _OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]

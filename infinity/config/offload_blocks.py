@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from infinity.config.block import Block, Count, Elements, Flag, Keys, NoEffect, Number, Refused, Untyped
-from infinity.config.quantities import parse_bytes, parse_count, parse_names
+from infinity.config.quantities import parse_bytes, parse_count
+from infinity.config.storage import NamedDirectory, parse_directories
 
 _ONE_PROCESS = "no effect: it tunes communication between processes, and there is one process"
 _DERIVED = "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out"
@@ -20,6 +21,7 @@ _DEBUGGING = "no effect: it switches on DeepSpeed's own diagnostics"
 _UNITS = "no effect: repeated blocks are found by themselves; infinity.units overrides that"
 _QUANTIZED = "quantized weights and gradients are not implemented"
 _BACKEND = "no effect: requests are handed out by threads of the engine"
+_GDS = 'no effect: infinity.io_backend says what moves the bytes ("gds" for straight to the GPU)'
 
 
 def _lower(value: object) -> object:
@@ -30,7 +32,7 @@ class OffloadBlock(Block):
     """`offload_param` and `offload_optimizer`. Each takes the other's keys too: files in the wild mix them up."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower)] = "none"
-    nvme_path: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
+    nvme_path: Annotated[tuple[NamedDirectory, ...], BeforeValidator(parse_directories)] = ()
     pin_memory: Annotated[Flag, NoEffect("no effect: host memory is pinned when there is a GPU to pin it for")] = True
     buffer_count: Annotated[Count, NoEffect(_DERIVED)] = 0
     buffer_size: Annotated[Elements, NoEffect(_DERIVED)] = 0
@@ -134,4 +136,4 @@ class AioBlock(Block):
     intra_op_parallelism: Annotated[Count | None, Field(gt=0)] = None
     single_submit: Annotated[Flag, NoEffect(_BACKEND)] = False
     overlap_events: Annotated[Flag, NoEffect(_BACKEND)] = True
-    use_gds: Annotated[Flag, NoEffect("no effect: data goes through host memory", silent=(False,))] = False
+    use_gds: Annotated[Flag, NoEffect(_GDS, silent=(False,))] = False

@@ -83,6 +83,13 @@ def parse_names(value: object) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
+def parse_path(value: object) -> str:
+    """A text (or path) that can name a file."""
+    if not isinstance(value, str | PurePath) or not str(value) or "\0" in str(value):
+        raise ValueError("must be the path of a file")
+    return str(value)
+
+
 def is_auto(value: object) -> bool:
     """Whether the value is "auto": it is to be decided from elsewhere."""
     return isinstance(value, str) and value.strip().lower() == "auto"

@@ -13,6 +13,7 @@ from infinity.config.blocks import InfinityBlock, OptimizerBlock, RootBlock, Sch
 from infinity.config.offload_blocks import AioBlock, OffloadBlock
 from infinity.config.quantities import parse_flag, parse_number
 from infinity.config.resolved import (
+    AutotuneMode,
     Decision,
     GradientDtype,
     InfinityConfig,
@@ -24,7 +25,13 @@ from infinity.config.resolved import (
     SchedulerSection,
     UpdateMode,
 )
-from infinity.config.storage import check_directories, resolve_directories
+from infinity.config.storage import (
+    check_capacities,
+    check_directories,
+    describe_directories,
+    resolve_directories,
+    resolve_file,
+)
 from infinity.errors import ConfigValueError, UnsupportedConfigError
 from infinity.schedules import schedule_parameters
 
@@ -54,7 +61,15 @@ def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_stora
     book.note("bf16.enabled", root.bf16.enabled)
     _check_data_types(root, compute_dtype)
     _check_update(root)
-    stage = root.zero_optimization.stage
+    zero = root.zero_optimization
+    offload_param = _resolve_offload("offload_param", zero.offload_param, book, check_storage)
+    offload_optimizer = _resolve_offload("offload_optimizer", zero.offload_optimizer, book, check_storage)
+    check_capacities(
+        offload_param.nvme_directories,
+        offload_optimizer.nvme_directories,
+        key="zero_optimization.offload_optimizer.nvme_path",
+    )
+    stage = zero.stage
     if stage < 3:
         findings.note("zero_optimization.stage", f"stage {stage} runs as stage 3, with the same numbers")
     config = InfinityConfig(
@@ -65,11 +80,9 @@ def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_stora
         compute_dtype=compute_dtype,
         optimizer=_resolve_optimizer(root.optimizer),
         scheduler=_resolve_scheduler(root.scheduler, findings, book),
-        offload_param=_resolve_offload("offload_param", root.zero_optimization.offload_param, book, check_storage),
-        offload_optimizer=_resolve_offload(
-            "offload_optimizer", root.zero_optimization.offload_optimizer, book, check_storage
-        ),
-        io=_resolve_io(root.aio, root.infinity, book),
+        offload_param=offload_param,
+        offload_optimizer=offload_optimizer,
+        io=_resolve_io(root.aio, root.infinity, findings, book),
         infinity=_resolve_infinity(root, compute_dtype, batch.accumulation, book),
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown,
@@ -171,23 +184,46 @@ def _resolve_offload(name: str, block: OffloadBlock, book: _Book, check_storage:
     book.note(f"{key}.device", block.device)
     if block.device != "nvme":
         return OffloadSection(block.device, ())
-    paths = resolve_directories(block.nvme_path, key=f"{key}.nvme_path")
+    section = OffloadSection(block.device, resolve_directories(block.nvme_path, key=f"{key}.nvme_path"))
     if check_storage:
-        check_directories(paths, key=f"{key}.nvme_path")
-    book.note(f"{key}.nvme_path", ", ".join(map(str, paths)))
-    return OffloadSection(block.device, paths)
+        check_directories(section.nvme_paths, key=f"{key}.nvme_path")
+    book.note(f"{key}.nvme_path", describe_directories(section.nvme_directories))
+    return section
 
 
-def _resolve_io(aio: AioBlock, infinity: InfinityBlock, book: _Book) -> IOSection:
-    request_bytes = -(-(aio.block_size or _REQUEST_BYTES) // _ALIGNMENT) * _ALIGNMENT
+def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book: _Book) -> IOSection:
+    wanted_bytes = aio.block_size or _REQUEST_BYTES
+    request_bytes = -(-wanted_bytes // _ALIGNMENT) * _ALIGNMENT
     # DeepSpeed's threads hand requests to the kernel and go on; ours wait in it, so that fewer than these leave a drive
     # idle. A file that says 1 repeats DeepSpeed's default.
     num_threads = max(_NUM_THREADS, aio.intra_op_parallelism or 0)
     max_inflight = (aio.queue_depth or _QUEUE_DEPTH) * num_threads
-    book.note("aio.block_size", request_bytes)
+    # "auto" is dropped before the types are checked, so that a switch that knows it looks for it here.
+    measures_once = "infinity.autotune_io" in findings.auto
+    autotune: AutotuneMode = "once" if measures_once else "always" if infinity.autotune_io else "off"
+    rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
+    book.note("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
     book.note("aio.intra_op_parallelism", num_threads)
     book.note("aio.queue_depth", f"{max_inflight} requests in flight")
-    return IOSection(request_bytes, num_threads, max_inflight, infinity.io_deadline_seconds, infinity.direct_io)
+    book.note("infinity.io_backend", infinity.io_backend)
+    who = "config" if measures_once or "autotune_io" in infinity.model_fields_set else "default"
+    book.decisions.append(Decision("infinity.autotune_io", autotune, who))
+    written = {
+        "request_bytes": aio.block_size is not None,
+        "num_threads": aio.intra_op_parallelism is not None,
+        "max_inflight": aio.queue_depth is not None,
+        "backend": infinity.io_backend != "auto",
+    }
+    return IOSection(
+        request_bytes,
+        num_threads,
+        max_inflight,
+        infinity.io_deadline_seconds,
+        infinity.direct_io,
+        backend=infinity.io_backend,
+        autotune=autotune,
+        given=frozenset(name for name, is_given in written.items() if is_given),
+    )
 
 
 def _resolve_infinity(
@@ -216,6 +252,7 @@ def _resolve_infinity(
         main_weights=_resolve_main_weights(block, compute_dtype, book),
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,
+        timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
     )
 
 
@@ -238,7 +275,7 @@ def _resolve_main_weights(block: InfinityBlock, compute_dtype: torch.dtype, book
     if block.main_weights != "auto":
         book.note("infinity.main_weights", block.main_weights)
         return block.main_weights
-    book.decide("infinity.main_weights", "remainder", "the default with bf16: half the bytes, the same numbers")
+    book.decide("infinity.main_weights", "remainder", "the default with bf16")
     return "remainder"
 
 

@@ -8,10 +8,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from swapper.config import BackendName
+from swapper.directory import Directory
+
 OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
+AutotuneMode = Literal["off", "once", "always"]
+"""Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
 
 
 class Decision(NamedTuple):
@@ -40,10 +45,15 @@ class SchedulerSection:
 
 @dataclass(frozen=True)
 class OffloadSection:
-    """Where parameters, or optimizer states, rest. `nvme_paths` are absolute, and empty unless `device` is "nvme"."""
+    """Where parameters, or optimizer states, rest. The directories' paths are absolute; none unless `device` is "nvme"."""
 
     device: OffloadDevice
-    nvme_paths: tuple[Path, ...]
+    nvme_directories: tuple[Directory, ...]
+
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """The paths of the directories."""
+        return tuple(directory.path for directory in self.nvme_directories)
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,9 @@ class IOSection:
         max_inflight: requests handed out at once.
         deadline_seconds: a request that takes longer is an error instead of a hang.
         direct: whether to go past the page cache.
+        backend: what moves the bytes; "auto" takes the fastest one that proves to work.
+        autotune: whether a measurement replaces those of the values above that nobody wrote into the config.
+        given: the names of the values above that somebody did write.
     """
 
     request_bytes: int
@@ -63,6 +76,9 @@ class IOSection:
     max_inflight: int
     deadline_seconds: float
     direct: bool
+    backend: BackendName = "auto"
+    autotune: AutotuneMode = "off"
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,7 @@ class InfinitySection:
         gradient_dtype: of gradients that wait for their update.
         rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32
             as soon as there is more than one.
+        timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
     """
 
     host_memory_budget: int | None
@@ -95,6 +112,7 @@ class InfinitySection:
     main_weights: MainWeights
     gradient_dtype: GradientDtype
     rounds_gradients: bool
+    timeline: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
     Raises:
         ConfigSyntaxError: with line and column, or with the dotted path of a key that stands there twice.
     """
-    plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
     try:
-        content = json.loads(plain, object_pairs_hook=_Object)
+        content = json.loads(blank_comments(text), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ConfigSyntaxError(source, f"{error.msg} at {place}", cure=_CURE) from error
@@ -57,6 +56,11 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
         raise ConfigSyntaxError(source, f"it holds a {type(content).__name__}, not an object", cure="Begin it with {")
     _refuse_duplicates(content, "", source)
     return content
+
+
+def blank_comments(text: str) -> str:
+    """The text with blanks for comments and trailing commas: plain JSON in which everything stands where it stood."""
+    return _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
 
 def _blank(match: re.Match[str]) -> str:

@@ -44,6 +44,11 @@ class Kernels(NamedTuple):
     adam: Kernel
 
 
+def can_compile() -> bool:
+    """Whether numba compiles at all: ``NUMBA_DISABLE_JIT`` is there for debugging."""
+    return not getattr(numba.config, "DISABLE_JIT", False)
+
+
 @functools.cache
 def kernels() -> Kernels:
     """The kernels, compiled for this processor, or read from numba's cache.

@@ -31,7 +31,7 @@ def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> 
         weight: bf16, of the same shape and device, without gaps; receives the model weight.
         remainder: int16, likewise; receives the remainder.
     """
-    if _is_on_host(main):
+    if _has_kernels(main):
         _kernels().split(main.numpy(), _bits(weight), remainder.numpy())
         return
     high, low = split_bits(main)
@@ -41,7 +41,7 @@ def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, main: torch.Tensor) -> None:
     """The inverse of `split`: write ``main`` from its halves."""
-    if _is_on_host(main):
+    if _has_kernels(main):
         _kernels().join(_bits(weight), remainder.numpy(), main.numpy())
         return
     main.view(torch.int32).copy_(join_bits(weight.view(torch.int16), remainder))
@@ -59,16 +59,18 @@ def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return (high.to(torch.int32) << 16) + low
 
 
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def _bits(weight: torch.Tensor) -> Any:
     return weight.view(torch.int16).numpy()
 
 
-def _kernels() -> Any:
+def _has_kernels(tensor: torch.Tensor) -> bool:
     # Late: numba costs half a second and 60 MB, and only trainings with remainders need it.
+    from infinity.optim.cpu_kernels import can_compile
+
+    return tensor.device.type == "cpu" and can_compile()
+
+
+def _kernels() -> Any:
     from infinity.optim.cpu_kernels import kernels
 
     return kernels()

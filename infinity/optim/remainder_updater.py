@@ -12,7 +12,7 @@ from infinity.optim.fused_adam import STATES, VECTOR_NUMEL, FusedAdam
 from infinity.optim.remainder import join, split
 
 _BLOCK_NUMEL = 1 << 18
-"""Elements joined at a time for an optimizer without a kernel of ours: few enough to stay in the processor's cache."""
+"""Elements joined at a time on the CPU, without a kernel of ours: few enough to stay in the processor's cache."""
 
 
 class Rule(Protocol):
@@ -96,8 +96,9 @@ class RemainderUpdater:
                 {name: state[name][:body] for name in STATES},
                 scalars,
             )
-        for start in range(body, numel, _BLOCK_NUMEL):
-            span = slice(start, min(start + _BLOCK_NUMEL, numel))
+        block_numel = _BLOCK_NUMEL if weight.device.type == "cpu" else max(numel, 1)
+        for start in range(body, numel, block_numel):
+            span = slice(start, min(start + block_numel, numel))
             views = {name: values[span] for name, values in state.items()}
             names, advanced = self._update_block(
                 group, weight[span], remainder[span], gradient[span], scale, views, scalars, is_first=is_first
@@ -116,7 +117,7 @@ class RemainderUpdater:
         *,
         is_first: bool,
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        main, slope = (scratch[: weight.numel()] for scratch in self._scratch(weight.device))
+        main, slope = self._scratch(weight.numel(), weight.device)
         join(weight, remainder, main)
         slope.copy_(gradient)
         if scale is not None:
@@ -128,8 +129,10 @@ class RemainderUpdater:
         split(main, weight, remainder)
         return tuple(tensors), advanced
 
-    def _scratch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._main is None or self._gradient is None:
-            self._main = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device=device)
-            self._gradient = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device=device)
-        return self._main, self._gradient
+    def _scratch(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Memory for a joined weight and its gradient. It is kept: an allocation per block would cost more than the rest."""
+        if self._main is None or self._gradient is None or self._main.numel() < numel:
+            size = max(numel, _BLOCK_NUMEL)
+            self._main = torch.empty(size, dtype=torch.float32, device=device)
+            self._gradient = torch.empty(size, dtype=torch.float32, device=device)
+        return self._main[:numel], self._gradient[:numel]

@@ -1,7 +1,9 @@
 """What a step did and what it waited for."""
 
 from infinity.telemetry.clock import StepClock
+from infinity.telemetry.counters import DriveCounters
+from infinity.telemetry.recording import Recording
 from infinity.telemetry.report import StepReport
-from infinity.telemetry.reporter import Reporter
+from infinity.telemetry.reporter import Reporter, Sources
 
-__all__ = ["Reporter", "StepClock", "StepReport"]
+__all__ = ["DriveCounters", "Recording", "Reporter", "Sources", "StepClock", "StepReport"]

@@ -1,13 +1,22 @@
-"""Counts the seconds that the training thread waits, by cause.
+"""The training thread's time: what it computes, what it waits for, by cause.
 
 Knows time only; must not know what it waits for.
+
+[Note: stamps]
+Computing is measured between two points of the compute stream. On the CPU such a point is the present second. A GPU runs
+behind the host, and knows when it passed a point only after it has: so the clock keeps pairs of stamps, and counts them
+as soon as their seconds are known (`settle`).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
+
+from infinity.telemetry.timeline import Row, Timeline
 
 _CAUSES = {
     "read": "reads from NVMe",
@@ -17,24 +26,109 @@ _CAUSES = {
 }
 
 
-class StepClock:
-    """Seconds waited since the last `reset`, by cause: "read", "update", "gradients" or "write"."""
+class StampSource(Protocol):
+    """Marks points of the compute stream: see [Note: stamps]."""
 
-    def __init__(self) -> None:
+    def stamp(self) -> Any:
+        """A mark behind everything launched so far."""
+        ...
+
+    def seconds_at(self, stamp: Any) -> float | None:
+        """When that was, as ``time.perf_counter`` counts; None if the device has not got there."""
+        ...
+
+
+class _HostTime:
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def seconds_at(self, stamp: float) -> float:
+        return stamp
+
+
+class StepClock:
+    """Seconds since the last `reset`, computed and waited, the latter by cause: "read", "update", "gradients", "write".
+
+    Attributes:
+        waited_seconds: Seconds that the training thread waited, by cause.
+        compute_seconds: Seconds in forward, backward and step without waiting and without the engine's own paging.
+        waiting_for: What it waits for right now, in words; empty while it does not.
+        timeline: Where spans are recorded, if anywhere.
+    """
+
+    def __init__(self, stamps: StampSource | None = None) -> None:
         self.waited_seconds: dict[str, float] = dict.fromkeys(_CAUSES, 0.0)
+        self.compute_seconds = 0.0
         self.waiting_for = ""
         self.began_seconds = time.perf_counter()
+        self.timeline: Timeline | None = None
+        self._stamps: StampSource = stamps or _HostTime()
+        self._phase = ""
+        self._unit = ""
+        self._since: Any = None
+        """The stamp at which the computing that goes on began; None while there is none."""
+        self._open: deque[tuple[str, Any, Any]] = deque()
+        """Computing of which it is not known yet when it was: name, first and last stamp."""
+
+    # ------------------------------------------------------------------------------------------------------ computing
+
+    def begin_compute(self, phase: str) -> None:
+        """The model computes from now on: ``phase`` is "forward", "backward" or "step". Nothing happens if it does."""
+        if self._phase != phase:
+            self.end_compute()
+            self._phase = phase
+            self.resume_compute()
+
+    def end_compute(self) -> None:
+        """It does not any more."""
+        self.pause_compute()
+        self._phase = self._unit = ""
+
+    def pause_compute(self) -> None:
+        """What comes now is the engine's: paging, or waiting."""
+        if self._since is not None:
+            name = f"{self._phase} {self._unit}" if self._unit else self._phase
+            self._open.append((name, self._since, self._stamps.stamp()))
+            self._since = None
+            self.settle()
+
+    def resume_compute(self, unit: str | None = None) -> None:
+        """The model goes on, with the weights of ``unit`` (None: the same as before), if it is at work at all."""
+        if self._phase and self._since is None:
+            self._unit = self._unit if unit is None else unit
+            self._since = self._stamps.stamp()
+
+    def settle(self) -> None:
+        """Count the computing of which the device has told when it was."""
+        while self._open:
+            name, first, last = self._open[0]
+            begin, end = self._stamps.seconds_at(first), self._stamps.seconds_at(last)
+            if begin is None or end is None:
+                return
+            self._open.popleft()
+            self.compute_seconds += end - begin
+            if self.timeline is not None:
+                self.timeline.add(Row.COMPUTE, name, begin, end)
+
+    # -------------------------------------------------------------------------------------------------------- waiting
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
         """The thread waits inside the ``with`` block."""
         begin = time.perf_counter()
+        was_computing = self._since is not None
+        self.pause_compute()
         self.waiting_for = _CAUSES[cause]
         try:
             yield
         finally:
-            self.waited_seconds[cause] += time.perf_counter() - begin
+            end = time.perf_counter()
+            self.waited_seconds[cause] += end - begin
             self.waiting_for = ""
+            if self.timeline is not None:
+                self.timeline.add(Row.WAITING, _CAUSES[cause], begin, end)
+            if was_computing:
+                self.resume_compute()
 
     def reset(self) -> float:
         """Begin a new step. Returns the seconds since the last reset."""
@@ -42,4 +136,5 @@ class StepClock:
         elapsed = now - self.began_seconds
         self.began_seconds = now
         self.waited_seconds = dict.fromkeys(_CAUSES, 0.0)
+        self.compute_seconds = 0.0
         return elapsed

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_SMALL_WAIT = 0.1
+"""A step that waits for less than this share of its time would not be faster without any waiting worth the name."""
+_WORDS = {"read": "reads", "write": "writes", "compute": "compute", "optimizer": "the optimizer", "other": "other code"}
+
 
 @dataclass(frozen=True)
 class StepReport:
     """What one optimizer step did, from the end of the step before to its own end.
 
-    Seconds are wall-clock seconds of the training thread, except ``optimizer_seconds``, which a background thread spends
-    beside it. Bytes are those of the NVMe tier, as counted by its swapper. An update may still run when its step ends;
-    then its bytes and seconds count in the next report.
+    Seconds are wall-clock seconds of the training thread, except those of others that work beside it: ``optimizer_seconds``
+    of a background thread, and the ``*_busy_seconds`` of drives and copies. Bytes are those of the NVMe tier, as counted by
+    its swapper. An update may still run when its step ends; then its bytes and seconds count in the next report.
     """
 
     step: int
@@ -30,3 +34,111 @@ class StepReport:
     loss: float | None
     """Mean of the step's micro-batch losses; None when the engine did not see them (plain loop)."""
     grad_norm: float | None
+    compute_busy_seconds: float = 0.0
+    """In forward, backward and step, less all waiting and less the engine's own paging. On a GPU: the GPU's time."""
+    write_wait_seconds: float = 0.0
+    """Waiting for writes: only where somebody asked to (`Engine.flush`)."""
+    read_busy_seconds: float = 0.0
+    """With at least one read at a drive; several drives at once count once."""
+    write_busy_seconds: float = 0.0
+    """With at least one write at a drive."""
+    drive_busy_seconds: float = 0.0
+    """With at least one read or write at a drive."""
+    copy_busy_seconds: float = 0.0
+    """With at least one copy between host and device under way; 0 where the model computes in host memory."""
+
+    @property
+    def compute_share(self) -> float:
+        """``compute_busy_seconds`` as a share of the step."""
+        return self._share(self.compute_busy_seconds)
+
+    @property
+    def drive_busy_share(self) -> float:
+        """``drive_busy_seconds`` as a share of the step."""
+        return self._share(self.drive_busy_seconds)
+
+    @property
+    def read_busy_share(self) -> float:
+        """``read_busy_seconds`` as a share of the step."""
+        return self._share(self.read_busy_seconds)
+
+    @property
+    def write_busy_share(self) -> float:
+        """``write_busy_seconds`` as a share of the step."""
+        return self._share(self.write_busy_seconds)
+
+    @property
+    def optimizer_share(self) -> float:
+        """``optimizer_seconds`` as a share of the step."""
+        return self._share(self.optimizer_seconds)
+
+    @property
+    def copy_busy_share(self) -> float:
+        """``copy_busy_seconds`` as a share of the step."""
+        return self._share(self.copy_busy_seconds)
+
+    @property
+    def wait_seconds(self) -> float:
+        """All waiting of the training thread."""
+        return self.seconds - self.compute_seconds
+
+    @property
+    def other_seconds(self) -> float:
+        """Neither computing nor waiting: the loop's own code, such as a data loader, and the engine's paging."""
+        return max(0.0, self.compute_seconds - self.compute_busy_seconds)
+
+    @property
+    def bound_by(self) -> str:
+        """What a faster step needs more of: "read", "write", "compute", "optimizer", or "other".
+
+        Whatever was busy longest; or the training thread itself, when it hardly waited: then "compute", or "other" if it
+        spent more of the step outside of forward and backward (a slow data loader, say).
+        """
+        own = {"compute": self.compute_busy_seconds, "other": self.other_seconds}
+        busy = {
+            "read": self.read_busy_seconds,
+            "write": self.write_busy_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
+        candidates = own if self.wait_seconds < _SMALL_WAIT * self.seconds else own | busy
+        return max(candidates, key=lambda name: candidates[name])
+
+    def describe(self) -> str:
+        """One line in words."""
+        busy = [f"read {self.read_busy_share:.0%}", f"write {self.write_busy_share:.0%}"]
+        parts = [
+            f"step {self.step}: {self.seconds:.{_digits(self.seconds)}f} s",
+            f"compute {self.compute_share:.0%}",
+            f"drive busy {self.drive_busy_share:.0%} ({', '.join(busy)})",
+            f"{_bytes(self.read_bytes)} read, {_bytes(self.write_bytes)} written",
+            f"waited: {self._waits()}",
+            f"bound by {_WORDS[self.bound_by]}",
+        ]
+        if self.copy_busy_seconds:
+            parts.insert(3, f"copies {self.copy_busy_share:.0%}")
+        return " | ".join(parts).replace("%", " %")
+
+    def _waits(self) -> str:
+        waits = {
+            "reads": self.read_wait_seconds,
+            "optimizer": self.update_wait_seconds,
+            "writes": self.write_wait_seconds,
+        }
+        digits = _digits(self.seconds)
+        told = [f"{name} {seconds:.{digits}f} s" for name, seconds in waits.items() if round(seconds, digits) > 0]
+        return ", ".join(told) or "nothing"
+
+    def _share(self, seconds: float) -> float:
+        return seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+def _digits(seconds: float) -> int:
+    """Decimals that leave two figures of a step's time."""
+    return 1 if seconds >= 1 else 2 if seconds >= 0.1 else 3
+
+
+def _bytes(num_bytes: int) -> str:
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -5,15 +5,41 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from infinity.errors import NonFiniteLossWarning
+from infinity.device import Copy
+from infinity.errors import ConfigValueError, NonFiniteLossWarning
+from infinity.telemetry.chrome_trace import KEY, check_writable
 from infinity.telemetry.clock import StepClock
+from infinity.telemetry.counters import DriveCounters
+from infinity.telemetry.recording import Recording
 from infinity.telemetry.report import StepReport
+from infinity.telemetry.timeline import Row
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the figures of a report come from.
+
+    Attributes:
+        clock: The training thread's time.
+        counters: What the drives have done so far.
+        optimizer_seconds: Seconds that the optimizer's thread has worked so far.
+        prediction: Predicted bytes read and written per step.
+        copies: Bytes, begin and end of the copies between host and device since the last call, and what they were.
+    """
+
+    clock: StepClock
+    counters: Callable[[], DriveCounters]
+    optimizer_seconds: Callable[[], float]
+    prediction: Callable[[], tuple[int, int]]
+    copies: Callable[[], Sequence[tuple[Copy, float, float]]]
 
 
 class Reporter:
@@ -21,40 +47,39 @@ class Reporter:
 
     def __init__(
         self,
-        clock: StepClock,
+        sources: Sources,
+        recording: Recording | None,
         *,
-        read_counters: Callable[[], tuple[int, int]],
-        read_busy_seconds: Callable[[], float],
-        read_prediction: Callable[[], tuple[int, int]],
         steps_per_print: int | None,
         prints_breakdown: bool,
     ) -> None:
         """
         Args:
-            clock: the training thread's waiting.
-            read_counters: bytes read and written so far in the NVMe tier.
-            read_busy_seconds: seconds that the optimizer's thread has worked so far.
-            read_prediction: predicted bytes read and written per step.
+            sources: figures.
+            recording: takes the steps down, if anybody wants a timeline.
             steps_per_print: a line every so many steps; None for none.
-            prints_breakdown: log each report.
+            prints_breakdown: a line for each step that says where its time went.
         """
-        self._clock = clock
-        self._read_counters = read_counters
-        self._read_busy_seconds = read_busy_seconds
-        self._read_prediction = read_prediction
+        self._sources = sources
+        self._clock = sources.clock
+        self._recording = recording
         self._steps_per_print = steps_per_print
         self._prints_breakdown = prints_breakdown
         self._losses: list[torch.Tensor] = []
         self._has_begun = False
-        self._counted = (0, 0)
-        self._busy_seconds = 0.0
+        self._counted = DriveCounters()
+        self._optimizer_seconds = 0.0
+        self._copies_end = 0.0
+        self._copy_seconds = 0.0
 
     def begin(self) -> None:
         """Something happens in the present step; the first time, counting begins."""
         if not self._has_begun:
             self._has_begun = True
+            self._settle()
             self._clock.reset()
-            self._counted = self._read_counters()
+            self._copy_seconds = 0.0
+            self._counted = self._sources.counters()
 
     def note_loss(self, loss: torch.Tensor, step: int) -> None:
         """A micro-batch's loss. On a GPU it is looked at when the step ends, so that nothing waits for it."""
@@ -69,10 +94,14 @@ class Reporter:
 
     def end_step(self, step: int, grad_norm: float | None) -> StepReport:
         """The report of the step that ends now, which is the ``step``-th."""
-        waited = dict(self._clock.waited_seconds)
+        self._settle()
+        began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
+        compute_busy_seconds, copy_busy_seconds = self._clock.compute_seconds, self._copy_seconds
+        self._copy_seconds = 0.0
         seconds = self._clock.reset()
-        counted, busy_seconds = self._read_counters(), self._read_busy_seconds()
-        predicted = self._read_prediction()
+        counted, optimizer_seconds = self._sources.counters(), self._sources.optimizer_seconds()
+        moved = counted.since(self._counted)
+        predicted = self._sources.prediction()
         losses = [float(loss) for loss in self._losses]
         if any(loss.device.type != "cpu" for loss in self._losses):
             for value in losses:
@@ -84,20 +113,51 @@ class Reporter:
             compute_seconds=seconds - sum(waited.values()),
             read_wait_seconds=waited["read"],
             update_wait_seconds=waited["update"] + waited["gradients"],
-            optimizer_seconds=busy_seconds - self._busy_seconds,
-            read_bytes=counted[0] - self._counted[0],
-            write_bytes=counted[1] - self._counted[1],
+            optimizer_seconds=optimizer_seconds - self._optimizer_seconds,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
             predicted_read_bytes=predicted[0],
             predicted_write_bytes=predicted[1],
             loss=sum(losses) / len(losses) if losses else None,
             grad_norm=grad_norm,
+            compute_busy_seconds=compute_busy_seconds,
+            write_wait_seconds=waited["write"],
+            read_busy_seconds=moved.read_busy_seconds,
+            write_busy_seconds=moved.write_busy_seconds,
+            drive_busy_seconds=moved.busy_seconds,
+            copy_busy_seconds=copy_busy_seconds,
         )
-        self._counted, self._busy_seconds = counted, busy_seconds
+        self._counted, self._optimizer_seconds = counted, optimizer_seconds
+        if self._recording is not None:
+            self._recording.timeline.add_step(began, began + seconds, report)
         if self._steps_per_print and step % self._steps_per_print == 0:
             logger.info("step %d: loss %s, %.2f s, gradient norm %s", step, report.loss, seconds, grad_norm)
         if self._prints_breakdown:
-            logger.info("step %d: %s", step, report)
+            logger.info("%s", report.describe())
         return report
+
+    def save_timeline(self, path: Path) -> None:
+        """Write what has been recorded so far.
+
+        Raises:
+            ConfigValueError: nothing is recorded, or the file cannot be written.
+        """
+        if self._recording is None:
+            problem = "no timeline is recorded"
+            raise ConfigValueError(KEY, None, problem, cure="Name a file there before the engine is made")
+        self._settle()
+        check_writable(path)
+        self._recording.save(path)
+
+    def _settle(self) -> None:
+        """Count what the device has done meanwhile."""
+        self._clock.settle()
+        for copy, begin, end in self._sources.copies():
+            # Uploads and downloads run side by side: time that is covered already does not count again.
+            self._copy_seconds += max(0.0, end - max(begin, self._copies_end))
+            self._copies_end = max(self._copies_end, end)
+            if self._recording is not None:
+                self._recording.timeline.add(Row.COPIES, copy.name, begin, end, num_bytes=copy.num_bytes)
 
 
 def _warn_if_not_finite(value: float, step: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from swapper.region import AlignedRegion
 
 CompletionCallback = Callable[["IORequest", int, OSError | None], None]
 """Called once for each request with the bytes that were transferred and the error, if any."""
@@ -15,6 +17,20 @@ class Direction(IntEnum):
 
     READ = 0  # from the backend into memory
     WRITE = 1  # from memory to the backend
+
+
+class CorruptedDataError(OSError):
+    """What a request is completed with if its bytes are not those that were written: not worth another attempt.
+
+    Attributes:
+        offset: The first byte, in the backend's address space, of what does not match.
+        num_bytes: Its length.
+    """
+
+    def __init__(self, offset: int, num_bytes: int) -> None:
+        self.offset = offset
+        self.num_bytes = num_bytes
+        super().__init__(None, f"{num_bytes} bytes at {offset} do not match their checksum")
 
 
 class IORequest:
@@ -110,3 +126,24 @@ class IOBackend(Protocol):
         Idempotent.
         """
         ...
+
+
+@runtime_checkable
+class MemoryRegistrar(Protocol):
+    """A backend that transfers more cheaply in memory that it knows beforehand."""
+
+    def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
+        """Get to know memory, and return what undoes that.
+
+        Until then the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
+        """
+        ...
+
+
+def register_memory(backend: IOBackend, region: AlignedRegion) -> Callable[[], None]:
+    """Let a backend know memory, if it is of the kind that profits from it; return what undoes that."""
+    return backend.register_memory(region) if isinstance(backend, MemoryRegistrar) else _nothing
+
+
+def _nothing() -> None:
+    """Undo the registration of memory that was never registered."""

@@ -102,11 +102,15 @@ class WorkerPool(Uncopyable):
         else:
             self._queues[request.direction].put(request)
 
-    def close(self, timeout_seconds: float) -> bool:
-        """Stop the workers after what is queued; return whether all of them ended in time."""
+    def stop(self) -> None:
+        """Take nothing more, and have the workers end after what is queued. Idempotent."""
         self._is_closed = True
         self._finalizer()
         _open_pools.discard(self)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Stop the workers after what is queued; return whether all of them ended in time."""
+        self.stop()
         deadline = time.monotonic() + timeout_seconds
         current = threading.current_thread()
         for thread in self._threads:

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from swapper.backends.base import Direction, IOBackend, IORequest
+from swapper.backends.base import Direction, IOBackend, IORequest, register_memory
+from swapper.region import AlignedRegion
 
 
 class BackendWrapper:
@@ -59,6 +60,10 @@ class BackendWrapper:
     def describe(self) -> str:
         """Return the inner backend's description in the name of this class."""
         return f"{type(self).__name__}({self.inner.describe()})"
+
+    def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
+        """See :class:`swapper.backends.base.MemoryRegistrar`."""
+        return register_memory(self.inner, region)
 
     def submit(self, request: IORequest) -> None:
         """Pass the request on."""

@@ -6,17 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from swapper import Directory
 from swapper.backends import (
+    AiofilesBackend,
     FaultInjectingBackend,
+    IntegrityBackend,
     IOBackend,
     IORequest,
     LatencyBackend,
     LoggingBackend,
     MemoryBackend,
+    RateLimitBackend,
     ThreadsBackend,
+    UringBackend,
 )
 from swapper.testing import BackendConformance, ConformanceError, run_conformance
 from swapper.volume import Volume
+from tests.uring import needs_uring
 
 
 class _OnDrive(BackendConformance):
@@ -42,6 +48,71 @@ class TestThreadsStriped(_OnDrive):
         return ThreadsBackend(Volume(self.directories, capacity_bytes, stripe_bytes=64 << 10))
 
 
+class TestThreadsOnUnevenDrives(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        directories = [
+            Directory(self.directories[0], capacity_bytes=256 << 10, bytes_per_second=3e9),
+            Directory(self.directories[1], bytes_per_second=1e9),
+            self.directories[2],
+        ]
+        return ThreadsBackend(Volume(directories, capacity_bytes, stripe_bytes=16 << 10), num_threads=2)
+
+
+class TestAiofiles(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return AiofilesBackend(Volume(self.directories[:1], capacity_bytes))
+
+
+class TestAiofilesThroughPageCache(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return AiofilesBackend(Volume(self.directories[:1], capacity_bytes, direct=False), num_threads=1)
+
+
+class TestAiofilesStriped(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return AiofilesBackend(Volume(self.directories, capacity_bytes, stripe_bytes=64 << 10), num_threads=2)
+
+
+class TestIntegrity(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return IntegrityBackend(ThreadsBackend(Volume(self.directories[:1], capacity_bytes)), boundary_bytes=1 << 20)
+
+
+class TestIntegrityStriped(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return IntegrityBackend(ThreadsBackend(Volume(self.directories, capacity_bytes, stripe_bytes=12 << 10)))
+
+
+class TestIntegrityInline(BackendConformance):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return IntegrityBackend(MemoryBackend(capacity_bytes), page_bytes=4096)
+
+
+@needs_uring
+class TestUring(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return UringBackend(Volume(self.directories[:1], capacity_bytes))
+
+
+@needs_uring
+class TestUringOneByOne(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return UringBackend(Volume(self.directories[:1], capacity_bytes), queue_depth=1)
+
+
+@needs_uring
+class TestUringThroughPageCache(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return UringBackend(Volume(self.directories[:1], capacity_bytes, direct=False), queue_depth=4)
+
+
+@needs_uring
+class TestUringOnUnevenDrives(_OnDrive):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        directories = [Directory(self.directories[0], bytes_per_second=3e9), self.directories[1]]
+        return UringBackend(Volume(directories, capacity_bytes, stripe_bytes=64 << 10), queue_depth=3)
+
+
 class TestMemory(BackendConformance):
     def make_backend(self, capacity_bytes: int) -> IOBackend:
         return MemoryBackend(capacity_bytes, num_threads=3)
@@ -60,6 +131,16 @@ class TestLogging(BackendConformance):
 class TestLatency(BackendConformance):
     def make_backend(self, capacity_bytes: int) -> IOBackend:
         return LatencyBackend(MemoryBackend(capacity_bytes, 2), read_seconds=0.0003, write_seconds=0.0002)
+
+
+class TestRateLimit(BackendConformance):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return RateLimitBackend(MemoryBackend(capacity_bytes, 2), 1e9, 5e8)
+
+
+class TestRateLimitInline(BackendConformance):
+    def make_backend(self, capacity_bytes: int) -> IOBackend:
+        return RateLimitBackend(MemoryBackend(capacity_bytes), write_bytes_per_second=2e9)
 
 
 class TestFaultInjectingWithoutFaults(_OnDrive):

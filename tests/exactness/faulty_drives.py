@@ -16,8 +16,8 @@ from swapper.backends.wrappers import BackendWrapper, DelayLine
 @contextmanager
 def wrapped_drives(wrap: Callable[[IOBackend], IOBackend]) -> Iterator[None]:
     """Every volume that is opened inside the ``with`` block is seen through ``wrap``."""
-    real = swapper.swapper.ThreadsBackend
-    with mock.patch.object(swapper.swapper, "ThreadsBackend", lambda *args, **kwargs: wrap(real(*args, **kwargs))):
+    real = swapper.swapper.open_backend
+    with mock.patch.object(swapper.swapper, "open_backend", lambda *args, **kwargs: wrap(real(*args, **kwargs))):
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swapper import Swapper, SwapperConfig, UnwritableDirectoryError, VolumeTooSmallError
+from swapper import ArgumentError, Directory, Swapper, SwapperConfig, UnwritableDirectoryError, VolumeTooSmallError
 from swapper.backends import ThreadsBackend
 from swapper.testing import run_conformance
 from swapper.volume import Volume
@@ -40,10 +40,38 @@ def test_a_small_second_drive_leaves_nothing_on_the_first(small_tmpfs: Callable[
     large, small = small_tmpfs(16 * _MIB), small_tmpfs(2 * _MIB)
     free_bytes = _free_bytes(large)
     with pytest.raises(VolumeTooSmallError) as caught:
-        Swapper.open([large, small], 12 * _MIB)
+        Swapper.open([large, small], 19 * _MIB)
     assert caught.value.directory == small
-    assert caught.value.needed_bytes == 6 * _MIB
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (19 * _MIB, 18 * _MIB)
+    for directory, num_bytes in ((large, 16 * _MIB), (small, 2 * _MIB)):
+        assert f"{str(directory)!r} {num_bytes} (free)" in str(caught.value)
     assert _free_bytes(large) == free_bytes
+
+
+def test_a_small_drive_gives_what_it_has_and_the_others_the_rest(small_tmpfs: Callable[[int], Path]) -> None:
+    large, small, limited = small_tmpfs(16 * _MIB), small_tmpfs(2 * _MIB), small_tmpfs(32 * _MIB)
+    directories = [large, small, Directory(limited, capacity_bytes=3 * _MIB)]
+    with Swapper.open(directories, 21 * _MIB, SwapperConfig(request_bytes=64 << 10)) as swapper:
+        assert [_free_bytes(directory) for directory in (large, small, limited)] == [0, 0, 29 * _MIB]
+        extent = swapper.allocate(21 * _MIB, "everything")
+        data = np.random.default_rng(0).integers(0, 256, 21 * _MIB, dtype=np.uint8)
+        copy = np.empty_like(data)
+        swapper.write(extent, data)
+        swapper.read(extent, copy).wait()
+        assert np.array_equal(data, copy)
+    assert _free_bytes(large) == 16 * _MIB
+
+
+def test_directories_of_one_small_drive_share_it(small_tmpfs: Callable[[int], Path]) -> None:
+    directory = small_tmpfs(8 * _MIB)
+    paths = [directory / "a", directory / "b"]
+    for path in paths:
+        path.mkdir()
+    with pytest.raises(VolumeTooSmallError, match=r"shared with '.*a'") as caught:
+        Swapper.open(paths, 9 * _MIB)
+    assert caught.value.free_bytes == 8 * _MIB
+    with Swapper.open([Directory(paths[0], capacity_bytes=2 * _MIB), paths[1]], 8 * _MIB):
+        assert _free_bytes(directory) == 0
 
 
 def test_a_drive_that_others_fill_meanwhile_does_not_matter(small_tmpfs: Callable[[int], Path]) -> None:
@@ -83,6 +111,24 @@ def test_a_read_only_drive(small_tmpfs: Callable[[int], Path]) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
     with pytest.raises(UnwritableDirectoryError, match=r"Read-only file system \(errno 30, EROFS"):
         Swapper.open([directory], 4096)
+
+
+def test_a_read_only_bind_mount_of_a_directory_that_can_be_written(tmp_path: Path) -> None:
+    source, point = tmp_path / "source", tmp_path / "point"
+    source.mkdir()
+    point.mkdir()
+    answer = subprocess.run(["mount", "--bind", str(source), str(point)], capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        pytest.skip(f"bind mounts cannot be made here: {answer.stderr.strip()}")
+    try:
+        with pytest.raises(ArgumentError, match="given twice"):
+            Swapper.open([source, point], 4096)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(point)], check=True)
+        with pytest.raises(UnwritableDirectoryError, match=r"point': Read-only file system .*write access"):
+            Swapper.open([point], 4096)
+        Swapper.open([source], 4096).close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
 
 
 def test_tmpfs_passes_the_conformance_suite(small_tmpfs: Callable[[int], Path]) -> None:

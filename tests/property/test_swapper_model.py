@@ -1,4 +1,4 @@
-"""The swapper against a plain array of bytes, under thousands of random operations with faults injected.
+"""The swapper against a plain array of bytes, under thousands of random operations with faults injected, on every backend.
 
 Operations are only started; what they must have done is decided later, when their outcomes are known, by replaying them
 one after the other in the order of their submission: the swapper promises the same as if nothing overlapped.
@@ -6,20 +6,30 @@ one after the other in the order of their submission: the swapper promises the s
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 import tempfile
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from swapper import (
     ALIGNMENT,
     AlignedRegion,
     BrokenExtentError,
+    ChecksumMismatchError,
     Extent,
     Handle,
     OutOfSpaceError,
@@ -31,17 +41,25 @@ from swapper import (
     UnwrittenExtentError,
 )
 from swapper.backends import (
+    AiofilesBackend,
     Direction,
     FaultInjectingBackend,
     FaultRule,
+    IntegrityBackend,
     IOBackend,
+    LatencyBackend,
     MemoryBackend,
+    RateLimitBackend,
     ThreadsBackend,
+    UringBackend,
 )
 from swapper.volume import Volume
+from tests.exactness.faulty_drives import JitteringBackend
+from tests.uring import needs_uring
 
 _CAPACITY = 48 * ALIGNMENT
 _NUM_RETRIES = 4
+_LEAST_OPERATIONS = 2000
 _UNWRITTEN, _WRITTEN, _BROKEN = range(3)
 
 
@@ -76,6 +94,12 @@ def _failure(dice: random.Random) -> FaultRule:
     )
 
 
+def _damage(dice: random.Random) -> FaultRule:
+    return FaultRule(
+        direction=dice.choice(list(Direction)), nth=dice.randint(1, 8), flipped_bit=dice.randrange(1 << 17)
+    )
+
+
 def _error_of(handle: Handle) -> SwapperError | None:
     # Not handle.error: to read that counts as having seen the error.
     return handle._operation.error
@@ -90,11 +114,13 @@ class _ModelExtent:
         self.state = np.full(extent.num_bytes, _UNWRITTEN, dtype=np.uint8)
         self.history: list[_Operation] = []
 
-    def replay(self, block_bytes: int, may_fail: bool) -> None:
+    def replay(self, block_bytes: int, may_fail: bool, may_be_damaged: bool) -> None:
         for operation in self.history:
             start, stop = operation.offset, operation.offset + operation.memory.size
             error = operation.refusal or (_error_of(operation.handle) if operation.handle else None)
             if operation.is_read:
+                if may_be_damaged and isinstance(error, ChecksumMismatchError):
+                    continue  # until all of the damaged bytes are written again
                 self._check_read(operation, error, start, stop, may_fail)
             elif error is None:
                 self.content[start:stop] = operation.content
@@ -127,11 +153,19 @@ class _ModelExtent:
 class SwapperMachine(RuleBasedStateMachine):
     """Starts requests, waits for some, makes some fail, and compares everything in the end."""
 
+    num_operations: ClassVar[int] = 0
+    has_damage: ClassVar[bool] = False
+
     def make_backend(self) -> IOBackend:
+        """Return what moves the bytes."""
         raise NotImplementedError
 
+    def wrap(self, faulty: IOBackend) -> IOBackend:
+        """Return what the swapper is given: faults happen below it."""
+        return faulty
+
     @initialize(
-        request_blocks=st.integers(1, 4),
+        request_blocks=st.sampled_from([1, 2, 3, 4, 16]),
         max_inflight=st.integers(1, 8),
         slow=st.sampled_from([None, Direction.READ, Direction.WRITE]),
     )
@@ -148,11 +182,11 @@ class SwapperMachine(RuleBasedStateMachine):
             max_overtakes=3,
             deadline_seconds=30.0,
         )
-        self.swapper = Swapper(self.backend, config)
+        self.swapper = Swapper(self.wrap(self.backend), config)
         self.extents: list[_ModelExtent] = []
         self.handles: list[Handle] = []
         self.seen: list[SwapperError] = []
-        self.may_fail = False
+        self.may_fail = self.may_be_damaged = False
         self.counter = 0
         for _ in range(3):
             self.allocate(5 * ALIGNMENT + 100, True)
@@ -179,26 +213,31 @@ class SwapperMachine(RuleBasedStateMachine):
         free_bytes = self.swapper.free_bytes
         self.swapper.free(model.extent)
         assert self.swapper.free_bytes == free_bytes + model.extent.num_bytes
-        model.replay(self.block_bytes, self.may_fail)
+        model.replay(self.block_bytes, self.may_fail, self.may_be_damaged)
         self.extents.remove(model)
 
     @precondition(lambda self: self.extents)
     @rule(
-        num_operations=st.integers(1, 32),
+        num_operations=st.sampled_from([2, 8, 24, 48]),
         seed=st.integers(0, 1 << 16),
-        fault=st.sampled_from([None, "disturbance", "failure", "failure"]),
+        fault=st.sampled_from([None, "disturbance", "failure", "failure", "damage"]),
     )
     def start(self, num_operations: int, seed: int, fault: str | None) -> None:
         """Start some at once: drawn from a seed, because hypothesis takes long to draw as many numbers one by one."""
         dice = random.Random(seed)
-        if fault is not None:
+        if fault == "damage" and self.has_damage:
+            self._inject(_damage(dice))
+            self.may_be_damaged = True
+        elif fault is not None:
             self._inject(_failure(dice) if fault == "failure" else dice.choice(_DISTURBANCES))
             self.may_fail = self.may_fail or fault == "failure"
         for _ in range(num_operations):
             model = dice.choice(self.extents)
-            unit = dice.choice([1, ALIGNMENT])
+            unit = dice.choice([1, 64, ALIGNMENT])
             offset, stop = sorted(unit * dice.randint(0, model.extent.num_bytes // unit) for _ in range(2))
-            is_read, shift, priority = dice.random() < 0.5, dice.choice([0, 0, 1, 512]), dice.choice(list(Priority))
+            is_read, priority = dice.random() < 0.5, dice.choice(list(Priority))
+            # The buffer may begin anywhere in a page of memory, and be of any length, like the range in the extent.
+            shift = dice.choice([0, 0, 1, 512, dice.randrange(ALIGNMENT)])
             self._start(model, is_read, offset, stop, shift, priority)
 
     def _start(
@@ -206,6 +245,7 @@ class SwapperMachine(RuleBasedStateMachine):
     ) -> None:
         memory = AlignedRegion(max(1, stop - offset) + shift).array()[shift : shift + stop - offset]
         self.counter += 1
+        type(self).num_operations += 1
         if not is_read:
             memory[:] = np.random.default_rng(self.counter).integers(0, 256, memory.size, dtype=np.uint8)
         handle, refusal = self._try(is_read, model.extent, memory, offset, priority)
@@ -297,7 +337,7 @@ class SwapperMachine(RuleBasedStateMachine):
             assert error is None or any(error is seen for seen in self.seen), f"an error was lost: {error}"
         self.swapper.raise_pending()
         for model in self.extents:
-            model.replay(self.block_bytes, self.may_fail)
+            model.replay(self.block_bytes, self.may_fail, self.may_be_damaged)
         self.handles.clear()
         self.seen.clear()
         statistics = self.swapper.statistics()
@@ -311,39 +351,119 @@ class SwapperMachine(RuleBasedStateMachine):
                 self.swapper.close()
 
 
-_SETTINGS = settings(
-    max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-
-
-class _ThreadsMachine(SwapperMachine):
+class _Threads(SwapperMachine):
     def make_backend(self) -> IOBackend:
-        with tempfile.TemporaryDirectory(prefix="swapper_model_") as directory:
+        with tempfile.TemporaryDirectory() as directory:
             return ThreadsBackend(Volume([directory], _CAPACITY), num_threads=3)
 
 
-class _StripedMachine(SwapperMachine):
+def _striped_volume(direct: bool) -> Volume:
+    with contextlib.ExitStack() as stack:
+        directories = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
+        return Volume(directories, _CAPACITY, stripe_bytes=2 * ALIGNMENT, direct=direct)
+
+
+class _ThreadsStriped(SwapperMachine):
     def make_backend(self) -> IOBackend:
-        with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-            volume = Volume([first, second], _CAPACITY, stripe_bytes=2 * ALIGNMENT, direct=False)
-            return ThreadsBackend(volume, num_threads=2)
+        return ThreadsBackend(_striped_volume(direct=False), num_threads=2)
 
 
-class _MemoryMachine(SwapperMachine):
+class _Uring(SwapperMachine):
+    def make_backend(self) -> IOBackend:
+        with tempfile.TemporaryDirectory() as directory:
+            return UringBackend(Volume([directory], _CAPACITY), 8)
+
+
+class _UringStriped(SwapperMachine):
+    def make_backend(self) -> IOBackend:
+        return UringBackend(_striped_volume(direct=True), 3)
+
+
+class _Aiofiles(SwapperMachine):
+    def make_backend(self) -> IOBackend:
+        with tempfile.TemporaryDirectory() as directory:
+            return AiofilesBackend(Volume([directory], _CAPACITY, direct=False), num_threads=2)
+
+
+class _AiofilesDirect(SwapperMachine):
+    def make_backend(self) -> IOBackend:
+        with tempfile.TemporaryDirectory() as directory:
+            return AiofilesBackend(Volume([directory], _CAPACITY), num_threads=2)
+
+
+class _Memory(SwapperMachine):
     def make_backend(self) -> IOBackend:
         return MemoryBackend(_CAPACITY, num_threads=2)
 
 
-class _InlineMachine(SwapperMachine):
+class _MemoryInline(SwapperMachine):
     def make_backend(self) -> IOBackend:
         return MemoryBackend(_CAPACITY)
 
 
-TestThreads = _ThreadsMachine.TestCase
-TestThreads.settings = settings(_SETTINGS, max_examples=50)
-TestStriped = _StripedMachine.TestCase
-TestStriped.settings = _SETTINGS
-TestMemory = _MemoryMachine.TestCase
-TestMemory.settings = _SETTINGS
-TestInline = _InlineMachine.TestCase
-TestInline.settings = _SETTINGS
+class _Latency(SwapperMachine):
+    def make_backend(self) -> IOBackend:
+        return LatencyBackend(MemoryBackend(_CAPACITY, num_threads=2), 0.0002, 0.0001)
+
+
+class _RateLimit(SwapperMachine):
+    def make_backend(self) -> IOBackend:
+        return RateLimitBackend(MemoryBackend(_CAPACITY, num_threads=2), 500e6, 400e6)
+
+
+class _Integrity(_Threads):
+    """Checksums over direct files, where requests in one page end in any order. None may ever differ."""
+
+    def make_backend(self) -> IOBackend:
+        return JitteringBackend(super().make_backend(), seed=0, longest_seconds=0.002)
+
+    def wrap(self, faulty: IOBackend) -> IOBackend:
+        return IntegrityBackend(faulty)
+
+
+class _IntegrityInMemory(_MemoryInline):
+    """Checksums of short pages, cut where the requests are."""
+
+    def wrap(self, faulty: IOBackend) -> IOBackend:
+        return IntegrityBackend(faulty, page_bytes=ALIGNMENT, boundary_bytes=2 * ALIGNMENT)
+
+
+class _IntegrityWithDamage(_Memory):
+    """Bits flip on the way to and from the drive: no wrong byte may get through."""
+
+    has_damage = True
+
+    def wrap(self, faulty: IOBackend) -> IOBackend:
+        return IntegrityBackend(faulty, page_bytes=4 * ALIGNMENT)
+
+
+_MACHINES = [
+    _Threads,
+    _ThreadsStriped,
+    pytest.param(_Uring, marks=needs_uring),
+    pytest.param(_UringStriped, marks=needs_uring),
+    _Aiofiles,
+    _AiofilesDirect,
+    _Memory,
+    _MemoryInline,
+    _Latency,
+    _RateLimit,
+    _Integrity,
+    _IntegrityInMemory,
+    _IntegrityWithDamage,
+]
+_SETTINGS = settings(
+    max_examples=8,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=False,  # or the second round would be the first again
+)
+
+
+@pytest.mark.timeout(600)  # hypothesis may take 5 minutes to find the shortest way to a failure
+@pytest.mark.parametrize("machine", _MACHINES, ids=lambda machine: machine.__name__.lstrip("_"))
+def test_the_swapper_does_what_plain_bytes_do(machine: type[SwapperMachine]) -> None:
+    machine.num_operations = 0
+    while machine.num_operations < _LEAST_OPERATIONS:  # how many there are in a round is up to hypothesis
+        run_state_machine_as_test(machine, settings=_SETTINGS)

@@ -55,6 +55,10 @@ class Outcome:
     ready_seconds: float = 0.0
     description: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    busy_shares: dict[str, float] = field(default_factory=dict)
+    """Medians over the steps of what the engine itself reports: who was busy for which share of a step."""
+    bound_by: str = ""
+    """What most steps were bound by, in the engine's own judgement."""
     error: str | None = None
 
     @property
@@ -79,7 +83,19 @@ class Outcome:
             ready_seconds=participant.ready["ready_seconds"],
             description=turns[-1]["description"],
             turns=[{key: value for key, value in turn.items() if key != "description"} for turn in turns],
+            **_judge([report for turn in turns for report in turn.get("reports", [])]),
         )
+
+
+def _judge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`busy_shares` and `bound_by` of an outcome from the reports of its steps."""
+    if not reports:
+        return {}
+    names = [name for name in reports[0] if name.endswith("_share")]
+    return {
+        "busy_shares": {name: statistics.median(report[name] for report in reports) for name in names},
+        "bound_by": statistics.mode(report["bound_by"] for report in reports),
+    }
 
 
 @dataclass

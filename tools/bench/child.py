@@ -103,6 +103,8 @@ def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, An
             break
         answer = run_turn(program, int(order["num_steps"]))
         answer["description"] = program.describe()
+        take_reports = getattr(program, "take_reports", None)  # only our engine has any
+        answer["reports"] = take_reports() if take_reports is not None else []
         print(json.dumps(answer), file=answers, flush=True)
     program.close()
 

@@ -20,7 +20,12 @@ def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
         "bf16": {"enabled": workload.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": workload.optimizer_params()},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": settings["budget"]},
+        "infinity": {
+            "host_memory_budget": settings["budget"],
+            "update": settings.get("update", "auto"),
+            "main_weights": settings.get("main_weights", "auto"),
+            "timeline": settings.get("timeline"),
+        },
     }
 
 
@@ -31,6 +36,8 @@ class Ours:
         import infinity
 
         self._workload = workload
+        self._timeline = settings.get("timeline")
+        self._reports: list[Any] = []
         config = make_config(workload, settings)
         self._engine, *_ = infinity.initialize(model=build_model(workload), config=config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,11 +51,23 @@ class Ours:
             self._engine.backward(loss)
             self._engine.step()
             total += float(loss.detach())
+        self._reports.append(self._engine.report)
         return total / self._workload.num_micro_batches
 
     def flush(self) -> None:
         """Waits for every pending update and write-back, so that a turn's time holds all of its work."""
         self._engine.flush()
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """The engine's reports of the steps since the last call, and writes the timeline if there is one.
+
+        The first step of a turn is left out, if it has more: its report begins at the end of the turn before, and holds
+        the flush and the other participants' turns.
+        """
+        reports, self._reports = self._reports, []
+        if self._timeline is not None:
+            self._engine.save_timeline(self._timeline)
+        return [_plain(report) | _shares(report) for report in reports[1:] or reports]
 
     def describe(self) -> dict[str, Any]:
         """The engine's plan and last report, as far as they are plain numbers."""
@@ -66,6 +85,11 @@ class Ours:
     def close(self) -> None:
         """Releases the volumes."""
         self._engine.close()
+
+
+def _shares(report: Any) -> dict[str, Any]:
+    names = ("compute_share", "drive_busy_share", "read_busy_share", "write_busy_share", "optimizer_share")
+    return {name: getattr(report, name) for name in names} | {"bound_by": report.bound_by}
 
 
 def _plain(report: Any) -> dict[str, Any]:

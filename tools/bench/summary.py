@@ -95,6 +95,13 @@ def _ours_remarks(result: CaseResult, ours: Outcome, alone: Outcome | None) -> l
         predicted = ours.description.get(f"predicted_{word}_bytes")
         if predicted:
             lines.append(f"{word}: measured is {100 * (measured / predicted - 1):+.2f} % off the engine's prediction")
+    if ours.busy_shares:
+        shares = {name.removesuffix("_share"): f"{100 * share:.0f} %" for name, share in ours.busy_shares.items()}
+        lines.append(
+            f"busy, as a share of a step (median of the engine's reports): compute {shares['compute']}, "
+            f"drive {shares['drive_busy']} (reads {shares['read_busy']}, writes {shares['write_busy']}), "
+            f"optimizer {shares['optimizer']}; bound by: {ours.bound_by}"
+        )
     for outcome in result.outcomes:
         if outcome.name == "ours" or not outcome.seconds_per_step:
             continue

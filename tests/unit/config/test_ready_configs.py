@@ -54,5 +54,9 @@ def test_readme_lists_our_keys_and_defaults() -> None:
     from infinity.config.blocks import InfinityBlock
 
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", README, re.MULTILINE))
-    shown = {None: '"auto"', (): "[]", True: "true", 120.0: "120", "auto": '"auto"'}
-    assert rows == {name: shown[field.default] for name, field in InfinityBlock.model_fields.items()}
+    shown = {None: '"auto"', (): "[]", True: "true", False: "false", 120.0: "120", "auto": '"auto"'}
+    shown_as_null = {"timeline"}  # there is nothing to choose for it: off
+    assert rows == {
+        name: "null" if name in shown_as_null else shown[field.default]
+        for name, field in InfinityBlock.model_fields.items()
+    }

@@ -11,6 +11,7 @@ import pytest
 from infinity.config import load_config
 from infinity.config.storage import check_directories
 from infinity.errors import ConfigValueError, StorageError
+from swapper.directory import Directory
 
 KEY = "zero_optimization.offload_param.nvme_path"
 
@@ -102,3 +103,85 @@ def test_path_is_left_alone_without_nvme(device: str) -> None:
     """Files keep a path around while the device is another."""
     section = load_config(nvme("/no/such/directory", device=device)).offload_param
     assert (section.device, section.nvme_paths) == (device, ())
+
+
+# ---------------------------------------------------------------------------------------------------------- capacities
+
+
+def _two(tmp_path: Path) -> tuple[Path, Path]:
+    paths = (tmp_path / "a", tmp_path / "b")
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
+def test_capacities(tmp_path: Path) -> None:
+    a, b = _two(tmp_path)
+    items = [{"path": str(a), "capacity": "400GB"}, str(b), {"path": "$HERE", "capacity": "auto"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HERE", str(tmp_path))
+        section = load_config(nvme(items)).offload_param
+    assert section.nvme_directories == (Directory(a, 400 * 10**9), Directory(b), Directory(tmp_path))
+    assert section.nvme_paths == (a, b, tmp_path)
+    assert hash(section) == hash(section)
+
+
+def test_one_directory_with_a_capacity(tmp_path: Path) -> None:
+    section = load_config(nvme({"path": tmp_path, "capacity": 1 << 20})).offload_param
+    assert section.nvme_directories == (Directory(tmp_path, 1 << 20),)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"path": ".", "capacty": "1GB"}, r"a directory has no 'capacty': did you mean 'capacity'\?"),
+        ({"path": ".", "size": "1GB"}, 'a directory has no \'size\': a directory has "path" and "capacity"'),
+        ({"capacity": "1GB"}, 'a directory without "path"; write'),
+        ({}, 'a directory without "path"'),
+        ({"path": "", "capacity": "1GB"}, "must be a text"),
+        ({"path": ["."]}, "must be a text"),
+        ({"path": ".", "capacity": "much"}, "capacity 'much' of '.' must be a size"),
+        ({"path": ".", "capacity": 0}, "more than 0 bytes"),
+        ({"path": ".", "capacity": True}, "must be a number"),
+        ({"path": ".", "capacity": 4095}, "capacity 4095 of '.' must be at least 4096 bytes"),
+        ([["."]], "must be a text, an object"),
+    ],
+    ids=str,
+)
+def test_directories_that_are_none(item: object, words: str) -> None:
+    for value in (item, [".", item]):
+        with pytest.raises(ConfigValueError, match=words) as caught:
+            load_config(nvme(value))
+        assert caught.value.key == KEY
+
+
+def test_a_directory_given_twice(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for second in (tmp_path, tmp_path / ".", tmp_path / "link"):
+        with pytest.raises(ConfigValueError, match=r"given twice\. Name each drive once"):
+            load_config(nvme([str(tmp_path), {"path": str(second), "capacity": "1GB"}]))
+
+
+def _both(param: object, optimizer: object) -> dict[str, Any]:
+    blocks = {
+        name: {"device": "nvme", "nvme_path": path}
+        for name, path in (("offload_param", param), ("offload_optimizer", optimizer))
+    }
+    return {"train_batch_size": 1, "zero_optimization": blocks}
+
+
+def test_blocks_that_share_a_directory_agree_on_its_capacity(tmp_path: Path) -> None:
+    a, b = map(str, _two(tmp_path))
+    limited = {"path": a, "capacity": "1GB"}
+    for param, optimizer in (([limited], [limited]), ([a], [a, b]), ([limited], [b]), ([limited, b], [limited, b])):
+        load_config(_both(param, optimizer))
+    key = "zero_optimization.offload_optimizer.nvme_path"
+    for param, optimizer in (
+        ([limited], [a]),
+        ([a], [limited]),
+        ([limited], [{"path": a, "capacity": "2GB"}]),
+        ([limited], [limited, b]),
+    ):
+        with pytest.raises(ConfigValueError, match="give both blocks the same list of directories") as caught:
+            load_config(_both(param, optimizer))
+        assert caught.value.key == key

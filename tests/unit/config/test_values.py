@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.config import InfinityConfig, OffloadSection, load_config
+from infinity.config import InfinityConfig, InfinitySection, IOSection, OffloadSection, load_config
 from infinity.errors import ConfigError, ConfigSyntaxError, ConfigValueError
 
 BASE: dict[str, Any] = {"train_batch_size": 1}
@@ -20,10 +20,9 @@ def test_defaults() -> None:
     assert config.compute_dtype is torch.float32
     assert config.optimizer is None and config.scheduler is None
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
-    assert dataclasses.astuple(config.io) == (1 << 20, 4, 32, 120.0, True)
-    assert dataclasses.astuple(config.infinity) == (
-        *(None, None, None, True, True, (), True),
-        *("deferred", "fp32", "fp32", False),
+    assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
+    assert config.infinity == InfinitySection(
+        *(None, None, None, True, True, (), True), *("deferred", "fp32", "fp32", False)
     )
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last
@@ -95,7 +94,7 @@ def test_our_block() -> None:
             },
         }
     )
-    assert dataclasses.astuple(config.infinity) == (
+    assert config.infinity == InfinitySection(
         2 << 30,
         10**9,
         8 << 20,

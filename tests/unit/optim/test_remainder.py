@@ -67,7 +67,7 @@ def test_other_devices_use_torch_operations(monkeypatch: pytest.MonkeyPatch) -> 
     main = _all_highs_with_edges().view(torch.float32)
     expected = _halves(main)
     monkeypatch.setattr("infinity.optim.remainder._kernels", lambda: pytest.fail("that is for the CPU"))
-    monkeypatch.setattr("infinity.optim.remainder._is_on_host", lambda tensor: False)
+    monkeypatch.setattr("infinity.optim.remainder._has_kernels", lambda tensor: False)
     weight, remainder = _halves(main)
     assert torch.equal(weight.view(torch.int16), expected[0].view(torch.int16))
     assert torch.equal(remainder, expected[1])
@@ -139,6 +139,22 @@ def test_kernels_are_compiled_without_a_cache_where_there_is_none(monkeypatch: p
     high, low = np.empty(1, np.int16), np.empty(1, np.int16)
     fresh.split(main, high, low)
     assert (int(high[0]), int(low[0])) == (0x3F81, -0x8000)
+
+
+def test_it_works_with_compilation_switched_off() -> None:
+    code = (
+        "import torch\n"
+        "from tests.unit.optim.test_remainder_updater import _Rig\n"
+        "rig = _Rig(torch.optim.AdamW, {'fused': True}, 1000)\n"
+        "rig.step(torch.ones(1000), None, seed=0)\n"
+        "rig.require_equal()\n"
+        "raise SystemExit(1 if rig.updater.is_fused else 0)\n"
+    )
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(_REPOSITORY)}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_a_package_that_cannot_be_written_to(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,6 +14,7 @@ import swapper.volume as volume_module
 from swapper import (
     ALIGNMENT,
     ArgumentError,
+    Directory,
     MissingDirectoryError,
     NotDirectoryError,
     Swapper,
@@ -21,6 +23,7 @@ from swapper import (
     Volume,
     VolumeError,
     VolumeTooSmallError,
+    file_system,
 )
 
 
@@ -63,10 +66,13 @@ def test_a_file_is_unlinked_where_it_cannot_be_made_without_a_name(
 def test_addresses_are_striped_over_all_files(tmp_path: Path) -> None:
     stripe = 2 * ALIGNMENT
     volume = Volume(_two(tmp_path), 5 * stripe, stripe_bytes=stripe)
-    assert volume.capacity_bytes == 6 * stripe, "files must be equally long"
-    assert [os.fstat(file.fd).st_size for file in volume.files] == [3 * stripe] * 2
-    places = [volume.locate(offset) for offset in range(0, 6 * stripe, ALIGNMENT)]
+    assert volume.capacity_bytes == 5 * stripe
+    assert [os.fstat(file.fd).st_size for file in volume.files] == [3 * stripe, 2 * stripe], "just what is needed"
+    places = [volume.locate(offset) for offset in range(0, 5 * stripe, ALIGNMENT)]
     assert len({(file.fd, offset) for file, offset in places}) == len(places)
+    assert [volume.files[volume.column_of(offset)] for offset in range(0, 5 * stripe, ALIGNMENT)] == [
+        file for file, _ in places
+    ]
     assert [volume.files.index(file) for file, _ in places[:8]] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert volume.locate(2 * stripe + 5)[1] == stripe + 5
     volume.close()
@@ -173,11 +179,73 @@ def test_a_bad_second_directory_closes_the_first_file(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+def test_a_directory_that_is_given_twice_in_whatever_way(tmp_path: Path) -> None:
+    (directory := tmp_path / "a").mkdir()
+    (link := tmp_path / "link").symlink_to(directory)
+    files = len(os.listdir("/proc/self/fd"))
+    for twin in (directory, directory / ".." / "a", link, str(directory) + "/", Directory(link, bytes_per_second=1.0)):
+        with pytest.raises(
+            ArgumentError, match=r"a directory is given twice, as '.*a' and as '.*; name each drive once"
+        ):
+            Volume([directory, twin], ALIGNMENT)
+    assert len(os.listdir("/proc/self/fd")) == files
+    with contextlib.closing(Volume([link], ALIGNMENT)) as volume:
+        assert volume.files[0].drive.device_number == os.stat(directory).st_dev
+
+
+def test_a_drive_that_fails_at_once_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    with pytest.raises(VolumeError, match=r"the scratch file in '.*' on .* cannot be used: .*EIO.*; choose another"):
+        Volume([tmp_path], ALIGNMENT)
+
+
+def test_where_nothing_can_be_reserved_this_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refusing)
+    with contextlib.closing(Volume([tmp_path], 2 * ALIGNMENT)) as volume:
+        assert os.fstat(volume.files[0].fd).st_size == 2 * ALIGNMENT
+    assert "has no reserved space, because" in caplog.text
+    assert "leave 8192 bytes free there" in caplog.text
+
+
+def test_errors_name_the_drive(nvme_dir: Path) -> None:
+    with contextlib.closing(Volume([nvme_dir], ALIGNMENT)) as volume:
+        drive = volume.files[0].drive
+        assert volume.files[0].name == f"the scratch file in {str(nvme_dir)!r} on {drive.device} ({drive.file_system})"
+        assert drive.words() in volume.describe()
+
+
+@pytest.mark.root
+def test_ram_is_said_to_be_no_drive(small_tmpfs, caplog: pytest.LogCaptureFixture) -> None:
+    directory = small_tmpfs(1 << 20)
+    with contextlib.closing(Volume([directory], ALIGNMENT)) as volume:
+        assert not volume.is_network
+    lines = [record.getMessage() for record in caplog.records if "RAM" in record.getMessage()]
+    assert lines == [f"directory {str(directory)!r} is tmpfs: its bytes lie in RAM, not on a drive"]
+
+
+def test_a_network_file_system_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_system, "_mount_of", lambda path: ("nfs4", "server:/export"))
+    with contextlib.closing(Volume([tmp_path], ALIGNMENT)) as volume:
+        assert volume.is_network
+    assert f"directory {str(tmp_path)!r} is a network file system (nfs4)" in caplog.text
+
+
 def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="no directory given"):
         Volume([], ALIGNMENT)
-    with pytest.raises(ArgumentError, match="given twice"):
-        Volume([tmp_path, tmp_path / "." / "x" / ".."], ALIGNMENT)
+    for volume_bytes in (1, 4095, 4097):
+        with contextlib.closing(Volume([tmp_path], volume_bytes)) as volume:
+            assert volume_bytes <= volume.capacity_bytes < volume_bytes + ALIGNMENT
     with pytest.raises(ArgumentError, match="capacity_bytes cannot be negative, got -1"):
         Volume([tmp_path], -1)
     with pytest.raises(ArgumentError, match="stripe_bytes must be a positive multiple of 4096, got 100"):

@@ -1,0 +1,144 @@
+"""A timeline as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+The format: a JSON object whose "traceEvents" are complete events ("ph": "X", a begin and a duration in microseconds) on
+one thread for each row, and metadata events ("ph": "M") that name process and threads. Complete events of one thread may
+nest but not overlap: the rows of a timeline don't.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigValueError
+from infinity.telemetry.timeline import Row, Span, StepSpan, Timeline
+
+KEY = "infinity.timeline"
+_TITLES = {
+    Row.STEPS: "steps",
+    Row.COMPUTE: "compute",
+    Row.WAITING: "waiting",
+    Row.READS: "reads",
+    Row.WRITES: "writes",
+    Row.OPTIMIZER: "optimizer",
+    Row.COPIES: "copies",
+}
+
+
+def check_writable(path: Path) -> None:
+    """See that a trace can be written there, before the training that it is to show.
+
+    Raises:
+        ConfigValueError: it cannot; says why. Nothing is left behind.
+    """
+    cure = "Name a file in a directory that exists and may be written to, or set it to null"
+    if path.is_dir():
+        raise ConfigValueError(KEY, str(path), "it is a directory", cure="Name a file in it")
+    try:
+        # The very thing that will happen in the end: permissions, read-only file systems and quotas all show up.
+        with _beside(path).open("x"):
+            pass
+        _beside(path).unlink()
+    except OSError as error:
+        raise ConfigValueError(KEY, str(path), f"it cannot be written: {error.strerror or error}", cure=cure) from error
+    if path.exists() and not path.is_file():
+        raise ConfigValueError(KEY, str(path), "it is no regular file", cure=cure)
+
+
+def write_trace(timeline: Timeline, path: Path) -> None:
+    """Write the timeline as it is now. ``path`` is replaced at once, or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = _beside(path)
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms",\n')
+            file.write(f'"otherData": {json.dumps({"dropped_spans": timeline.num_dropped})},\n')
+            file.write('"traceEvents": [')
+            separator = "\n"
+            for event in _events(timeline):
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+            file.write("\n]}\n")
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    process = os.getpid()
+    dropped = f" (the oldest {timeline.num_dropped} spans were dropped)" if timeline.num_dropped else ""
+    yield _metadata("process_name", process, 0, {"name": f"infinity{dropped}"})
+    for row, title in _TITLES.items():
+        yield _metadata("thread_name", process, row + 1, {"name": title})
+        yield _metadata("thread_sort_index", process, row + 1, {"sort_index": row.value})
+    zero = timeline.began_seconds
+    for step in timeline.steps():
+        event = _event(
+            f"step {step.report.step}", process, Row.STEPS, step.begin_seconds - zero, step.end_seconds - zero
+        )
+        yield event | {"args": _step_arguments(step)}
+    for row, spans in timeline.spans().items():
+        for span in spans:
+            event = _event(span.name, process, row, span.begin_seconds - zero, span.end_seconds - zero)
+            yield event | {"args": _arguments(span)}
+
+
+def _metadata(name: str, process: int, thread: int, arguments: dict[str, object]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": arguments}
+
+
+def _event(name: str, process: int, row: Row, begin_seconds: float, end_seconds: float) -> dict[str, Any]:
+    # Whole nanoseconds: rounded apart, a begin and a duration could end behind the next begin.
+    begin, end = round(begin_seconds * 1e9), round(end_seconds * 1e9)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": _TITLES[row],
+        "pid": process,
+        "tid": row + 1,
+        "ts": begin / 1e3,
+        "dur": (end - begin) / 1e3,
+    }
+
+
+def _arguments(span: Span) -> dict[str, object]:
+    arguments: dict[str, object] = {"step": span.step} if span.step else {}
+    if span.row in (Row.READS, Row.WRITES):
+        arguments |= {
+            "bytes": span.num_bytes,
+            "transfers": span.num_parts,
+            "queued_ms": round(span.queued_seconds * 1e3, 3),
+        }
+    elif span.num_bytes:
+        arguments["bytes"] = span.num_bytes
+    return arguments
+
+
+def _step_arguments(step: StepSpan) -> dict[str, object]:
+    report = step.report
+    return {
+        "loss": report.loss
+        if report.loss is None or math.isfinite(report.loss)
+        else str(report.loss),  # JSON has no NaN
+        "compute_share": round(report.compute_share, 4),
+        "drive_busy_share": round(report.drive_busy_share, 4),
+        "read_busy_share": round(report.read_busy_share, 4),
+        "write_busy_share": round(report.write_busy_share, 4),
+        "read_bytes": report.read_bytes,
+        "write_bytes": report.write_bytes,
+        "bound_by": report.bound_by,
+    }

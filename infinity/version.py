@@ -1,0 +1,3 @@
+"""The version of this package, for itself: what is stored on disk holds for one of them."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,241 @@
+"""Asynchronous I/O through aiofiles, wherever Python runs: network file systems, macOS, file systems without O_DIRECT.
+
+Scratch files have no name, so they cannot be opened by aiofiles, which in any case has no positional reads and writes.
+What it has is a way of making a coroutine of any function that waits in the kernel: here that is the same positional
+transfer that :class:`swapper.backends.threads.ThreadsBackend` makes, and it works on direct files as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import errno
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import aiofiles.os
+
+from swapper.backends.base import Direction, IORequest
+from swapper.backends.file_transfer import FileTransfer
+from swapper.config import ALIGNMENT
+from swapper.uncopyable import Uncopyable
+from swapper.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_EXIT_SECONDS = 2.0
+
+
+class _DaemonExecutor(concurrent.futures.Executor):
+    """Knows threads that carry out functions. Unlike those of ``ThreadPoolExecutor``, nobody waits for them at exit.
+
+    A thread that hangs in the kernel must not keep the process.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=_work, args=(self._queue,), name=f"{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[_T]:
+        """Have the next idle thread call the function."""
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        self._queue.put((future, lambda: function(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads after what is queued; never waits for them."""
+        for _ in self.threads:
+            self._queue.put(None)
+
+
+def _work(work: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]) -> None:
+    while (item := work.get()) is not None:
+        future, call = item
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        # An idle thread must not keep the last buffer alive.
+        del item, future, call
+
+
+class _Loop:
+    """Knows an event loop, the thread it runs on, and the executors that wait in the kernel for it.
+
+    It must not know its backend: the thread would keep that alive, and nobody would ever stop it.
+    """
+
+    def __init__(self, transfer: FileTransfer, num_files: int, num_threads: int) -> None:
+        self._transfer = aiofiles.os.wrap(transfer.__call__)
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        # Of each file and direction its own: slow writes or a slow drive must not occupy the threads of others.
+        self._executors = {
+            (column, direction): _DaemonExecutor(f"swapper-aiofiles-{column}-{direction.name.lower()}", num_threads)
+            for column in range(num_files)
+            for direction in Direction
+        }
+        self._thread = threading.Thread(target=self._run, name="swapper-aiofiles-loop", daemon=True)
+        self._thread.start()
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """All threads, the loop's own first."""
+        return [self._thread, *(thread for executor in self._executors.values() for thread in executor.threads)]
+
+    def submit(self, request: IORequest, column: int) -> None:
+        """Start a transfer, from any thread."""
+        # The coroutine is made on the loop's thread: made here, it would never be awaited if the loop had just ended.
+        self._loop.call_soon_threadsafe(self._start, request, column)
+
+    def stop(self) -> None:
+        """End the loop and all threads after what was submitted."""
+        self._loop.call_soon_threadsafe(self._stop_when_idle)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+            for executor in self._executors.values():
+                executor.shutdown()
+
+    def _start(self, request: IORequest, column: int) -> None:
+        task = self._loop.create_task(self._serve(request, column))
+        self._tasks.add(task)  # the loop itself refers to its tasks only weakly
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("whoever was told of the end of a transfer raised", exc_info=error)
+        if self._is_stopping and not self._tasks:
+            self._loop.stop()
+
+    def _stop_when_idle(self) -> None:
+        self._is_stopping = True
+        if not self._tasks:
+            self._loop.stop()
+
+    async def _serve(self, request: IORequest, column: int) -> None:
+        error: OSError | None = None
+        transferred = 0
+        try:
+            transferred = await self._transfer(
+                request, loop=self._loop, executor=self._executors[column, request.direction]
+            )
+        except OSError as os_error:
+            # The traceback's frames refer to the request and so to the user's memory; the number and text are enough.
+            error = os_error.with_traceback(None)
+        except Exception as other:
+            error = OSError(None, f"{type(other).__name__}: {other}")
+        request.complete(transferred, error)
+
+
+def _stop(loop: _Loop, pid: int) -> None:
+    if os.getpid() == pid:
+        loop.stop()
+
+
+_open_backends: weakref.WeakSet[AiofilesBackend] = weakref.WeakSet()
+
+
+def _stop_all_at_exit() -> None:
+    # A drive that hangs must not keep the process, hence the limit.
+    for backend in list(_open_backends):
+        backend.stop(_EXIT_SECONDS)
+
+
+atexit.register(_stop_all_at_exit)
+os.register_at_fork(after_in_child=_open_backends.clear)  # a child has none of these threads
+
+
+class AiofilesBackend(Uncopyable):
+    """Knows a volume and the event loop that transfers its bytes; must not know extents.
+
+    Args:
+        volume: Where the bytes go; closed together with the backend.
+        num_threads: Threads that wait in the kernel, for each direction and file.
+    """
+
+    def __init__(self, volume: Volume, num_threads: int = 4) -> None:
+        self.volume = volume
+        self.capacity_bytes = volume.capacity_bytes
+        self.is_direct = volume.is_direct
+        self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
+        self.boundary_bytes = volume.stripe_bytes
+        self.num_threads = num_threads
+        self.concurrency = num_threads * len(volume.files)
+        self._transfer = FileTransfer(volume)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._loop = _Loop(self._transfer, len(volume.files), num_threads)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
+        self._finalizer.atexit = False
+        _open_backends.add(self)
+
+    @property
+    def num_bounced(self) -> int:
+        """Transfers that went through other memory, because theirs was not aligned."""
+        return self._transfer.num_bounced
+
+    def locate(self, offset: int) -> tuple[str, int]:
+        """Return the file's description and the offset in it."""
+        file, file_offset = self.volume.locate(offset)
+        return file.name, file_offset
+
+    def describe(self) -> str:
+        """Return one line for logs."""
+        return (
+            f"aiofiles: {self.volume.describe()}, {self.num_threads} threads for reads and {self.num_threads} for writes"
+            f"{' of each file' if len(self.volume.files) > 1 else ''}"
+        )
+
+    def submit(self, request: IORequest) -> None:
+        """Hand the request to the event loop."""
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._loop.submit(request, self.volume.column_of(request.offset))
+        if is_closed:  # by the end of the process: whoever still waits must not wait for his deadline
+            request.complete(0, OSError(errno.ESHUTDOWN, "the event loop has ended"))
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Take nothing more and end all threads after what was submitted; return whether all of them did in time."""
+        with self._lock:
+            self._is_closed = True
+        self._finalizer()
+        _open_backends.discard(self)
+        deadline = time.monotonic() + timeout_seconds
+        current = threading.current_thread()
+        threads = [thread for thread in self._loop.threads if thread is not current]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """End the threads and close the files."""
+        ended = self.stop(timeout_seconds)
+        if ended:
+            self.volume.close()
+        else:
+            # The number of a closed file may be given to another file, which a hung thread would then write into.
+            logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
+        return ended

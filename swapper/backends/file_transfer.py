@@ -1,0 +1,86 @@
+"""Positional I/O on the files of a volume, also where memory, offset or length are not aligned."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.backends.base import Direction, IORequest
+from swapper.config import ALIGNMENT, round_up
+from swapper.region import AlignedRegion
+from swapper.volume import Volume
+
+
+class FileTransfer:
+    """Carries out requests on the files of a volume, from any thread.
+
+    [Note: bounced transfers]
+    O_DIRECT moves whole, aligned blocks between aligned memory and aligned offsets. A request that is not like that
+    goes through memory of the worker's own: a read fetches the blocks around it and copies its bytes out; a write
+    first fetches the blocks at its two ends (unless it may destroy what else lies in them), copies its bytes in and
+    writes whole blocks. The scheduler treats such blocks as touched by the request, so nobody else changes them
+    meanwhile.
+    """
+
+    def __init__(self, volume: Volume) -> None:
+        self._volume = volume
+        self._needs_alignment = any(file.is_direct for file in volume.files)
+        self._bounce = threading.local()
+        self._bounce_lock = threading.Lock()
+        self.num_bounced = 0
+
+    def __call__(self, request: IORequest) -> int:
+        file, offset = self._volume.locate(request.offset)
+        memory = request.memory
+        if self._needs_alignment and (offset | request.address | len(memory)) % ALIGNMENT:
+            return self._through_bounce(request, file.fd, offset)
+        if request.direction is Direction.READ:
+            return _read_at(file.fd, memory, offset)
+        return _write_at(file.fd, memory, offset)
+
+    def _through_bounce(self, request: IORequest, fd: int, offset: int) -> int:
+        """See [Note: bounced transfers]."""
+        with self._bounce_lock:
+            self.num_bounced += 1
+        num_bytes = len(request.memory)
+        start = offset // ALIGNMENT * ALIGNMENT
+        head = offset - start
+        whole = round_up(head + num_bytes)
+        blocks = self._bounce_memory(whole)
+        if request.direction is Direction.READ:
+            usable = min(num_bytes, os.preadv(fd, (blocks,), start) - head)
+            if usable > 0:
+                request.memory[:usable] = blocks[head : head + usable]
+            return max(0, usable)
+        if not request.may_pad:
+            edges = {0} if head else set()
+            if (head + num_bytes) % ALIGNMENT:
+                edges.add(whole - ALIGNMENT)
+            for edge in edges:
+                block = blocks[edge : edge + ALIGNMENT]
+                if os.preadv(fd, (block,), start + edge) != ALIGNMENT:
+                    return 0
+        blocks[head : head + num_bytes] = request.memory
+        return max(0, min(num_bytes, os.pwritev(fd, (blocks,), start) - head))
+
+    def _bounce_memory(self, num_bytes: int) -> memoryview:
+        array: npt.NDArray[np.uint8] | None = getattr(self._bounce, "array", None)
+        if array is None or array.size < num_bytes:
+            array = AlignedRegion(num_bytes).array()
+            self._bounce.array = array
+        return array.data[:num_bytes]
+
+
+def _read_at(fd: int, memory: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, (memory,), offset)
+    data = os.pread(fd, len(memory), offset)  # older macOS, where nothing needs alignment either
+    memory[: len(data)] = data
+    return len(data)
+
+
+def _write_at(fd: int, memory: memoryview, offset: int) -> int:
+    return os.pwritev(fd, (memory,), offset) if hasattr(os, "pwritev") else os.pwrite(fd, memory, offset)

@@ -1,0 +1,169 @@
+"""What lies under a directory: the kind of file system, and the drive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from swapper.errors import MissingDirectoryError, UnwritableDirectoryError, VolumeError, error_words
+
+_O_PATH: int = getattr(os, "O_PATH", 0)
+_MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_NETWORK_NAMES = (
+    "9p acfs afpfs afs beegfs ceph cifs coda davfs glusterfs gpfs lustre ncpfs nfs nfs4 orangefs panfs pvfs2 smb2 smb3 "
+    "smbfs vboxsf virtiofs vmhgfs webdav wekafs"
+)
+_NETWORK_KINDS = frozenset(_NETWORK_NAMES.split())
+_BLOCK_DEVICES = Path("/sys/dev/block")
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """What is known of the storage under a directory.
+
+    Attributes:
+        path: The directory, as it was given.
+        file_system: Kind of file system as the kernel calls it, such as ``"ext4"``; ``"unknown"`` where it does not say.
+        device: Name of the whole block device, such as ``"nvme0n1"``, the same for all its partitions; ``None`` if there
+            is none (memory, network, overlay).
+        device_number: Directories with the same number lie in one file system and share its free space.
+        is_tmpfs: The bytes lie in RAM (or swap).
+        is_network: Another machine or another process (FUSE) serves the bytes.
+        free_bytes: What this user may still write.
+        total_bytes: Size of the file system; 0 if it has no limit.
+    """
+
+    path: Path
+    file_system: str
+    device: str | None
+    device_number: int
+    is_tmpfs: bool
+    is_network: bool
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def identity(self) -> str:
+        """The same for two directories exactly if they share one drive, whose speed they then share too."""
+        return self.device or f"device {os.major(self.device_number)}:{os.minor(self.device_number)}"
+
+    def words(self) -> str:
+        """Return how a message calls the drive: ``"nvme0n1 (ext4)"``, or only the kind of file system."""
+        return f"{self.device} ({self.file_system})" if self.device else self.file_system
+
+
+def describe_drive(path: str | os.PathLike[str]) -> Drive:
+    """Return what lies under an existing path. Nothing is written and no byte of the drive is read.
+
+    Raises:
+        MissingDirectoryError: The path does not exist.
+        UnwritableDirectoryError: This user may not go there.
+        VolumeError: The drive does not answer properly.
+    """
+    path = Path(path)
+    try:
+        status = os.stat(path)
+        space = os.statvfs(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingDirectoryError(path) from error
+    except PermissionError as error:
+        raise UnwritableDirectoryError(path, error_words(error)) from error
+    except OSError as error:
+        raise VolumeError(
+            path, f"cannot look at {str(path)!r}: {error_words(error)}; choose another directory"
+        ) from error
+    kind, source = _mount_of(path)
+    number = _device_number(status.st_dev, source)
+    return Drive(
+        path=path,
+        file_system=kind,
+        device=_block_device(number),
+        device_number=number,
+        is_tmpfs=kind in _MEMORY_KINDS,
+        is_network=kind in _NETWORK_KINDS or kind == "fuse" or kind.startswith("fuse."),
+        free_bytes=space.f_bavail * space.f_frsize,
+        total_bytes=space.f_blocks * space.f_frsize,
+    )
+
+
+def file_system(path: str | os.PathLike[str]) -> str:
+    """Return the kind of file system under a path, such as ``"ext4"``; errors as :func:`describe_drive`."""
+    return describe_drive(path).file_system
+
+
+def _mount_of(path: Path) -> tuple[str, str]:
+    """Return the kind and the source of the mounted file system that holds a path."""
+    whole = path.resolve()
+    with contextlib.suppress(OSError):
+        return _parse_mounts(Path("/proc/self/mountinfo").read_text(errors="replace"), _mount_id(path), whole)
+    with contextlib.suppress(OSError):  # macOS has no /proc
+        for partition in sorted(psutil.disk_partitions(all=True), key=lambda each: -len(each.mountpoint)):
+            if Path(partition.mountpoint) in (whole, *whole.parents):
+                return partition.fstype or "unknown", partition.device
+    return "unknown", ""
+
+
+def _mount_id(path: Path) -> str:
+    """Return the number of the mount that holds a path, empty if the kernel does not say."""
+    try:
+        fd = os.open(path, _O_PATH | os.O_CLOEXEC)
+        try:
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+        finally:
+            os.close(fd)
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("mnt_id:")), "")
+
+
+def _parse_mounts(text: str, mount_id: str, path: Path) -> tuple[str, str]:
+    """Return kind and source of the mount with a number or, in a sandbox that hides it, of the deepest one above."""
+    best, kind, source = -1, "unknown", ""
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, described = left.split(" "), right.split(" ")
+        if len(fields) < 5 or len(described) < 2:
+            continue
+        if fields[0] == mount_id:
+            return described[0], _unescaped(described[1])
+        point = Path(_unescaped(fields[4]))
+        # Of two mounts on the same point, the later one hides the earlier.
+        if len(point.parts) >= best and (point == path or point in path.parents):
+            best, kind, source = len(point.parts), described[0], _unescaped(described[1])
+    return kind, source
+
+
+def _unescaped(field: str) -> str:
+    # The kernel writes a blank as \040, and so on, so that a field has none.
+    for code in ("040", "011", "012", "134"):
+        field = field.replace("\\" + code, chr(int(code, 8)))
+    return field
+
+
+def _device_number(made_up: int, source: str) -> int:
+    """Return ``st_dev`` or, where each part of a file system makes one up (btrfs), the number of its drive."""
+    if not os.major(made_up) and source.startswith("/dev/"):
+        with contextlib.suppress(OSError):
+            return os.stat(source).st_rdev
+    return made_up
+
+
+def _block_device(number: int) -> str | None:
+    """Return the name of the whole drive with a device number, or the whole drive that a partition lies on."""
+    entry = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
+    try:
+        return _whole_drive(entry.resolve(strict=True)).name
+    except OSError:
+        return None
+
+
+def _whole_drive(entry: Path) -> Path:
+    # Of a partition the disk; of an encrypted or logical volume that lies on one drive, that drive.
+    if (entry / "partition").exists():
+        return entry.parent
+    below = list((entry / "slaves").iterdir()) if (entry / "slaves").is_dir() else []
+    return _whole_drive(below[0].resolve(strict=True)) if len(below) == 1 else entry

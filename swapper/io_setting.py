@@ -1,0 +1,120 @@
+"""How requests are made, and what for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from swapper.config import BackendName, SwapperConfig
+
+OPERATION_BYTES = 4 << 20
+"""Reads and writes of the engine are pages of at least about this size: shorter requests come several at a time."""
+
+_OPERATIONS_PER_WINDOW = 8
+
+
+class Workload(Enum):
+    """What is done to the files."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"  # the reads and writes of an optimizer step, at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSize:
+    """How many buffers of which size keep so many transfers under way.
+
+    Attributes:
+        request_bytes: Length of a transfer.
+        num_inflight: Transfers at once.
+    """
+
+    request_bytes: int
+    num_inflight: int
+
+    @property
+    def requests_per_operation(self) -> int:
+        """The engine reads and writes pages of several requests; so does a measurement, as far as they are short."""
+        return max(1, min(OPERATION_BYTES // self.request_bytes, self.num_inflight // _OPERATIONS_PER_WINDOW))
+
+    @property
+    def operation_bytes(self) -> int:
+        """Bytes of one read or write of the swapper."""
+        return self.request_bytes * self.requests_per_operation
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that keep the window full: one more than fit it, so that the next request is there when one ends."""
+        return -(-self.num_inflight // self.requests_per_operation) + 1
+
+    def operations_for(self, workload: Workload) -> int:
+        """The same for a workload: the swapper bounds what is in flight of each direction, and not the sum of both."""
+        is_unbounded = workload is Workload.MIXED and self.requests_per_operation == 1
+        return self.num_operations - is_unbounded
+
+
+@dataclass(frozen=True, slots=True)
+class IOSetting:
+    """How requests are made.
+
+    Attributes:
+        backend: What moves the bytes.
+        request_bytes: Largest single transfer. Multiple of 4096.
+        num_threads: Worker threads for each direction, where the backend has any.
+        max_inflight: Transfers under way at once: of one direction, or of both together in a mixed workload.
+    """
+
+    backend: BackendName
+    request_bytes: int
+    num_threads: int
+    max_inflight: int
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether each transfer keeps a thread waiting, so that there are no more of them than threads."""
+        return self.backend in ("threads", "aiofiles")
+
+    @property
+    def num_inflight(self) -> int:
+        """Transfers that can be under way at once, on one drive: each drive has threads of its own."""
+        return min(self.max_inflight, self.num_threads) if self.has_threads else self.max_inflight
+
+    @property
+    def bytes_inflight(self) -> int:
+        """Bytes under way at once, on one drive."""
+        return self.request_bytes * self.num_inflight
+
+    @property
+    def operation_bytes(self) -> int:
+        """Bytes of one read or write of the swapper, on one drive."""
+        return self._window.operation_bytes
+
+    @property
+    def num_operations(self) -> int:
+        """Reads and writes of the swapper at once, on one drive."""
+        return self._window.num_operations
+
+    @property
+    def _window(self) -> WindowSize:
+        return WindowSize(self.request_bytes, self.num_inflight)
+
+    def describe(self) -> str:
+        """Return a few words for tables and logs."""
+        size = f"{self.request_bytes / (1 << 20):g} MiB"
+        return f"{self.backend}, {size} x {self.num_inflight} in flight"
+
+    def swapper_config(self, *, direct: bool = True, deadline_seconds: float = 120.0) -> SwapperConfig:
+        """Return the settings of a swapper that makes its requests like this.
+
+        Raises:
+            ArgumentError: A value cannot work.
+        """
+        return SwapperConfig(
+            request_bytes=self.request_bytes,
+            num_threads=self.num_threads,
+            max_inflight=self.max_inflight,
+            deadline_seconds=deadline_seconds,
+            direct=direct,
+            backend=self.backend,
+        )

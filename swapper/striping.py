@@ -1,0 +1,163 @@
+"""Where each byte of an address space lies when it is dealt to several drives in stripes.
+
+[Note: zones]
+Stripes are dealt in a short cycle in which every drive has as many turns as its speed is worth, spread evenly, so that
+even a small extent lies on all drives. When a drive is full, a new zone begins, in which the others go on:
+
+    address   | 0 1 2 3 | 4 5 6 7 | 8 | 9 10 11
+    drive     | A A B A | A A B A | A | B  B  B     (A is three times as fast as B, and then full)
+              |<------- zone 0 ------>|<-zone 1->
+
+In a zone, the place of a stripe follows from one division.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+LONGEST_CYCLE = 32
+_EQUAL_WITHIN = 0.1
+_GOOD_SHARE = 0.97
+
+
+class _Zone:
+    """Knows how the stripes of one part of the address space are dealt."""
+
+    __slots__ = ("_columns", "_firsts", "_length", "_places", "_turns", "first_stripe")
+
+    def __init__(self, first_stripe: int, cycle: Sequence[int], firsts: Sequence[int]) -> None:
+        self.first_stripe = first_stripe
+        self._length = len(cycle)
+        self._columns = tuple(cycle)
+        self._turns = tuple(cycle.count(column) for column in cycle)
+        # In which stripe of its file each turn of the first cycle lies.
+        self._firsts = tuple(firsts[column] + cycle[:turn].count(column) for turn, column in enumerate(cycle))
+
+    def locate(self, stripe: int) -> tuple[int, int]:
+        """Return the drive of a stripe, and which stripe of that drive's file it is."""
+        cycle, turn = divmod(stripe - self.first_stripe, self._length)
+        return self._columns[turn], self._firsts[turn] + cycle * self._turns[turn]
+
+
+class StripeMap:
+    """Knows which drive and which place on it belong to an address; must not know files. See [Note: zones].
+
+    Args:
+        num_stripes: Length of the address space.
+        stripe_bytes: Length of a stripe.
+        speeds: How fast each drive is; only their ratios count.
+        rooms: So many stripes each drive may take.
+        pools: For each drive, which pool its space comes from: drives that share their free space have the same one.
+        pool_rooms: So many stripes there are in each pool.
+
+    Raises:
+        ValueError: All drives together have too little room.
+    """
+
+    def __init__(
+        self,
+        num_stripes: int,
+        stripe_bytes: int,
+        speeds: Sequence[float],
+        rooms: Sequence[int],
+        pools: Sequence[int],
+        pool_rooms: Sequence[int],
+    ) -> None:
+        self.stripe_bytes = stripe_bytes
+        self._used = [0] * len(speeds)
+        self._zones: list[_Zone] = []
+        self.first_cycle: list[int] = []
+        rooms_left, pools_left = list(rooms), list(pool_rooms)
+        first_stripe = 0
+        while first_stripe < num_stripes:
+            cycle = deal([speed * (rooms_left[i] > 0 < pools_left[pools[i]]) for i, speed in enumerate(speeds)])
+            if not cycle:
+                raise ValueError(f"room for {first_stripe} stripes, {num_stripes} are needed")
+            self.first_cycle = self.first_cycle or cycle
+            firsts = list(self._used)
+            turns = [pools[column] for column in cycle]
+            # Whole cycles at one go, the rest turn by turn up to the first drive that has no room for its next one.
+            num_cycles = min(
+                (num_stripes - first_stripe) // len(cycle),
+                *(rooms_left[column] // cycle.count(column) for column in cycle),
+                *(pools_left[pool] // turns.count(pool) for pool in turns),
+            )
+            stop = first_stripe
+            for num_turns in (num_cycles, 1):
+                for column in cycle:
+                    if stop + num_turns > num_stripes or min(rooms_left[column], pools_left[pools[column]]) < num_turns:
+                        break
+                    rooms_left[column] -= num_turns
+                    pools_left[pools[column]] -= num_turns
+                    self._used[column] += num_turns
+                    stop += num_turns
+            self._zones.append(_Zone(first_stripe, cycle, firsts))
+            first_stripe = stop
+        self._starts = [zone.first_stripe for zone in self._zones]
+
+    @property
+    def num_zones(self) -> int:
+        """In so many parts the drives take turns differently."""
+        return len(self._zones)
+
+    def file_bytes(self, column: int) -> int:
+        """Return how much of a drive is used."""
+        return self._used[column] * self.stripe_bytes
+
+    def locate(self, offset: int) -> tuple[int, int]:
+        """Return the drive of a byte of the address space, and the offset in that drive's file."""
+        stripe, within = divmod(offset, self.stripe_bytes)
+        zones = self._zones
+        zone = zones[0] if len(zones) == 1 else zones[bisect.bisect_right(self._starts, stripe) - 1]
+        column, place = zone.locate(stripe)
+        return column, place * self.stripe_bytes + within
+
+
+def deal(speeds: Sequence[float]) -> list[int]:
+    """Return the order in which drives take turns: the shortest cycle that uses nearly all of their bandwidth.
+
+    Speeds that differ by less than a tenth count as equal. A drive that is so slow that the others would wait for it has
+    no turn at all; neither has one of speed 0.
+    """
+    equalized = _equalize(speeds)
+    total = sum(equalized)
+    counts = [0] * len(equalized)
+    best, best_share = list(counts), 0.0
+    for num_turns in range(1, max(LONGEST_CYCLE, len(equalized)) + 1 if total else 1):
+        # Each turn goes to the drive that would be done with it first.
+        fastest = min((i for i, s in enumerate(equalized) if s), key=lambda i: (counts[i] + 1) / equalized[i])
+        counts[fastest] += 1
+        share = num_turns / total / max(count / s for count, s in zip(counts, equalized, strict=True) if s)
+        if share > best_share:
+            best, best_share = list(counts), share
+        is_left_out = any(not count and s >= max(equalized) / 2 for count, s in zip(counts, equalized, strict=True))
+        if share >= _GOOD_SHARE and not is_left_out:
+            break
+    return _interleave(best)
+
+
+def _equalize(speeds: Sequence[float]) -> list[float]:
+    """Replace speeds that are nearly the same by their mean."""
+    equalized = list(speeds)
+    order = sorted(range(len(speeds)), key=lambda i: -speeds[i])
+    while order:
+        group = [i for i in order if speeds[i] >= (1 - _EQUAL_WITHIN) * speeds[order[0]]]
+        for i in group:
+            equalized[i] = sum(speeds[j] for j in group) / len(group)
+        order = order[len(group) :]
+    return equalized
+
+
+def _interleave(counts: Sequence[int]) -> list[int]:
+    """Spread the turns of each drive evenly: smooth weighted round robin."""
+    total = sum(counts)
+    credits = [0] * len(counts)
+    cycle = []
+    for _ in range(total):
+        for i, count in enumerate(counts):
+            credits[i] += count
+        chosen = max(range(len(counts)), key=lambda i: credits[i])
+        credits[chosen] -= total
+        cycle.append(chosen)
+    return cycle

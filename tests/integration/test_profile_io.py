@@ -1,0 +1,353 @@
+"""`tools/profile_io.py` as a user starts it: what it prints and writes, and what is left when it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from bench.cgroup import why_unavailable
+from infinity.config import load_config
+from io_profile.model import facts_of
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SHORT = ["--size", "96MiB", "--request-sizes", "1MiB,4MiB", "--in-flight", "4,8", "--seconds", "0.02"]
+_SHORTEST = [*_SHORT, "--repetitions", "1", "--backends", "threads"]
+_has_fio = shutil.which("fio") is not None
+
+
+def start(*options: str | Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts the tool."""
+    return subprocess.Popen(
+        [sys.executable, str(_ROOT / "tools" / "profile_io.py"), *map(str, options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)} | (environment or {}),
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    try:
+        output, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def wait_for(process: subprocess.Popen[str], words: str) -> str:
+    """Reads on until a line holds `words`. Returns what was read."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"{words!r} never came: {''.join(lines)}")
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """A directory for what is written, apart from the one that is measured."""
+    path = tmp_path / "outputs"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.slow
+def test_a_whole_run(nvme_dir: Path, outputs: Path) -> None:
+    config = outputs / "config.json"
+    config.write_bytes((_ROOT / "configs" / "zero3_nvme.json").read_bytes())
+    options = ["--quick", "--repetitions", "2", "--json", outputs / "io.json", "--png", outputs / "io.png"]
+    code, output = finish(
+        start(
+            nvme_dir,
+            *_SHORT,
+            *options,
+            "--apply",
+            config,
+            "--model",
+            "374M",
+            "--tbw",
+            "600",
+            "--tokens-per-second",
+            "99",
+        )
+    )
+    assert code == 0, output
+    assert list(nvme_dir.iterdir()) == []
+    assert max(map(len, output.split("Settings for the config")[0].split("What the drive does")[1].splitlines())) <= 100
+
+    result: dict[str, Any] = json.loads((outputs / "io.json").read_text())
+    assert result["partial"] is False
+    assert "threads" in result["verified"]
+    settings = {json.dumps(each["setting"]) for each in result["ours"]}
+    backends = [name for name, state in result["backends"].items() if state == "available"]
+    assert {json.loads(each)["backend"] for each in settings} == set(backends)
+    for each in result["ours"]:
+        assert len(each["samples"]) == 2
+        assert each["least"] <= each["median"] <= each["most"]
+    assert result["cores_at_2_gb_per_second"]["threads"]["read"] > 0
+    assert (outputs / "io.png").read_bytes().startswith(b"\x89PNG")
+
+    if _has_fio:
+        for workload in ("read", "write", "mixed"):
+            share = result["share_of_fio"][workload]
+            low, high, level = result["share_of_fio_interval"][workload]
+            assert low <= share <= high
+            assert level > 0.95
+            assert len(result["comparison"][workload]["pairs"]) == 7
+        assert all(each["share_of_fio"] for each in result["ours"])
+        assert "7 pairs" in output
+    else:
+        assert result["share_of_fio"] == {"read": None, "write": None, "mixed": None}
+
+    # The printed block, the block in the JSON, and the file that was changed say the same.
+    printed = json.loads(output[output.index("\n{\n") : output.index("\n}\n") + 2])
+    assert printed == result["config"]
+    assert set(result["reasons"]) == {f"{block}.{key}" for block in printed for key in printed[block]}
+    measured = {
+        (e["setting"]["backend"], e["setting"]["request_bytes"], e["setting"]["max_inflight"]) for e in result["ours"]
+    }
+    io = load_config(config, check_storage=False).io
+    assert (io.backend, io.request_bytes, io.max_inflight) in measured
+    assert (
+        json.loads(config.read_text())["optimizer"]
+        == json.loads((_ROOT / "configs/zero3_nvme.json").read_text())["optimizer"]
+    )
+
+    training = result["training"]
+    moved = training["step_bytes"]["read"] + training["step_bytes"]["write"]
+    assert training["io_seconds_per_step"] == pytest.approx(moved / training["bytes_per_second"])
+    assert training["tokens_per_step_that_hide_io"] == pytest.approx(99 * training["io_seconds_per_step"])
+    assert training["life_steps"] == pytest.approx(600e12 / training["step_bytes"]["write"])
+    assert "Training 374M parameters" in output
+
+
+def test_without_fio_it_says_so(nvme_dir: Path, tmp_path: Path) -> None:
+    code, output = finish(start(nvme_dir, *_SHORTEST, environment={"PATH": str(tmp_path)}))
+    assert code == 0, output
+    assert "fio is not installed" in output
+    assert "Settings for the config" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path, number: signal.Signals) -> None:
+    options = [
+        "--json",
+        outputs / "io.json",
+        "--apply",
+        outputs / "config.json",
+        "--seconds",
+        "0.1",
+        "--repetitions",
+        "999",
+    ]
+    (outputs / "config.json").write_text('{"train_batch_size": 1}')
+    process = start(nvme_dir, *_SHORT, "--backends", "threads", "--no-fio", *options)
+    wait_for(process, "sweep, round 2 of 999")
+    process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)  # impatience changes nothing
+    code, output = finish(process)
+    assert code == 130, output
+    assert "Traceback" not in output
+    assert "Not finished: interrupted" in output
+    assert "What the drive does" in output
+    result = json.loads((outputs / "io.json").read_text())
+    assert result["partial"] is True
+    assert result["ours"]
+    assert (outputs / "config.json").read_text() == '{"train_batch_size": 1}', "half a measurement changes no config"
+    assert list(nvme_dir.iterdir()) == []
+    assert sorted(path.name for path in outputs.iterdir()) == ["config.json", "io.json"]
+
+
+def test_an_interruption_before_anything_was_measured(nvme_dir: Path) -> None:
+    process = start(nvme_dir, "--no-fio")
+    wait_for(process, "This takes about")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code in (130, -signal.SIGINT), output
+    assert "Traceback" not in output
+    assert list(nvme_dir.iterdir()) == []
+
+
+def free_bytes(directory: Path) -> int:
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+
+def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
+    directory = small_tmpfs(200 << 20)
+    before = free_bytes(directory)
+    process = start(directory, *_SHORT, "--repetitions", "999")
+    wait_for(process, "sweep, round 1")
+    assert free_bytes(directory) < before - (90 << 20)
+    process.kill()
+    finish(process)
+    deadline = time.monotonic() + 20.0  # a run of fio that goes on ends by itself
+    while free_bytes(directory) != before:
+        assert time.monotonic() < deadline, "the space of the test file is not given back"
+        time.sleep(0.1)
+    assert list(directory.iterdir()) == []
+
+
+def test_bad_input_is_refused_in_words(nvme_dir: Path) -> None:
+    processes = [start(nvme_dir / "missing"), start(nvme_dir, "--size", "900TB"), start()]
+    for process in processes:
+        code, output = finish(process)
+        assert code == 2, output
+        assert "error: " in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.root
+def test_a_read_only_directory_is_refused(small_tmpfs: Callable[[int], Path]) -> None:
+    directory = small_tmpfs(1 << 20)
+    subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+    code, output = finish(start(directory))
+    assert code == 2, output
+    assert "mounted read-only" in output
+
+
+def test_a_drive_that_gives_back_other_bytes_is_reported(small_tmpfs: Callable[[int], Path], tmp_path: Path) -> None:
+    # Somebody else writes into the file between filling and checking: `sitecustomize` is run before the tool.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "def spoil(original):\n"
+        "    def prepare(self, *arguments, **keywords):\n"
+        "        original(self, *arguments, **keywords)\n"
+        "        with open(self.paths[0], 'r+b') as file:\n"
+        "            file.seek(5 << 20)\n"
+        "            file.write(b'other bytes')\n"
+        "    return prepare\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'io_profile.program':\n"
+        "            from swapper.measurement import DriveTest\n"
+        "            DriveTest.prepare = spoil(DriveTest.prepare)\n"
+        "import sys\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    directory = small_tmpfs(200 << 20)
+    code, output = finish(
+        start(directory, *_SHORTEST, "--no-fio", environment={"PYTHONPATH": f"{_ROOT}{os.pathsep}{tmp_path}"})
+    )
+    assert code == 1, output
+    assert "WrongDataError" in output
+    assert str(directory) in output
+    assert str(5 << 20) in output, "the place is named"
+    assert "Traceback" not in output
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_throttled_drive_is_as_slow_as_asked(nvme_dir: Path, outputs: Path) -> None:
+    reason = why_unavailable("blkio")
+    if reason is not None:
+        pytest.skip(reason)
+    groups = Path("/sys/fs/cgroup/blkio")
+    before = set(groups.glob("infinity_bench_*_profile_io"))
+    options = [
+        *_SHORTEST,
+        "--size",
+        "64MiB",
+        "--request-sizes",
+        "1MiB",
+        "--in-flight",
+        "4",
+        "--seconds",
+        "0.4",
+        "--no-fio",
+    ]
+    process = start(nvme_dir, *options, "--throttle", "50", "--json", outputs / "io.json")
+    wait_for(process, "sweep")
+    assert set(groups.glob("infinity_bench_*_profile_io")) > before
+    code, output = finish(process)
+    assert code == 0, output
+    assert set(groups.glob("infinity_bench_*_profile_io")) <= before
+    for each in json.loads((outputs / "io.json").read_text())["ours"]:
+        if each["setting"]["num_threads"] == 4 and each["workload"] != "mixed":
+            # The first burst is let through, so that it is somewhat more than 50 MB/s; unthrottled it is many times that.
+            assert each["median"] < 150e6
+
+
+@pytest.mark.root
+def test_a_throttled_run_that_is_killed_leaves_no_group(nvme_dir: Path) -> None:
+    reason = why_unavailable("blkio")
+    if reason is not None:
+        pytest.skip(reason)
+    process = start(nvme_dir, *_SHORTEST, "--no-fio", "--throttle", "50")
+    wait_for(process, "checking")
+    group = Path(f"/sys/fs/cgroup/blkio/infinity_bench_{process.pid}_profile_io")
+    assert group.exists()
+    process.kill()
+    finish(process)
+    deadline = time.monotonic() + 10.0
+    while group.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_terminal_sees_the_time_left(nvme_dir: Path) -> None:
+    pty = pytest.importorskip("pty", reason="needs a pseudo terminal")
+    leader, follower = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(
+        [sys.executable, str(_ROOT / "tools" / "profile_io.py"), str(nvme_dir), *_SHORTEST, "--no-fio"],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=environment,
+    )
+    os.close(follower)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while chunk := os.read(leader, 65536):
+            seen += chunk
+    os.close(leader)
+    assert process.wait(timeout=60) == 0
+    text = seen.decode(errors="replace")
+    assert re.search(r"\d+ s left", text)
+    assert "sweep, round 1" in text
+    assert "fio is not installed" not in text, "nobody asked for it"
+
+
+def test_the_bytes_of_a_step_are_those_of_the_engine(nvme_dir: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+
+    least = facts_of("six layers", build().to("meta")).least
+    place = {"device": "nvme", "nvme_path": str(nvme_dir)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": least.budget_bytes},
+    }
+    engine, *_ = infinity.initialize(model=build(), config=config)
+    with engine:
+        for _ in range(3):
+            loss = engine(torch.ones(1, 256, dtype=torch.bfloat16)).float().sum()
+            engine.backward(loss)
+            engine.step()
+        plan = engine.plan
+    assert plan.minimum_budget_bytes == least.budget_bytes
+    assert (plan.predicted_read_bytes_per_step, plan.predicted_write_bytes_per_step) == (least.read, least.write)

@@ -1,0 +1,130 @@
+"""How files are read and written: the backend, the measurement, and who decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import InfinityConfig, load_config
+from infinity.errors import ConfigValueError, UnknownConfigKeyError
+
+BASE: dict[str, Any] = {"train_batch_size": 1}
+
+
+def _load(aio: dict[str, Any] | None = None, **infinity: Any) -> InfinityConfig:
+    return load_config(BASE | {"aio": aio or {}, "infinity": infinity})
+
+
+def _decided(config: InfinityConfig) -> dict[str, tuple[object, str]]:
+    return {key: (value, who) for key, value, who in config.decisions}
+
+
+@pytest.mark.parametrize("name", ["threads", "uring", "aiofiles", "gds"])
+def test_backend(name: str) -> None:
+    for written in (name, name.upper(), f" {name} "):
+        config = _load(io_backend=written)
+        assert config.io.backend == name
+        assert config.io.given == {"backend"}
+        assert _decided(config)["infinity.io_backend"] == (name, "config")
+
+
+@pytest.mark.parametrize("value", ["auto", "Auto", None])
+def test_backend_left_open(value: object) -> None:
+    config = _load(io_backend=value)
+    assert config.io.backend == "auto"
+    assert config.io.given == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("io_uring", "Did you mean 'uring'"),
+        ("thread", "Did you mean 'threads'"),
+        ("libaio", "Take one of 'auto', 'threads', 'uring', 'aiofiles', 'gds'|Did you mean"),
+        (3, "no such choice"),
+    ],
+)
+def test_no_such_backend(value: object, words: str) -> None:
+    with pytest.raises(ConfigValueError, match=words) as caught:
+        _load(io_backend=value)
+    assert caught.value.key == "infinity.io_backend"
+
+
+@pytest.mark.parametrize(
+    ("value", "mode", "who"),
+    [
+        ("auto", "once", "config"),
+        ("AUTO", "once", "config"),
+        (True, "always", "config"),
+        ("true", "always", "config"),
+        (1, "always", "config"),
+        (False, "off", "config"),
+        ("off", "off", "config"),
+        (None, "off", "default"),
+    ],
+)
+def test_autotune(value: object, mode: str, who: str) -> None:
+    config = _load(autotune_io=value)
+    assert config.io.autotune == mode
+    assert _decided(config)["infinity.autotune_io"] == (mode, who)
+
+
+def test_autotune_is_off_by_default() -> None:
+    config = load_config(BASE)
+    assert config.io.autotune == "off"
+    assert _decided(config)["infinity.autotune_io"] == ("off", "default")
+
+
+@pytest.mark.parametrize("value", ["always", "once", 2, [True]])
+def test_no_such_way_of_measuring(value: object) -> None:
+    with pytest.raises(ConfigValueError, match=r'must be true \(measure at every start\), false, or "auto"') as caught:
+        _load(autotune_io=value)
+    assert caught.value.key == "infinity.autotune_io"
+
+
+def test_autotune_can_be_overridden() -> None:
+    config = load_config(BASE | {"infinity": {"autotune_io": True}}, overrides={"infinity.autotune_io": "auto"})
+    assert config.io.autotune == "once"
+    config = load_config(BASE | {"infinity": {"autotune_io": "auto"}}, overrides={"infinity.autotune_io": False})
+    assert config.io.autotune == "off"
+
+
+@pytest.mark.parametrize(
+    ("aio", "given"),
+    [
+        ({}, set()),
+        ({"block_size": "auto", "queue_depth": "auto", "intra_op_parallelism": "auto"}, set()),
+        ({"block_size": "4MiB"}, {"request_bytes"}),
+        ({"queue_depth": 16, "block_size": None}, {"max_inflight"}),
+        ({"thread_count": 8}, {"num_threads"}),
+        ({"num_threads": 8, "block_size": 1, "queue_depth": 1}, {"num_threads", "request_bytes", "max_inflight"}),
+        ({"single_submit": True}, set()),
+    ],
+)
+def test_what_the_user_wrote_is_known(aio: dict[str, Any], given: set[str]) -> None:
+    assert _load(aio).io.given == given
+
+
+def test_a_rounded_block_size_is_said() -> None:
+    value, who = _decided(_load({"block_size": 5000}))["aio.block_size"]
+    assert (value, who) == ("8192 (5000 rounded up to a multiple of 4096)", "config")
+    assert _decided(_load({"block_size": 8192}))["aio.block_size"] == (8192, "config")
+
+
+def test_deepspeeds_switch_for_gds_names_ours() -> None:
+    (notice,) = _load({"use_gds": True}).notices
+    assert "aio.use_gds" in notice and "infinity.io_backend" in notice
+
+
+def test_misspelt_keys_are_known() -> None:
+    for wrong, right in (("io_backened", "infinity.io_backend"), ("autotune", "infinity.autotune_io")):
+        with pytest.raises(UnknownConfigKeyError, match=f"did you mean '{right}'"):
+            _load(**{wrong: "auto"})
+
+
+def test_the_table_names_capacities(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": [{"path": str(tmp_path), "capacity": "1MiB"}]}
+    config = load_config(BASE | {"zero_optimization": {"offload_param": offload}})
+    assert f"{tmp_path} (at most 1048576 bytes)" in config.describe()

@@ -1,0 +1,186 @@
+"""The model that is to be trained: how many parameters it has, and how many bytes a step of it moves.
+
+The bytes come from the engine's own planner (`infinity.wrapping`, `infinity.layout`, `infinity.placement`), for a model
+that has shapes and no data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import BudgetTooSmallError
+from infinity.host_memory import free_bytes
+from infinity.layout import UnitLayout
+from infinity.placement import Request, UnitSize, place, predict
+from infinity.unit import spec_of
+from infinity.wrapping import partition
+
+EXAMPLE = "7B"
+_COUNT = re.compile(r"([0-9][0-9_]*\.?[0-9]*(?:e[+]?[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_DTYPE = torch.bfloat16
+_ADAM_STATES = 2
+_NUM_BLOCKS = 32
+_MOST_PARAMETERS = 10**14
+
+
+class ModelRefused(ValueError):
+    """No model can be made of what was given; the message says why."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What one optimizer step reads from the drives and writes to them, and the host memory that is given for it."""
+
+    read: int
+    write: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as far as its I/O goes: bf16 with AdamW, parameters and optimizer state on NVMe, one micro-batch per step,
+    no clipping.
+
+    Attributes:
+        name: for sentences.
+        num_parameters: all of them.
+        least: bytes with as little host memory as works.
+        roomy: bytes with half of the memory that is free here, the engine's own choice; None if that is too little.
+    """
+
+    name: str
+    num_parameters: int
+    least: StepBytes
+    roomy: StepBytes | None
+
+
+def read_model(text: str) -> tuple[str, nn.Module]:
+    """`7B`, `374M`, a number, or the path of a Hugging Face config (file or directory): a name, and a model without data.
+
+    Raises:
+        ModelRefused: it is none of these.
+    """
+    if Path(text).exists():
+        return text, _from_config(Path(text))
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise ModelRefused(
+            f"--model {text}: neither a number of parameters (7B, 374M, 1.2e9) nor the path of a Hugging Face config; "
+            "names on the hub are not looked up"
+        )
+    value = float(match[1].replace("_", "")) * _FACTORS[match[2].lower()]
+    if not 1 <= value <= _MOST_PARAMETERS:
+        raise ModelRefused(f"--model {text}: a model has between 1 and {_MOST_PARAMETERS:.0e} parameters")
+    return _count_words(round(value)), _of_equal_blocks(round(value))
+
+
+def facts_of(name: str, model: nn.Module) -> ModelFacts:
+    """What the engine's planner says of a model."""
+    sizes, used_together = _sizes(model), ()
+    request = Request(
+        budget_bytes=1 << 62,
+        device_budget_bytes=None,
+        param_tier="nvme",
+        optimizer_tier="nvme",
+        weight_itemsize=_DTYPE.itemsize,
+        shares_host_memory=True,
+        updates_in_backward=True,
+        num_micro_batches=1,
+        page_bytes=None,
+        prefetches=True,
+        can_spill=True,
+        used_together=used_together,
+    )
+    minimum = place(sizes, request).minimum_bytes
+    try:
+        roomy = _step_bytes(sizes, dataclasses.replace(request, budget_bytes=free_bytes() // 2))
+    except BudgetTooSmallError:
+        roomy = None
+    return ModelFacts(
+        name,
+        sum(parameter.numel() for parameter in model.parameters()),
+        _step_bytes(sizes, dataclasses.replace(request, budget_bytes=minimum)),
+        roomy,
+    )
+
+
+def _step_bytes(sizes: Sequence[UnitSize], request: Request) -> StepBytes:
+    forward = list(range(len(sizes)))
+    order = [*forward, *reversed(forward)]
+    prediction = predict(sizes, request, place(sizes, request), order, len(sizes))
+    return StepBytes(prediction.read_bytes, prediction.write_bytes, request.budget_bytes)
+
+
+def _sizes(model: nn.Module) -> list[UnitSize]:
+    by_name = dict(model.named_parameters())
+    sizes = []
+    for members in partition(model, _DTYPE.itemsize):
+        layout = UnitLayout([spec_of(fqn, by_name[fqn], _DTYPE) for fqn in members.fqns])
+        is_all_trainable = all(segment.is_trainable for segment in layout.segments)
+        sizes.append(UnitSize(members.name, layout.num_bytes, layout.trainable_numel, _ADAM_STATES, is_all_trainable))
+    return sizes
+
+
+def _of_equal_blocks(num_parameters: int) -> nn.Module:
+    """A stack of blocks, as most large models are; nobody said how it is built."""
+    num_blocks = min(_NUM_BLOCKS, num_parameters)
+    model = nn.Module()
+    model.blocks = nn.ModuleList()
+    for index in range(num_blocks):
+        block = nn.Module()
+        numel = num_parameters // num_blocks + (index < num_parameters % num_blocks)
+        block.weight = nn.Parameter(torch.empty(numel, dtype=_DTYPE, device="meta"))
+        model.blocks.append(block)
+    return model
+
+
+def _from_config(path: Path) -> nn.Module:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the config is here: nothing is looked up
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelRefused(f"--model {path}: there is no config.json in this directory")
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError:
+        raise ModelRefused(
+            f"--model {path}: a Hugging Face config needs transformers (pip install 'infinity-offload[hf]'); a number "
+            "such as --model 7B does not"
+        ) from None
+    try:
+        config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+        # A config of no language model is refused by the first with a ValueError.
+        builders: tuple[Any, ...] = (AutoModelForCausalLM.from_config, AutoModel.from_config)
+        for build in builders:
+            with contextlib.suppress(ValueError), torch.device("meta"):
+                model: nn.Module = build(config, trust_remote_code=False)
+                return model
+        raise ModelRefused(f"--model {path}: transformers knows no model for it")
+    except ModelRefused:
+        raise
+    except Exception as error:  # whatever an unusual config makes the library raise
+        reason = re.sub(r"\s+", " ", str(error)).strip()[:300]
+        raise ModelRefused(f"--model {path}: no model can be made of this config: {reason}") from error
+
+
+def _count_words(count: int) -> str:
+    for factor, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= factor:
+            return f"{count / factor:.4g}{letter} parameters"
+    return f"{count} parameters"
+
+
+def is_finite_positive(value: float) -> bool:
+    """Whether a number can be a speed or a size."""
+    return math.isfinite(value) and value > 0
