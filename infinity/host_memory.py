@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+_RESERVE = 0.10
+_RESERVE_WITH_ACTIVATIONS = 0.25
+_LEAST_RESERVE_BYTES = 2_000_000_000
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -19,6 +23,36 @@ def free_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     limit = _cgroup_free_bytes()
     return free if limit is None else min(free, limit)
+
+
+@dataclass(frozen=True)
+class FreeShare:
+    """What an engine takes of the free host memory when the config leaves that open."""
+
+    free_bytes: int
+    reserve_bytes: int
+    """Left alone: for activations, autograd's temporaries, the data loader and everybody else."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What is taken at most."""
+        return self.free_bytes - self.reserve_bytes
+
+    def __str__(self) -> str:
+        free, reserve = (f"{size / 1e6:,.0f} MB" for size in (self.free_bytes, self.reserve_bytes))
+        return f"of {free} free, {reserve} stay in reserve"
+
+
+def free_share(*, holds_activations: bool) -> FreeShare:
+    """What is free now, less a reserve: 10 % and at least 2 GB, but never more than half.
+
+    Args:
+        holds_activations: whether the model computes in this memory, too. Then 25 % stay in reserve: how much activations
+            take is known only when the model has run.
+    """
+    free = free_bytes()
+    share = _RESERVE_WITH_ACTIVATIONS if holds_activations else _RESERVE
+    return FreeShare(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
 
 
 def _cgroup_free_bytes() -> int | None:

@@ -21,7 +21,7 @@ from infinity.engine import Engine, Parts
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
 from infinity.gradients import GradientStore, WaitingDtype
 from infinity.holding import ModelHolding, cast_buffers
-from infinity.host_memory import HeapTrimmer, free_bytes, give_back_freed_memory
+from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
 from infinity.optim import FusedAdam, PieceUpdater, RemainderUpdater, Template, build_template
@@ -224,9 +224,10 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         for unit in units
     ]
     budget = config.infinity.host_memory_budget
-    budget_source = "from the config" if budget is not None else "half of what is free"
+    share = free_share(holds_activations=device.shares_host_memory)
+    budget_source = "from the config" if budget is not None else str(share)
     request = Request(
-        budget_bytes=budget if budget is not None else free_bytes() // 2,
+        budget_bytes=budget if budget is not None else share.budget_bytes,
         device_budget_bytes=config.infinity.device_memory_budget,
         param_tier=config.offload_param.device,
         optimizer_tier=config.offload_optimizer.device,

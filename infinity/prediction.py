@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from infinity.errors import BudgetTooSmallError
 from infinity.placement import Placement, place
 from infinity.sizes import Request, UnitSize
-from infinity.trace import resident_between_cycles, simulate_fetches
+from infinity.trace import simulate
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def predict(
     sizes = [unit.weight_bytes for unit in units]
     read = write = 0
     num_micro_batches = request.num_micro_batches
-    fetches = simulate_fetches(
+    simulation = simulate(
         order,
         sizes,
         placement.weights_bytes - sum(sizes[index] for index in placement.resident_units),
@@ -57,6 +57,7 @@ def predict(
         num_cycles=num_micro_batches,
         staying=placement.resident_units,
     )
+    fetches = simulation.fetches
     in_step = not request.updates_in_backward
     filled = (
         {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
@@ -72,10 +73,11 @@ def predict(
         if unit in on_nvme:
             read += sizes[unit]
     write += sum(request.trainable_bytes(units[index]) for index in on_nvme)
-    if request.record_format.needs_weight and in_step:
-        # An update reads the weights that are a part of its main weights, unless they are in memory.
-        in_memory = resident_between_cycles(order, fetches)
-        read += sum(request.trainable_bytes(units[index]) for index in on_nvme - in_memory)
+    if request.record_format.needs_weight:
+        # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
+        # if backward has just used them.
+        just_used = () if in_step else order[backward_start:]
+        read += sum(request.trainable_bytes(units[index]) for index in on_nvme - simulation.held.union(just_used))
     if request.optimizer_tier == "nvme":
         records = sum(
             request.record_format.record_bytes(unit.trainable_numel - kept, unit.num_states)

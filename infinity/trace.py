@@ -7,6 +7,7 @@ contract: a model that takes another path costs demand reads, nothing else.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 _RESYNC_WINDOW = 32
 """How far ahead a unit may lie and still count as 'some layers were skipped'; beyond it the cursor stays where it is."""
@@ -125,11 +126,34 @@ def simulate_fetches(
     num_cycles: int = 1,
     staying: Collection[int] = (),
 ) -> list[tuple[int, int]]:
-    """What the pager fetches in ``num_cycles`` runs through ``order``, in the steady state.
+    """The `simulate` for those who only want to know the fetches."""
+    return simulate(
+        order, num_bytes, capacity_bytes, prefetches=prefetches, num_cycles=num_cycles, staying=staying
+    ).fetches
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What the pager does in the steady state."""
+
+    fetches: list[tuple[int, int]]
+    """(position in the cycles, unit) of each fetch, where positions count from 0 over all cycles."""
+    held: frozenset[int]
+    """The units that are in memory when the last cycle has ended."""
+
+
+def simulate(
+    order: Sequence[int],
+    num_bytes: Sequence[int],
+    capacity_bytes: int,
+    *,
+    prefetches: bool,
+    num_cycles: int = 1,
+    staying: Collection[int] = (),
+) -> Simulation:
+    """What the pager does in ``num_cycles`` runs through ``order``, in the steady state.
 
     ``staying``: units that never leave, in memory besides ``capacity_bytes``.
-
-    Returns (position in the cycles, unit) of each fetch, where positions count from 0 over all cycles.
     """
     fetches: list[tuple[int, int]] = []
     held: set[int] = set()
@@ -149,13 +173,4 @@ def simulate_fetches(
             held.add(unit)
             if position >= length:
                 fetches.append((position - length, unit))
-    return fetches
-
-
-def resident_between_cycles(order: Sequence[int], fetches: Sequence[tuple[int, int]]) -> set[int]:
-    """The units that are in memory when a cycle through ``order`` begins, given what is fetched in the cycle."""
-    first_use: dict[int, int] = {}
-    for position, unit in enumerate(order):
-        first_use.setdefault(unit, position)
-    fetched_for_it = {unit for position, unit in fetches if position <= first_use.get(unit, -1)}
-    return set(first_use) - fetched_for_it
+    return Simulation(fetches, frozenset(held.union(staying)))

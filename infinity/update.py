@@ -21,42 +21,13 @@ from infinity.layout import Chunk, Piece
 from infinity.records import Lease, RecordStore
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.update_job import POLL_SECONDS, PROMOTED, ParameterState, UpdateJob
+from infinity.update_rules import HalvesUpdater, PieceUpdater
 from infinity.weights import WeightStore
 from infinity.workspace import Workspace
 from swapper import Handle
 
 _MOST_AHEAD = 16
 """Chunks in hand at a time, where no pages limit them."""
-
-
-class PieceUpdater(Protocol):
-    """Runs the optimizer's rule on one piece (see ``infinity.optim.piece``)."""
-
-    def update(
-        self,
-        group: dict[str, Any],
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, torch.Tensor] | None,
-        scalars: dict[str, Any],
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
-
-
-class HalvesUpdater(Protocol):
-    """The same rule for main weights kept in two halves (see ``infinity.optim.remainder_updater``)."""
-
-    def update(
-        self,
-        group: Mapping[str, Any],
-        weight: torch.Tensor,
-        remainder: torch.Tensor,
-        gradient: torch.Tensor,
-        scale: torch.Tensor | None,
-        state: Mapping[str, torch.Tensor],
-        scalars: Mapping[str, Any],
-        *,
-        is_first: bool,
-    ) -> tuple[tuple[str, ...], dict[str, Any]]: ...
 
 
 class _Read(Protocol):

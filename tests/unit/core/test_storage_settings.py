@@ -83,7 +83,8 @@ def test_a_capacity_that_is_too_small(tmp_path: Path) -> None:
     model = _model()
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(StorageError, match=r"cannot hold the states.*Choose another nvme_path") as caught:
-        infinity.initialize(model=model, config=_raw([{"path": str(tmp_path), "capacity": "8KiB"}]), device="cpu")
+        config = _raw([{"path": str(tmp_path), "capacity": "8KiB"}], keep_in_memory=False)
+        infinity.initialize(model=model, config=config, device="cpu")
     assert caught.value.directory == tmp_path
     assert os.listdir(tmp_path) == []
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
