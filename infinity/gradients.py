@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.contents import gradient_contents
 from infinity.device import ComputeDevice, FlatBuffer, gradient_norm
 from infinity.flat_pool import FlatPool
 from infinity.gradient_sources import (
@@ -103,7 +104,11 @@ class GradientStore:
             for unit in self._units:
                 if unit.layout.trainable_numel and unit.index not in self._in_memory:
                     num_bytes = unit.layout.trainable_numel * FP32_BYTES
-                    self._extents[unit.index] = self._swapper.allocate(num_bytes, f"gradients of {unit.name}")
+                    self._extents[unit.index] = self._swapper.allocate(
+                        num_bytes,
+                        f"gradients of {unit.name}",
+                        name_of=gradient_contents(unit.layout, FP32_BYTES),
+                    )
         return self._swapper
 
     @property

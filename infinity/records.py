@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.contents import record_contents
 from infinity.layout import Chunk
 from infinity.unit import Unit
 from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
@@ -172,7 +173,8 @@ class PagedRecords:
         for chunk in chunks:
             offsets.append(total)
             total += record_bytes(chunk.numel, len(names), self._weight_dtype.itemsize)
-        extent = self.swapper.allocate(total, f"optimizer state of {unit.name}") if total else None
+        name_of = record_contents(chunks, [*offsets, total], names)
+        extent = self.swapper.allocate(total, f"optimizer state of {unit.name}", name_of=name_of) if total else None
         self._records[unit.index] = _UnitRecords(extent, offsets, tuple(names), [0] * len(chunks))
 
     def names_of(self, unit: Unit) -> Sequence[str]:
