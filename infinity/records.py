@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.contents import record_contents
 from infinity.layout import Chunk
 from infinity.unit import Unit
 from infinity.workspace import RecordFormat, Workspace
@@ -126,7 +127,8 @@ class PagedRecords:
         for chunk in chunks:
             offsets.append(total)
             total += self._format.record_bytes(chunk.numel, len(names))
-        extent = self.swapper.allocate(total, f"optimizer state of {unit.name}") if total else None
+        name_of = record_contents(chunks, [*offsets, total], names)
+        extent = self.swapper.allocate(total, f"optimizer state of {unit.name}", name_of=name_of) if total else None
         main_bytes = [self._format.main_bytes(chunk.numel) for chunk in chunks]
         self._records[unit.index] = _UnitRecords(extent, offsets, main_bytes, tuple(names), [0] * len(chunks))
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from infinity.contents import weight_contents
 from infinity.device import ComputeDevice, FlatBuffer
+from infinity.direct_reader import DirectReader
 from infinity.layout import Chunk
 from infinity.unit import Arrival, Unit
 from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
@@ -52,14 +54,19 @@ class WeightStore:
     """The extents of all units' model weights in one tier, laid out byte for byte like their flat buffers."""
 
     def __init__(self, swapper: Swapper, device: ComputeDevice, arena: StagingArena | None = None) -> None:
-        """``arena``: pages for the way to a device that does not share host memory."""
+        """``arena``: pages for the way to a device that does not share host memory, where the swapper needs any."""
         self.swapper = swapper
         self._device = device
-        self._uploader = Uploader(swapper, device, arena) if arena is not None else None
+        self._uploader: DirectReader | Uploader | None = None
+        if arena is not None:
+            is_direct = swapper.accepts_device_memory
+            self._uploader = DirectReader(swapper, device) if is_direct else Uploader(swapper, device, arena)
 
     def allocate(self, unit: Unit) -> None:
         """Give ``unit`` its extent."""
-        unit.extent = self.swapper.allocate(unit.num_bytes, f"weights of {unit.name}")
+        unit.extent = self.swapper.allocate(
+            unit.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout)
+        )
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start bringing the unit's weights into ``unit.flat``."""

@@ -270,7 +270,7 @@ class IntegrityBackend(BackendWrapper):
         if written_bytes < stop - start:
             with self._changed:
                 for page in self._table.pages(start, stop):
-                    if False:  # there, _cut has done it
+                    if page not in job.edges:  # there, _cut has done it
                         self._table.replace(page, ())
             # The next attempt starts at the last whole block, and should not find a segment cut there.
             stop = max(start, (start + written_bytes) // ALIGNMENT * ALIGNMENT)

@@ -529,7 +529,10 @@ def test_tmpfs_is_said_and_a_size_that_is_proposed_fits(small_tmpfs: Callable[[i
 def test_directories_on_one_file_system_share_its_space(small_tmpfs: Callable[[int], Path]) -> None:
     directory = small_tmpfs(40 * _MIB)
     (directory / "inner").mkdir()
-    assert "each of the 2 directories" in refusal([directory, directory / "inner"], 30 * _MIB)
+    words = refusal([directory, directory / "inner"], 30 * _MIB)
+    assert "each of the 2 directories" in words
+    proposed = int(words.partition("--size ")[2].partition("MiB")[0])
+    places.look_at([directory, directory / "inner"], proposed * _MIB, _MIB)
 
 
 def test_a_network_file_system_gets_the_portable_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -655,6 +658,7 @@ class PlayedFio:
         self._broken = broken
         self._left = interrupt_after
         self.part = 1.0
+        self.num_failures = 0
 
     def use_part(self, part: float) -> None:
         self.part = part
@@ -665,6 +669,7 @@ class PlayedFio:
             if self._left < 0:
                 raise KeyboardInterrupt
         if job.engine == self._broken:
+            self.num_failures += 1
             raise FioFailed("Operation not permitted")
         self._log.append(f"fio {workload.value}")
         return FioSample(job, workload, 1e9 if job.engine == "libaio" else 0.5e9, 0.0, 0, 0.1)
@@ -720,7 +725,9 @@ def test_an_interruption_loses_nothing() -> None:
 
 def test_an_engine_that_is_missing_is_listed_and_tried_no_more() -> None:
     results, log = fresh(), list[str]()
-    play(PlayedDrive(log), PlayedFio(log, broken="io_uring"), results)
+    fio = PlayedFio(log, broken="io_uring")
+    play(PlayedDrive(log), fio, results)
+    assert fio.num_failures == 1
     assert results.engines == {"psync": None, "libaio": None, "io_uring": "Operation not permitted"}
     assert all(len(comparison.pairs) == LEAST_PAIRS for comparison in results.comparisons.values())
 

@@ -225,7 +225,7 @@ class Session:
     def _run_engines(self, fio: Fio, workload: Workload, point: Point, num_trials: int) -> None:
         for _ in range(num_trials):
             for engine in self._plan.engines:
-                if True:
+                if self._results.engines.get(engine) is None:
                     self._run_fio(fio, self._job_at(fio, engine, point), workload)
                 self._display.advance(self._plan.fio_seconds, f"{engine}, {workload.value}")
 

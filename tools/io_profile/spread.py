@@ -26,7 +26,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     ordered = sorted(values)
     num_values = len(ordered)
     cut, reached = 0, _coverage(num_values, 0)
-    while cut + 1 < num_values / 2 and _coverage(num_values, cut + 1) >= level:
+    while _coverage(num_values, cut + 1) >= level:
         cut += 1
         reached = _coverage(num_values, cut)
     return Interval(ordered[cut], ordered[-1 - cut], reached)

@@ -6,6 +6,7 @@ import errno
 import logging
 import random
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from swapper.backends import (
     FaultRule,
     IntegrityBackend,
     IOBackend,
+    IORequest,
     LatencyBackend,
     MemoryBackend,
     ThreadsBackend,
 )
+from swapper.backends.workers import WorkerPool
 from swapper.checksum import PAGE_BYTES, ChecksumTable, Segment, crc32c, is_fast
 from swapper.errors import ArgumentError
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
@@ -189,6 +192,18 @@ def test_a_page_in_thousands_of_pieces_is_joined() -> None:
     assert not _is_damaged(backend, 0, _PAGE)
 
 
+def test_what_is_damaged_is_not_joined_with_anything() -> None:
+    backend, inner = _over_memory()
+    for address in range(64):
+        write(backend, address, random_bytes(1, address))
+    for address in (0, 30, 31):
+        _flip(inner, address)
+    write(backend, 100, random_bytes(1, 1))
+    assert not _is_damaged(backend, 1, 30) and not _is_damaged(backend, 32, _PAGE)
+    for address in (0, 30, 31):
+        assert _is_damaged(backend, address, address + 1)
+
+
 # --------------------------------------------------------------------------------------------------- what is in flight
 
 
@@ -291,6 +306,7 @@ def test_segments_are_joined_only_by_who_is_alone_in_the_page() -> None:
     assert len(backend._table.segments(0)) == 73
     start(backend, _WRITE, 3001, random_bytes(1, 1))
     inner.fail(errno.EIO)
+    assert not backend._joiners
     writing = start(backend, _WRITE, 3000, random_bytes(10, 1))
     inner.complete_all()
     writing.require_whole(10)
@@ -300,12 +316,24 @@ def test_segments_are_joined_only_by_who_is_alone_in_the_page() -> None:
     assert len(backend._table.segments(0)) == 4
 
 
+class _SlowBackend(MemoryBackend):
+    """Takes its time on a thread of its own."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._pool = WorkerPool("slow", self._slowly, 1)
+        self._copy = self._transfer
+
+    def _slowly(self, request: IORequest) -> int:
+        time.sleep(0.01)
+        return self._copy(request)
+
+
 def test_close_completes_what_is_still_read_back_for() -> None:
-    inner = MemoryBackend(4 * _PAGE, 1)
-    backend = IntegrityBackend(LatencyBackend(inner, 0.002, 0.002), _PAGE)
+    backend = IntegrityBackend(_SlowBackend(4 * _PAGE), _PAGE)
     write(backend, 0, random_bytes(_PAGE, 0))
-    completions = [start(backend, _WRITE, 64 * index, random_bytes(50, index)) for index in range(20)]
-    assert backend.close(10.0)
+    completions = [start(backend, _WRITE, 64 * index, random_bytes(50, index)) for index in range(10)]
+    assert backend.close(20.0)
     for completion in completions:
         completion.require_whole(50)
 
