@@ -145,6 +145,8 @@ class StateAccess:
         """Whether an update or a load has given the parameter optimizer state."""
         unit, slot = self._holding.locate(parameter)
         state = self._states.get((unit.index, slot.index))
+        if state is not None and state.is_fresh:
+            self._pager.await_update(unit)  # its first may be pending
         return state is not None and not state.is_fresh
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:

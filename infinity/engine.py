@@ -275,7 +275,7 @@ class Engine:
         return {"weight": self._parts.access.main_weight(parameter), **self._parts.access.state(parameter)}
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has optimizer state. Costs nothing, and waits for no pending update."""
+        """Whether a parameter has optimizer state. Waits for nothing but its first update."""
         return self._parts.access.has_state(parameter)
 
     def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -198,7 +198,7 @@ class GradientStore:
             self._spilled_norms[unit.index, slot.index] = gradient_norm(narrow.view(slot))
         self._spilled_dtypes[unit.index] = narrow.dtype
         self._in_memory.remove(unit.index)
-        self._loans.append((_Write(swapper.write(extent, narrow.values)), narrow.flat))
+        self._lend(_Write(swapper.write(extent, narrow.values)), narrow.flat)
         del self._buffers[unit.index]
         return False
 

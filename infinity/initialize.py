@@ -296,7 +296,10 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         pager.on_unit_change = HeapTrimmer().trim
     residence = Residence(holding, pager)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
-    halves_updater = RemainderUpdater(updater, FusedAdam.of(template)) if has_remainder else None
+    halves_updater = None
+    if has_remainder:
+        update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
+        halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
     stream = UpdateStream(storage.records, storage.weights, updater, device, states, halves_updater)
     try:
         _take_over(units, access, pager, storage, residence, device)

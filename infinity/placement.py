@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError, format_bytes
 from infinity.layout import CHUNK_GRANULE
-from infinity.trace import simulate_fetches
+from infinity.trace import resident_between_cycles, simulate_fetches
 from infinity.workspace import RecordFormat
 
 HOST_KEY = "infinity.host_memory_budget"
@@ -321,8 +321,10 @@ def predict(
                 continue
             read += sizes[unit]
         write += sum(unit.trainable_numel * itemsize for unit in units)
-        if request.record_format.needs_weight:
-            read += sum(units[unit].trainable_numel * itemsize for unit in filled)
+        if request.record_format.needs_weight and in_step:
+            # An update reads the weights that are a part of its main weights, unless they are in memory.
+            resident = resident_between_cycles(order, fetches)
+            read += sum(unit.trainable_numel * itemsize for i, unit in enumerate(units) if i not in resident)
     records = sum(request.record_format.record_bytes(u.trainable_numel, u.num_states) for u in units)
     if request.optimizer_tier == "nvme":
         read += records

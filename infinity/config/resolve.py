@@ -282,7 +282,7 @@ def _resolve_main_weights(block: InfinityBlock, compute_dtype: torch.dtype, book
     if block.main_weights != "auto":
         book.note("infinity.main_weights", block.main_weights)
         return block.main_weights
-    book.decide("infinity.main_weights", "remainder", "the default with bf16: half the bytes, the same numbers")
+    book.decide("infinity.main_weights", "remainder", "the default with bf16")
     return "remainder"
 
 

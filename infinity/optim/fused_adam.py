@@ -47,17 +47,25 @@ class FusedAdam:
         self._adam = kernels().adam
 
     @classmethod
-    def of(cls, template: Template) -> FusedAdam | None:
+    def of(cls, template: Template, device: torch.device | None = None) -> FusedAdam | None:
         """The kernel for the template's optimizer, or None if there is none that gives the bits of torch's.
 
         That is found out by running both, on this processor, with the torch that is installed.
+
+        Args:
+            template: the optimizer and its groups.
+            device: where updates run; the CPU by default.
         """
         kind = type(template.optimizer)
-        if kind not in (torch.optim.Adam, torch.optim.AdamW) or template.device.type != "cpu":
+        if kind not in (torch.optim.Adam, torch.optim.AdamW) or (device is not None and device.type != "cpu"):
             return None
         if getattr(template.optimizer, "grad_scale", None) is not None:
             return None
         groups = [group for group in template.snapshots() if _is_fused(group)]
+        if not groups:
+            logger.info(
+                "%s without fused=True runs in torch's own loops, which pass over memory many times", kind.__name__
+            )
         if not groups or not _has_multiply_add():
             return None
         fused = cls(is_decoupled=kind is torch.optim.AdamW)

@@ -43,6 +43,11 @@ def _questions(draw: st.DrawFn) -> tuple[list[UnitSize], Request]:
     record_format = draw(st.sampled_from(list(_FORMATS.values())))
     param_tier = draw(st.sampled_from(["none", "cpu", "nvme"]))
     optimizer_tier = draw(st.sampled_from(["none", "cpu", "nvme"]))
+    can_spill = "nvme" in (param_tier, optimizer_tier)
+    waiting = [(4, False), *([(2, True)] if record_format.weight_dtype == torch.bfloat16 else [])]
+    if can_spill and record_format.weight_dtype == torch.bfloat16:
+        waiting.append((2, False))
+    gradient_itemsize, rounds_gradients = draw(st.sampled_from(waiting))
     return draw(_units(record_format.weight_dtype.itemsize)), Request(
         budget_bytes=1 << 50,
         device_budget_bytes=None,
@@ -54,7 +59,9 @@ def _questions(draw: st.DrawFn) -> tuple[list[UnitSize], Request]:
         num_micro_batches=draw(st.sampled_from([1, 3])),
         page_bytes=draw(st.one_of(st.none(), st.integers(60_000, 5_000_000))),
         prefetches=draw(st.booleans()),
-        can_spill="nvme" in (param_tier, optimizer_tier),
+        can_spill=can_spill,
+        gradient_itemsize=gradient_itemsize,
+        rounds_gradients=rounds_gradients,
     )
 
 
@@ -102,12 +109,19 @@ def _require_sound(placement: Placement, units: list[UnitSize], request: Request
 
 
 def _require_gradients_fit(placement: Placement, units: list[UnitSize], request: Request) -> None:
-    sizes = {index: unit.trainable_numel * _FP32_BYTES for index, unit in enumerate(units) if unit.trainable_numel}
+    sizes = {
+        index: unit.trainable_numel * request.gradient_itemsize
+        for index, unit in enumerate(units)
+        if unit.trainable_numel
+    }
+    widening = 1 if request.rounds_gradients else _FP32_BYTES // request.gradient_itemsize
     kept = sum(sizes[index] for index in placement.gradients_in_memory)
     assert kept + placement.gradient_scratch_bytes <= placement.gradient_bytes
     spilled = [size for index, size in sizes.items() if index not in placement.gradients_in_memory]
     assert placement.spills == bool(spilled)
-    assert all(size <= placement.gradient_scratch_bytes for size in spilled)
+    assert all(size * widening <= placement.gradient_scratch_bytes for size in spilled), "also as a sum"
+    if kept * widening > placement.gradient_bytes:
+        assert placement.gradient_scratch_bytes >= max(sizes.values()) * widening, "any of them may become a sum"
     one_by_one = request.updates_in_backward and request.num_micro_batches == 1
     if not request.can_spill and not one_by_one:
         assert not spilled, "there is no tier to spill to"
@@ -239,6 +253,24 @@ def test_what_the_main_job_moves(form: str, num_written: int) -> None:
     total = sum(unit.trainable_numel for unit in units)
     assert prediction.write_bytes == num_written * total
     assert (num_written + 1.5) * total < prediction.read_bytes <= (num_written + 2) * total
+
+
+@pytest.mark.parametrize(("itemsize", "rounds"), [(4, False), (2, False), (2, True)])
+def test_spilled_gradients_move_their_size_each_way(itemsize: int, rounds: bool) -> None:
+    units = _model(num_blocks=64)
+    request = _request(
+        record_format=_FORMATS["remainder"], update="deferred", gradient_itemsize=itemsize, rounds_gradients=rounds
+    )
+    tight = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request)))
+    assert not tight.gradients_in_memory
+    roomy = dataclasses.replace(tight, gradients_in_memory=tuple(range(64)))
+    order = [*range(64), *reversed(range(64))]
+    spilled, kept = (predict(units, request, placement, order, 64) for placement in (tight, roomy))
+    total = sum(unit.trainable_numel for unit in units)
+    assert spilled.read_bytes - kept.read_bytes == itemsize * total
+    assert spilled.write_bytes - kept.write_bytes == itemsize * total
+    assert kept.write_bytes == 12 * total
+    assert 13.5 * total < kept.read_bytes <= 14 * total
 
 
 def test_states_in_memory_move_nothing() -> None:
