@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,18 @@ from infinity.records import Lease, RecordStore
 from infinity.unit import Unit
 from infinity.update_job import ParameterState
 from infinity.weights import WeightStore
+from infinity.workspace import MainWeight, RecordFormat, Workspace
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A unit that is held open for the user, and what is needed to see what he changed."""
+
+    unit: Unit
+    checksums: dict[int, int]
+    """Of each slot's weights before."""
+    kept: torch.Tensor | None
+    """A copy of the trainable segment before, where it is needed."""
 
 
 class StateAccess:
@@ -37,7 +50,7 @@ class StateAccess:
         device: ComputeDevice,
         states: dict[tuple[int, int], ParameterState],
         chunks: Sequence[Sequence[Chunk]],
-        compute_dtype: torch.dtype,
+        record_format: RecordFormat,
     ) -> None:
         self._holding = holding
         self._pager = pager
@@ -46,7 +59,8 @@ class StateAccess:
         self._device = device
         self._states = states
         self._chunks = chunks
-        self._is_fp32 = compute_dtype == torch.float32
+        self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
+        self._has_halves = record_format.main is MainWeight.REMAINDER
 
     # ----------------------------------------------------------------------------------------------------- initialising
 
@@ -63,16 +77,22 @@ class StateAccess:
         base.zero_()
         for slot, original in zip(unit.layout.slots, originals, strict=True):
             unit.view(base, slot).copy_(original)
+        if self._has_main_in_records:
+            for chunk in self._chunks[unit.index]:
+                self._store_main(unit, chunk, originals)
         self._write_weights(unit, base)
-        if self._is_fp32 and self._weights is not None:
-            return
-        for chunk in self._chunks[unit.index]:
-            lease = self._open(unit, chunk)
-            main = lease.workspace.main
-            for piece in chunk.pieces:
-                original = _in_memory_order(originals[piece.slot.index], piece.slot)
-                main[piece.offset : piece.offset + piece.numel].copy_(original[piece.start : piece.stop])
-            lease.write_back([], main_only=True)
+
+    def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
+        """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""
+        lease = self._open(unit, chunk)
+        workspace = lease.workspace
+        for piece in chunk.pieces:
+            original = _in_memory_order(originals[piece.slot.index], piece.slot)
+            workspace.write_main(_span(piece), original[piece.start : piece.stop])
+            if self._has_halves and unit.flat is not None:
+                flat = unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
+                flat[_span(piece)].copy_(workspace.weight[_span(piece)])
+        lease.write_back([], main_only=True)
 
     def _write_weights(self, unit: Unit, base: torch.Tensor) -> None:
         if self._weights is None:
@@ -100,15 +120,33 @@ class StateAccess:
         """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
         unit, slot = self._holding.locate(parameter)
         result = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=torch.float32)
-        if self._is_fp32 or not slot.spec.is_trainable:
+        if not self._has_main_in_records or not slot.spec.is_trainable:
             return result.copy_(self._pager.copy_of(unit, slot))
-        self._collect(unit, slot, {"": result})
+        for chunk, piece in self._pieces(unit, slot):
+            lease = self._open(unit, chunk)
+            try:
+                if self._has_halves:
+                    self._bring_weights(unit, chunk, lease.workspace)
+                lease.workspace.read_main(_span(piece), _flat(result)[piece.start : piece.stop])
+            finally:
+                lease.discard()
         return result
+
+    def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: Workspace) -> None:
+        """The chunk's model weights, as they rest, into the workspace."""
+        if self._weights is not None:
+            self._weights.read_chunk(unit, chunk, workspace.weight).wait()
+        elif unit.flat is not None:
+            workspace.weight.copy_(unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop])
+        else:
+            raise RuntimeError(f"unit {unit.name} has no weights")
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether an update or a load has given the parameter optimizer state."""
         unit, slot = self._holding.locate(parameter)
         state = self._states.get((unit.index, slot.index))
+        if state is not None and state.is_fresh:
+            self._pager.await_update(unit)  # its first may be pending
         return state is not None and not state.is_fresh
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -135,8 +173,7 @@ class StateAccess:
             lease = self._open(unit, chunk)
             try:
                 for name, target in targets.items():
-                    source = lease.workspace.states[name] if name else lease.workspace.main
-                    _flat(target)[piece.start : piece.stop].copy_(source[piece.offset : piece.offset + piece.numel])
+                    _flat(target)[piece.start : piece.stop].copy_(lease.workspace.states[name][_span(piece)])
             finally:
                 lease.discard()
 
@@ -159,37 +196,56 @@ class StateAccess:
         for chunk, piece in self._pieces(unit, slot):
             lease = self._open(unit, chunk)
             for name, flat in flats.items():
-                target = lease.workspace.states[name]
-                target[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
+                lease.workspace.states[name][_span(piece)].copy_(flat[piece.start : piece.stop])
             lease.write_back([])
 
-    def store_modified(self, unit: Unit, changed: Sequence[Slot]) -> None:
+    def store_modified(self, unit: Unit, changed: Sequence[Slot], before: torch.Tensor | None = None) -> None:
         """The weights of ``changed`` were changed in the open flat buffer: store them, and their main weights.
 
-        A main weight whose cast still equals the model weight keeps its low bits; another becomes the new weight.
+        A main weight whose model weight was not changed keeps its low bits; another becomes the new weight.
+
+        Args:
+            unit: whose.
+            changed: which of its parameters.
+            before: the trainable segment before the change, where `gather` kept it.
         """
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
         base = unit.flat.tensor()
         unit.version += 1
-        self._write_weights(unit, base)
-        if self._is_fp32:
-            return
         indices = {slot.index for slot in changed}
-        for chunk in self._chunks[unit.index]:
-            pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
-            if not pieces:
-                continue
-            weights = unit.trainable_view(base)[chunk.start : chunk.stop]
-            lease = self._open(unit, chunk)
-            main = lease.workspace.main
+        if self._has_main_in_records:
+            for chunk in self._chunks[unit.index]:
+                pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
+                if pieces:
+                    weights = unit.trainable_view(base)[chunk.start : chunk.stop]
+                    self._store_changed(unit, chunk, pieces, weights, before)
+        self._write_weights(unit, base)
+
+    def _store_changed(
+        self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], weights: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        lease = self._open(unit, chunk)
+        workspace = lease.workspace
+        try:
+            if not self._has_halves:
+                workspace.cast_main()
+            elif before is not None:
+                workspace.weight.copy_(before[chunk.start : chunk.stop])
+            else:
+                self._bring_weights(unit, chunk, workspace)
             for piece in pieces:
-                span = slice(piece.offset, piece.offset + piece.numel)
-                new = weights[span].to(main.device)
+                span = _span(piece)
+                new = weights[span].to(workspace.weight.device)
                 integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
-                is_kept = main[span].to(new.dtype).view(integer) == new.view(integer)
-                main[span] = torch.where(is_kept, main[span], new.float())
-            lease.write_back([])
+                is_kept = workspace.weight[span].view(integer) == new.view(integer)
+                main = torch.empty(piece.numel, dtype=torch.float32, device=new.device)
+                workspace.read_main(span, main)
+                workspace.write_main(span, torch.where(is_kept, main, new.float()))
+        except BaseException:
+            lease.discard()
+            raise
+        lease.write_back([])
 
     def restore(self) -> None:
         """Make the parameters ordinary again, with their weights in memory of their own."""
@@ -212,7 +268,7 @@ class StateAccess:
         for parameter, value in zip(held, values, strict=True):
             parameter.data = value
 
-    def gather(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Unit, dict[int, int]]]:
+    def gather(self, parameters: Sequence[nn.Parameter]) -> list[Gathered]:
         """Open the parameters' units and keep them open. Returns what `scatter` needs."""
         units: dict[int, Unit] = {}
         for parameter in parameters:
@@ -220,29 +276,36 @@ class StateAccess:
                 raise ModelError(f"a parameter of shape {tuple(parameter.shape)} belongs to another model or engine")
             unit, _ = self._holding.locate(parameter)
             units[unit.index] = unit
-        gathering: list[tuple[Unit, dict[int, int]]] = []
+        gathering: list[Gathered] = []
         try:
             for unit in units.values():
                 with self._pager.held([unit]):
                     unit.num_active += 1  # held for longer than this block
-                    gathering.append((unit, self._checksums(unit)))
+                    gathering.append(Gathered(unit, self._checksums(unit), self._kept(unit)))
         except BaseException:
-            for unit, _ in gathering:
-                self._let_go(unit)
+            for gathered in gathering:
+                self._let_go(gathered.unit)
             raise
         return gathering
 
-    def scatter(self, gathering: Sequence[tuple[Unit, dict[int, int]]]) -> None:
+    def _kept(self, unit: Unit) -> torch.Tensor | None:
+        """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""
+        if not self._has_halves or self._weights is not None or unit.flat is None or not unit.layout.trainable_numel:
+            return None
+        return unit.trainable_view(unit.flat.tensor()).clone()
+
+    def scatter(self, gathering: Sequence[Gathered]) -> None:
         """The counterpart of `gather`."""
         with contextlib.ExitStack() as rest:
-            for unit, _ in gathering:
-                rest.callback(self._let_go, unit)
-            for unit, before in gathering:
+            for gathered in gathering:
+                rest.callback(self._let_go, gathered.unit)
+            for gathered in gathering:
+                unit = gathered.unit
                 self._take_rebound(unit)
                 after = self._checksums(unit)
-                changed = [slot for slot in unit.layout.slots if before[slot.index] != after[slot.index]]
+                changed = [slot for slot in unit.layout.slots if gathered.checksums[slot.index] != after[slot.index]]
                 if changed:
-                    self.store_modified(unit, changed)
+                    self.store_modified(unit, changed, gathered.kept)
 
     def _take_rebound(self, unit: Unit) -> None:
         """Copy what was assigned to ``parameter.data`` into the unit's buffer."""
@@ -270,6 +333,10 @@ class StateAccess:
             array: Any = base[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize].numpy()
             checksums[slot.index] = zlib.crc32(array)
         return checksums
+
+
+def _span(piece: Piece) -> slice:
+    return slice(piece.offset, piece.offset + piece.numel)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ the bytes ``[start, stop)`` of an extent to what lies in them, in order, and not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from infinity.layout import Chunk, UnitLayout
@@ -32,10 +32,11 @@ def weight_contents(layout: UnitLayout) -> NameOf:
     return name_of
 
 
-def gradient_contents(layout: UnitLayout, itemsize: int) -> NameOf:
-    """For an extent that holds ``itemsize`` bytes for each element of a unit's trainable segment."""
+def gradient_contents(layout: UnitLayout, itemsize_now: Callable[[], int]) -> NameOf:
+    """For an extent that holds ``itemsize_now()`` bytes for each element of a unit's trainable segment."""
 
     def name_of(start: int, stop: int) -> str:
+        itemsize = itemsize_now()
         slots = layout.trainable.slots if layout.trainable is not None else ()
         return _listed(
             slot.spec.fqn

@@ -29,7 +29,7 @@ from infinity.pager import Pager
 from infinity.parameter_gradients import ParameterGradients
 from infinity.plan import Plan
 from infinity.residence import Residence
-from infinity.shutdown import Shutdown
+from infinity.shutdown import Shutdown, finish_pending
 from infinity.step_backend import EngineBackend
 from infinity.stepper import Stepper
 from infinity.storage import Storage
@@ -185,11 +185,13 @@ class Engine:
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode, as ``module.train``."""
+        if not mode and self._guard.is_settled:
+            self.flush()
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Evaluation mode, as ``module.eval``. Pending updates are waited for when their weights are used."""
+        """Evaluation mode, as ``module.eval``; pending updates are finished first."""
         return self.train(False)
 
     @property
@@ -273,7 +275,7 @@ class Engine:
         return {"weight": self._parts.access.main_weight(parameter), **self._parts.access.state(parameter)}
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has optimizer state. Costs nothing, and waits for no pending update."""
+        """Whether a parameter has optimizer state. Waits for nothing but its first update."""
         return self._parts.access.has_state(parameter)
 
     def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -344,7 +346,7 @@ class Engine:
         self._pager.abandon_forward()
 
     def close(self, *, restore_weights: bool = False) -> None:
-        """Release memory, files and threads. The model's weights go with them, unless ``restore_weights``.
+        """Finish pending updates, then release memory, files and threads. The model's weights go with them.
 
         Args:
             restore_weights: leave the model as an ordinary one on the compute device, with the trained weights. Without
@@ -364,6 +366,8 @@ class Engine:
             if restore_weights:
                 self.flush()
                 self._parts.access.restore()
+            elif self._guard.is_settled:
+                finish_pending(self.flush)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -376,6 +380,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and self._guard.is_settled:
+            self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing
         self.close()
 
     # --------------------------------------------------------------------------------------------------------- checking

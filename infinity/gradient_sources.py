@@ -33,7 +33,8 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
 class Gradients:
     """Common to all sources: which parameters have a gradient, and whether the update has used them up."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._slots = list(slots)
         self._is_released = False
         self._on_release: Callable[[], None] = lambda: None
@@ -65,7 +66,8 @@ class DeviceGradients(Gradients):
 
     def __init__(self, gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice, after: Fence) -> None:
         """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
-        super().__init__(list(gradients))
+        dtypes = {gradient.dtype for gradient in gradients.values()}
+        super().__init__(list(gradients), dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32)
         self._gradients = {slot.index: _flat(gradient) for slot, gradient in gradients.items()}
         self._device = device
         self._after = after
@@ -74,6 +76,9 @@ class DeviceGradients(Gradients):
         source = self._gradients[piece.slot.index][piece.start : piece.stop]
         if source.device == scratch.device:
             return scratch.copy_(source)
+        if source.dtype == scratch.dtype:
+            self._device.download(scratch, source, self._after)
+            return scratch
         landing = torch.empty(source.shape, dtype=source.dtype)
         self._device.download(landing, source, self._after)
         return scratch.copy_(landing)
@@ -84,18 +89,39 @@ class DeviceGradients(Gradients):
 
 
 class GradientBuffer:
-    """The main gradients of one unit in host memory: fp32, element for element like the trainable segment."""
+    """The main gradients of one unit in host memory, fp32 or bf16, element for element like the trainable segment."""
 
-    def __init__(self, unit: Unit, flat: FlatBuffer) -> None:
+    def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
-        self.values = flat.tensor()[: unit.layout.trainable_numel * FP32_BYTES].view(torch.float32)
+        self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """fp32 or bf16."""
+        return self.values.dtype
+
+    def fill(self, read: Callable[[torch.Tensor], Handle], stored: torch.dtype) -> None:
+        """Let ``read`` bring values of dtype ``stored`` into the memory, which then become this buffer's.
+
+        Args:
+            read: starts a read into a tensor.
+            stored: the buffer's dtype, or bf16 for a buffer of fp32.
+        """
+        landing = self.values if stored == self.dtype else self.values.view(stored)[: self.values.numel()]
+        read(landing).wait()
+        if stored != self.dtype:
+            # From the end: what is written there lies behind all that is yet to be read.
+            numel = landing.numel()
+            for start in range((numel - 1) // _BLOCK_NUMEL * _BLOCK_NUMEL, -1, -_BLOCK_NUMEL):
+                stop = min(start + _BLOCK_NUMEL, numel)
+                self.values[start:stop] = landing[start:stop].clone()
 
     def view(self, slot: Slot) -> torch.Tensor:
         """The main gradient of one parameter, with its shape and strides."""
         return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
 
     def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], device: ComputeDevice) -> None:
-        """Add in fp32; parameters not in ``present`` have no gradient yet."""
+        """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet."""
         known = set(present)
         for slot, gradient in gradients.items():
             source = _flat(in_slot_order(gradient.detach(), slot))
@@ -108,7 +134,7 @@ class GradientBuffer:
                 target.copy_(source)
                 continue
             for start in range(0, source.numel(), _BLOCK_NUMEL):
-                # torch converts a bf16 operand to fp32 as a whole: block by block that is bounded.
+                # torch adds bf16 and fp32 in fp32. It converts an operand as a whole: block by block that is bounded.
                 target[start : start + _BLOCK_NUMEL].add_(source[start : start + _BLOCK_NUMEL])
 
 
@@ -116,7 +142,7 @@ class MemoryGradients(Gradients):
     """Main gradients in RAM, for an update."""
 
     def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> None:
-        super().__init__(slots)
+        super().__init__(slots, buffer.values.dtype)
         self._values: torch.Tensor | None = buffer.values
 
     def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
@@ -134,13 +160,13 @@ class MemoryGradients(Gradients):
 class SpilledGradients(Gradients):
     """Main gradients on NVMe, for an update."""
 
-    def __init__(self, swapper: Swapper, extent: Extent, slots: Sequence[Slot]) -> None:
-        super().__init__(slots)
+    def __init__(self, swapper: Swapper, extent: Extent, slots: Sequence[Slot], dtype: torch.dtype) -> None:
+        super().__init__(slots, dtype)
         self._swapper = swapper
         self._extent = extent
 
     def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        offset = chunk.start * FP32_BYTES
+        offset = chunk.start * self.dtype.itemsize
         if scratch.device.type == "cpu":
             return self._swapper.read(self._extent, scratch, offset=offset, priority=Priority.PREFETCH)
         landing = torch.empty(scratch.shape, dtype=scratch.dtype)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -56,11 +57,35 @@ class _Write:
         self._handle.add_done_callback(lambda _: on_release())
 
 
+@dataclass(frozen=True)
+class WaitingDtype:
+    """In which dtype gradients wait for their update."""
+
+    dtype: torch.dtype = torch.float32
+    """fp32, or bf16 if that is the compute dtype."""
+    rounds: bool = False
+    """Whether the sum of several gradients may be rounded to ``dtype``. Without, it is kept as fp32."""
+
+    def after(
+        self, current: torch.dtype, gradients: Mapping[Slot, torch.Tensor], present: Container[int]
+    ) -> torch.dtype:
+        """What a unit's gradients of dtype ``current`` have to become when ``gradients`` are added to them."""
+        if self.rounds or current == torch.float32:
+            return current
+        is_exact = all(g.dtype == current and slot.index not in present for slot, g in gradients.items())
+        return current if is_exact else torch.float32
+
+
 class GradientStore:
     """The main gradients of all units, in one pool of host memory.
 
-    Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe as fp32 for the others.
+    Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe for the others.
     On their way into an update in backward (`hand_over`): in RAM until the update has used them up.
+
+    [Note: gradients that become wider] A single bf16 gradient loses nothing as bf16, and the plan counts on that where a
+    step has one micro-batch. Whoever calls ``loss.backward()`` several times all the same, or looks at ``parameter.grad``,
+    gets fp32: the unit's memory is exchanged for one of twice the size if the pool has it to spare, and otherwise its
+    gradients go to NVMe.
     """
 
     def __init__(
@@ -72,6 +97,7 @@ class GradientStore:
         in_memory: Iterable[int],
         open_swapper: Callable[[], Swapper],
         pool: FlatPool,
+        waiting: WaitingDtype | None = None,
     ) -> None:
         """
         Args:
@@ -81,35 +107,49 @@ class GradientStore:
             in_memory: indices of the units whose gradients stay in RAM.
             open_swapper: gives the swapper to which the others are spilled, at their first use.
             pool: host memory for all of it.
+            waiting: in which dtype they wait; fp32 by default.
         """
         self._units = list(units)
         self._device = device
         self._clock = clock
-        self._in_memory = frozenset(in_memory)
+        self._in_memory = set(in_memory)
         self._open_swapper = open_swapper
         self._swapper: Swapper | None = None
         self._pool = pool
         self._buffers: dict[int, GradientBuffer] = {}
         self._extents: dict[int, Extent] = {}
+        self._waiting = waiting or WaitingDtype()
+        sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in self._units]
+        fits_wide = sum(sizes) <= pool.capacity_bytes and not self._waiting.rounds
+        self._kept_dtype = torch.float32 if fits_wide else self._waiting.dtype
+        self._scratch_bytes = max(sizes, default=0)
         self._present: dict[int, set[int]] = {}
+        self._spilled_dtypes: dict[int, torch.dtype] = {}
         self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
         self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
         self._ended = threading.Event()
         """Set when a loan ends."""
 
-    def reserve(self) -> Swapper:
+    def reserve(self) -> None:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
+        for unit in self._units:
+            if unit.layout.trainable_numel and unit.index not in self._in_memory:
+                self._spill(unit)
+
+    def _spill(self, unit: Unit) -> tuple[Swapper, Extent]:
         if self._swapper is None:
             self._swapper = self._open_swapper()
-            for unit in self._units:
-                if unit.layout.trainable_numel and unit.index not in self._in_memory:
-                    num_bytes = unit.layout.trainable_numel * FP32_BYTES
-                    self._extents[unit.index] = self._swapper.allocate(
-                        num_bytes,
-                        f"gradients of {unit.name}",
-                        name_of=gradient_contents(unit.layout, FP32_BYTES),
-                    )
-        return self._swapper
+        if unit.index not in self._extents:
+            # As large as they may become.
+            itemsize = self._waiting.dtype.itemsize if self._waiting.rounds else FP32_BYTES
+            num_bytes = unit.layout.trainable_numel * itemsize
+            name_of = gradient_contents(
+                unit.layout, lambda: self._spilled_dtypes.get(unit.index, torch.float32).itemsize
+            )
+            self._extents[unit.index] = self._swapper.allocate(
+                num_bytes, f"gradients of {unit.name}", name_of=name_of
+            )
+        return self._swapper, self._extents[unit.index]
 
     @property
     def has_any(self) -> bool:
@@ -129,10 +169,48 @@ class GradientStore:
         """Main gradients += ``gradients`` (any floating dtype), in fp32."""
         present = self._present.setdefault(unit.index, set())
         if unit.index in self._in_memory:
-            self._memory_of(unit).add(gradients, present, self._device)
-        else:
+            needed = self._waiting.after(self._memory_of(unit).dtype, gradients, present)
+            if needed == self._memory_of(unit).dtype or self.widen(unit):
+                self._memory_of(unit).add(gradients, present, self._device)
+        if unit.index not in self._in_memory:
             self._add_spilled(unit, gradients, present)
         present.update(slot.index for slot in gradients)
+
+    def widen(self, unit: Unit) -> bool:
+        """Keep the unit's gradients in RAM as what may be changed at will: fp32, unless sums are to be rounded.
+
+        Returns False if they are on NVMe, or have to go there for want of room.
+        """
+        if unit.index not in self._in_memory:
+            return False
+        narrow = self._memory_of(unit)
+        if narrow.dtype == torch.float32 or self._waiting.rounds:
+            return True
+        num_bytes = unit.layout.trainable_numel * FP32_BYTES
+        if self._committed_bytes() + num_bytes <= self._pool.capacity_bytes:
+            wide = GradientBuffer(unit, self._take(num_bytes))
+            wide.values.copy_(narrow.values)
+            self._buffers[unit.index] = wide
+            self._pool.give_back(narrow.flat)
+            return True
+        swapper, extent = self._spill(unit)
+        for slot in self.slots_with_gradient(unit):
+            self._spilled_norms[unit.index, slot.index] = gradient_norm(narrow.view(slot))
+        self._spilled_dtypes[unit.index] = narrow.dtype
+        self._in_memory.remove(unit.index)
+        self._lend(_Write(swapper.write(extent, narrow.values)), narrow.flat)
+        del self._buffers[unit.index]
+        return False
+
+    def _committed_bytes(self) -> int:
+        """Memory that the plan counts on: of all units that stay in RAM, and scratch for one that does not."""
+        kept = sum(
+            self._buffers[index].flat.num_bytes
+            if index in self._buffers
+            else self._units[index].layout.trainable_numel * self._kept_dtype.itemsize
+            for index in self._in_memory
+        )
+        return kept + self._scratch_bytes
 
     def hand_over(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
@@ -153,6 +231,7 @@ class GradientStore:
         if not present and not self._device.shares_host_memory:
             return self._leave_on_device(unit, gradients, norms)
         buffer = self._sum(unit, gradients, present or set())
+        self._spilled_dtypes.pop(unit.index, None)
         slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in (present or ())]
         self._present.pop(unit.index, None)
         for slot in slots:
@@ -178,12 +257,14 @@ class GradientStore:
 
     def _sum(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> GradientBuffer:
         """What is spilled of the unit plus ``gradients``, in fresh memory."""
-        buffer = GradientBuffer(unit, self._take(unit.layout.trainable_numel * FP32_BYTES))
+        stored = self._spilled_dtypes[unit.index] if present else self._waiting.dtype
+        dtype = self._waiting.after(stored, gradients, present)
+        buffer = GradientBuffer(unit, self._take(unit.layout.trainable_numel * dtype.itemsize), dtype)
         try:
             if present:
                 swapper, extent = self._spill(unit)
                 with self._clock.waiting("read"):
-                    swapper.read(extent, buffer.values).wait()
+                    buffer.fill(lambda target: swapper.read(extent, target), stored)
             buffer.add(gradients, present, self._device)
         except BaseException:
             self._pool.give_back(buffer.flat)
@@ -192,7 +273,8 @@ class GradientStore:
 
     def _memory_of(self, unit: Unit) -> GradientBuffer:
         if unit.index not in self._buffers:
-            self._buffers[unit.index] = GradientBuffer(unit, self._take(unit.layout.trainable_numel * FP32_BYTES))
+            flat = self._take(unit.layout.trainable_numel * self._kept_dtype.itemsize)
+            self._buffers[unit.index] = GradientBuffer(unit, flat, self._kept_dtype)
         return self._buffers[unit.index]
 
     def _add_spilled(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> None:
@@ -200,10 +282,8 @@ class GradientStore:
         buffer = self._sum(unit, gradients, present)
         for slot in gradients:
             self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
+        self._spilled_dtypes[unit.index] = buffer.dtype
         self._lend(_Write(swapper.write(extent, buffer.values)), buffer.flat)
-
-    def _spill(self, unit: Unit) -> tuple[Swapper, Extent]:
-        return self.reserve(), self._extents[unit.index]
 
     def _take(self, num_bytes: int) -> FlatBuffer:
         self._retire()
@@ -245,7 +325,7 @@ class GradientStore:
                 self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through
 
     def gradient_of(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
-        """The live main gradient in RAM (fp32, the parameter's shape), None without one. Not for spilled units."""
+        """The live main gradient in RAM (the parameter's shape), None without one. Only if `widen` says so."""
         if slot.index not in self._present.get(unit.index, ()):
             return None
         return self._memory_of(unit).view(slot)
@@ -270,11 +350,12 @@ class GradientStore:
         if unit.index in self._in_memory:
             return MemoryGradients(self._memory_of(unit), slots)
         swapper, extent = self._spill(unit)
-        return SpilledGradients(swapper, extent, slots)
+        return SpilledGradients(swapper, extent, slots, self._spilled_dtypes.pop(unit.index, self._waiting.dtype))
 
     def clear(self) -> None:
         """Forget all main gradients; the memory stays reserved."""
         self._present.clear()
+        self._spilled_dtypes.clear()
         self._spilled_norms.clear()
 
     def close(self) -> None:

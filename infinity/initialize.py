@@ -19,12 +19,12 @@ from infinity.config import InfinityConfig, load_config
 from infinity.device import ComputeDevice, device_for
 from infinity.engine import Engine, Parts
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
-from infinity.gradients import GradientStore
+from infinity.gradients import GradientStore, WaitingDtype
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import HeapTrimmer, free_bytes, give_back_freed_memory
 from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
-from infinity.optim import PieceUpdater, Template, build_template
+from infinity.optim import FusedAdam, PieceUpdater, RemainderUpdater, Template, build_template
 from infinity.pager import Pager
 from infinity.parameter import hold
 from infinity.placement import Request, UnitSize, place, predict
@@ -37,6 +37,7 @@ from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.unit import Unit, spec_of
 from infinity.update import UpdateStream
 from infinity.update_job import ParameterState
+from infinity.workspace import RecordFormat
 from infinity.wrapping import find_blocks, partition
 
 logger = logging.getLogger(__name__)
@@ -206,8 +207,10 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         for unit, _ in group:
             names[unit.index].update(dict.fromkeys(updater.state_names(index)))
 
-    updates_in_backward = config.infinity.update == "in_backward" or (
-        config.infinity.update == "auto" and config.gradient_clipping == 0
+    has_remainder = config.infinity.main_weights == "remainder"
+    record_format = RecordFormat.of(config.compute_dtype, has_remainder=has_remainder)
+    waiting = WaitingDtype(
+        torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
     sizes = [
         UnitSize(
@@ -226,14 +229,16 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         device_budget_bytes=config.infinity.device_memory_budget,
         param_tier=config.offload_param.device,
         optimizer_tier=config.offload_optimizer.device,
-        weight_itemsize=config.compute_dtype.itemsize,
+        record_format=record_format,
         shares_host_memory=device.shares_host_memory,
-        updates_in_backward=updates_in_backward,
+        update=config.infinity.update,
         num_micro_batches=config.gradient_accumulation_steps,
         page_bytes=config.infinity.page_bytes,
         prefetches=config.infinity.prefetch,
         used_together=_used_together(model, config, places),
         can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
+        gradient_itemsize=waiting.dtype.itemsize,
+        rounds_gradients=waiting.rounds,
     )
     placement = place(sizes, request)
     storage = Storage(config, device, placement, request, sizes)
@@ -252,9 +257,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         chunks = [unit.layout.chunks(placement.chunk_numel) for unit in units]
         states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
         holding = ModelHolding(model, units)
-        access = StateAccess(
-            holding, pager, storage.records, storage.weights, device, states, chunks, config.compute_dtype
-        )
+        access = StateAccess(holding, pager, storage.records, storage.weights, device, states, chunks, record_format)
         for unit in units:
             storage.records.allocate(unit, chunks[unit.index], tuple(names[unit.index]))
             if storage.weights is not None:
@@ -266,6 +269,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             in_memory=placement.gradients_in_memory,
             open_swapper=storage.spill_swapper,
             pool=storage.gradient_pool,
+            waiting=waiting,
         )
         if placement.spills:
             gradients.reserve()
@@ -279,7 +283,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         units=tuple((unit.name, unit.num_bytes) for unit in units),
         param_tier=request.param_tier,
         optimizer_tier=request.optimizer_tier,
-        update="in_backward" if updates_in_backward else "step",
+        update=config.infinity.update,
         states_bytes=storage.states_bytes(),
         host_budget_bytes=request.budget_bytes,
         host_budget_source=budget_source,
@@ -292,14 +296,18 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         pager.on_unit_change = HeapTrimmer().trim
     residence = Residence(holding, pager)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
-    stream = UpdateStream(storage.records, storage.weights, updater, device, states)
+    halves_updater = None
+    if has_remainder:
+        update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
+        halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
+    stream = UpdateStream(storage.records, storage.weights, updater, device, states, halves_updater)
     try:
         _take_over(units, access, pager, storage, residence, device)
         stepper = Stepper(
             units,
             chunks,
             groups,
-            StepRules(config.gradient_clipping, updates_in_backward),
+            StepRules(config.gradient_clipping, config.infinity.update),
             device=device,
             pager=pager,
             gradients=gradients,

@@ -51,6 +51,11 @@ class LoopGuard:
             raise RuntimeError(f"the training loop cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all weights belong to one step, and nothing was cut off."""
+        return self.phase is Phase.READY and not self._stepper.is_between_steps
+
     def check_open(self) -> None:
         """Raise `EngineClosedError` after ``close()``."""
         if self.phase is Phase.CLOSED:

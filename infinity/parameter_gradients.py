@@ -18,7 +18,10 @@ from infinity.stepper import Stepper
 
 
 class ParameterGradients:
-    """The main gradients as ``parameter.grad``: fp32, live, of the parameter's shape, on the host."""
+    """The main gradients as ``parameter.grad``: live, of the parameter's shape, on the host.
+
+    They are fp32, or bf16 if the config asks for gradients that are rounded to it.
+    """
 
     def __init__(self, holding: ModelHolding, pager: Pager, stepper: Stepper, collect: Callable[[], None]) -> None:
         """``collect`` takes note of what a ``loss.backward()`` of the user left."""
@@ -46,7 +49,7 @@ class ParameterGradients:
         gradients = self._stepper.gradients
         if slot not in gradients.slots_with_gradient(unit):
             return plain_grad(parameter)
-        if gradients.is_spilled(unit):
+        if not gradients.widen(unit):
             raise GradientNotResidentError(
                 slot.spec.fqn,
                 reason="it is spilled to NVMe",

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError, format_bytes
 from infinity.layout import CHUNK_GRANULE
-from infinity.records import record_bytes, workspace_bytes
-from infinity.trace import simulate_fetches
+from infinity.trace import resident_between_cycles, simulate_fetches
+from infinity.workspace import RecordFormat
 
 HOST_KEY = "infinity.host_memory_budget"
 DEVICE_KEY = "infinity.device_memory_budget"
@@ -52,16 +52,26 @@ class Request:
     device_budget_bytes: int | None
     param_tier: str
     optimizer_tier: str
-    weight_itemsize: int
+    record_format: RecordFormat
     shares_host_memory: bool
-    updates_in_backward: bool
+    update: str
+    """When units are updated: "in_backward", "deferred" or "step"."""
     num_micro_batches: int
     page_bytes: int | None
     prefetches: bool
     can_spill: bool
     """Whether there is an NVMe tier that gradients could be spilled to."""
+    gradient_itemsize: int = _FP32_BYTES
+    """Bytes per element of a gradient that waits."""
+    rounds_gradients: bool = False
+    """Whether sums of gradients keep that size; otherwise they are fp32."""
     used_together: tuple[frozenset[int], ...] = ()
     """For each block, the units in which its parameters lie."""
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a unit is updated as soon as its gradients are complete."""
+        return self.update == "in_backward"
 
 
 @dataclass(frozen=True)
@@ -83,10 +93,8 @@ class Placement:
     fixed_bytes: int
     minimum_bytes: int
 
-    @property
-    def spills(self) -> bool:
-        """Whether some main gradients go to NVMe."""
-        return self.gradient_scratch_bytes > 0
+    spills: bool
+    """Whether some main gradients go to NVMe."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
     sizes = sorted((unit.weight_bytes for unit in units), reverse=True)
     total_weights = sum(sizes)
     widest = max((unit.num_states for unit in units), default=0)
-    per_element = workspace_bytes(1, widest, request.weight_itemsize)
+    per_element = request.record_format.workspace_bytes(1, widest)
     largest_numel = max(unit.trainable_numel for unit in units)
 
     smallest_page, chunk_numel = _smallest_page(request, per_element, largest_numel)
@@ -116,11 +124,12 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
     if not request.shares_host_memory and request.param_tier != "none":
         uploads_minimum = _FEWEST_UPLOAD_PAGES * _UPLOAD_PAGE_BYTES
     weights_minimum = total_weights if request.param_tier == "none" else _weights_needed_together(units, request)
-    total_gradients = sum(unit.trainable_numel for unit in units) * _FP32_BYTES
+    total_numel = sum(unit.trainable_numel for unit in units)
+    scratch_itemsize = request.gradient_itemsize if request.rounds_gradients else _FP32_BYTES
     # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
-    gradients_minimum = total_gradients if not request.can_spill else largest_numel * _FP32_BYTES
+    gradients_minimum = (largest_numel if request.can_spill else total_numel) * scratch_itemsize
     fixed = total_weights if request.param_tier == "cpu" else 0
-    records = sum(record_bytes(u.trainable_numel, u.num_states, request.weight_itemsize) for u in units)
+    records = sum(request.record_format.record_bytes(u.trainable_numel, u.num_states) for u in units)
     if request.optimizer_tier == "cpu" or (request.optimizer_tier == "none" and request.shares_host_memory):
         fixed += records
     if request.optimizer_tier == "none" and request.shares_host_memory:
@@ -151,11 +160,12 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         upload_pages = min(_FEWEST_UPLOAD_PAGES + left // 2 // _UPLOAD_PAGE_BYTES, _PREFERRED_UPLOAD_PAGES)
         left -= (upload_pages - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
 
-    wished = (
-        2 * largest_numel * _FP32_BYTES
-        if request.updates_in_backward and request.num_micro_batches == 1
-        else total_gradients
-    )
+    all_gradients = total_numel * scratch_itemsize
+    wished = all_gradients
+    if request.updates_in_backward and request.num_micro_batches == 1:
+        wished = 2 * largest_numel * request.gradient_itemsize
+    elif request.gradient_itemsize < scratch_itemsize:
+        wished = min(total_numel * request.gradient_itemsize + largest_numel * scratch_itemsize, all_gradients)
     gradients = gradients_minimum + min(max(wished - gradients_minimum, 0), left // 2)
     left -= gradients - gradients_minimum
     weights = weights_minimum
@@ -166,8 +176,8 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
     if request.shares_host_memory:
         left -= weights - weights_minimum
     if not request.shares_host_memory or weights == total_weights:
-        gradients += max(min(left, total_gradients - gradients), 0)  # a plain loop keeps them all until its step
-    in_memory, scratch = _keep_gradients(units, gradients)
+        gradients += max(min(left, all_gradients - gradients), 0)  # a plain loop keeps them all until its step
+    in_memory, scratch = _keep_gradients(units, gradients, request.gradient_itemsize, scratch_itemsize)
     return Placement(
         weights_bytes=weights,
         page_bytes=page_bytes,
@@ -180,6 +190,7 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         gradients_in_memory=in_memory,
         fixed_bytes=fixed,
         minimum_bytes=minimum,
+        spills=len(in_memory) < sum(unit.trainable_numel > 0 for unit in units),
     )
 
 
@@ -233,24 +244,29 @@ def _device_weights(request: Request, total: int, minimum: int) -> int:
     return min(total, request.device_budget_bytes)
 
 
-def _keep_gradients(units: Sequence[UnitSize], capacity_bytes: int) -> tuple[tuple[int, ...], int]:
+def _keep_gradients(
+    units: Sequence[UnitSize], capacity_bytes: int, itemsize: int, scratch_itemsize: int
+) -> tuple[tuple[int, ...], int]:
     """Which main gradients stay in RAM, and the scratch for spilling the others, so that least is spilled."""
-    sizes = {index: unit.trainable_numel * _FP32_BYTES for index, unit in enumerate(units) if unit.trainable_numel}
-    if sum(sizes.values()) <= capacity_bytes:
-        return tuple(sizes), 0
+    numels = {index: unit.trainable_numel for index, unit in enumerate(units) if unit.trainable_numel}
+    if sum(numels.values()) * scratch_itemsize <= capacity_bytes:
+        return tuple(numels), 0
     best: tuple[int, tuple[int, ...], int] | None = None
-    for scratch in sorted(set(sizes.values()), reverse=True):
-        kept = [index for index, size in sizes.items() if size > scratch]
-        used = scratch + sum(sizes[index] for index in kept)
+    for largest in sorted(set(numels.values()), reverse=True):
+        kept = [index for index, numel in numels.items() if numel > largest]
+        scratch = largest * scratch_itemsize
+        used = scratch + sum(numels[index] for index in kept) * itemsize
         if used > capacity_bytes:
             continue
-        for index in sorted(sizes, key=lambda i: -sizes[i]):
-            if index not in kept and used + sizes[index] <= capacity_bytes:
+        for index in sorted(numels, key=lambda i: -numels[i]):
+            if index not in kept and used + numels[index] * itemsize <= capacity_bytes:
                 kept.append(index)
-                used += sizes[index]
-        saved = sum(sizes[index] for index in kept)
+                used += numels[index] * itemsize
+        saved = sum(numels[index] for index in kept)
         if best is None or saved > best[0]:
             best = (saved, tuple(sorted(kept)), scratch)
+        if itemsize < scratch_itemsize:
+            break  # any of them may turn out to be a sum, and need the scratch
     if best is None:
         raise RuntimeError("the budget for gradients is below its minimum")
     return best[1], best[2]
@@ -275,11 +291,7 @@ def _explain(units: Sequence[UnitSize], request: Request, fixed: int, weights: i
         )
         parts.append(f"{format_bytes(weights)} for {what}")
     parts.append(f"{format_bytes(pages)} for pages")
-    whose = (
-        "the largest unit"
-        if gradients == max(u.trainable_numel for u in units) * _FP32_BYTES
-        else "all units (no NVMe tier takes them)"
-    )
+    whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
     parts.append(f"{format_bytes(gradients)} for the gradients of {whose}")
     return "It must hold " + ", ".join(parts)
 
@@ -289,6 +301,7 @@ def predict(
 ) -> Prediction:
     """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
     sizes = [unit.weight_bytes for unit in units]
+    itemsize = request.record_format.weight_dtype.itemsize
     read = write = 0
     num_micro_batches = request.num_micro_batches
     fetches = simulate_fetches(
@@ -297,7 +310,7 @@ def predict(
     in_step = not request.updates_in_backward
     filled = (
         {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
-        if in_step and request.prefetches
+        if request.update == "deferred" and request.prefetches
         else set()
     )
     if request.param_tier == "nvme":
@@ -307,16 +320,18 @@ def predict(
                 seen.add(unit)  # its update leaves the new weights in the buffer
                 continue
             read += sizes[unit]
-        write += sum(unit.trainable_numel * request.weight_itemsize for unit in units)
-        if request.weight_itemsize == _FP32_BYTES:
-            read += sum(units[unit].trainable_numel * _FP32_BYTES for unit in filled)
-    records = sum(record_bytes(u.trainable_numel, u.num_states, request.weight_itemsize) for u in units)
+        write += sum(unit.trainable_numel * itemsize for unit in units)
+        if request.record_format.needs_weight and in_step:
+            # An update reads the weights that are a part of its main weights, unless they are in memory.
+            resident = resident_between_cycles(order, fetches)
+            read += sum(unit.trainable_numel * itemsize for i, unit in enumerate(units) if i not in resident)
+    records = sum(request.record_format.record_bytes(u.trainable_numel, u.num_states) for u in units)
     if request.optimizer_tier == "nvme":
         read += records
         write += records
     if in_step or num_micro_batches > 1:
         spilled = sum(
-            unit.trainable_numel * _FP32_BYTES
+            unit.trainable_numel * request.gradient_itemsize
             for index, unit in enumerate(units)
             if index not in placement.gradients_in_memory
         )

@@ -21,7 +21,7 @@ class Plan:
     param_tier: str
     optimizer_tier: str
     update: str
-    """"in_backward" or "step"."""
+    """"in_backward", "deferred" or "step"."""
     states_bytes: dict[str, int]
     """Bytes at rest per tier ("device", "host", "nvme"): model weights, main weights, optimizer state, spilled gradients."""
     host_budget_bytes: int
@@ -49,7 +49,7 @@ class Plan:
             (
                 "  gradients",
                 _size(placement.gradient_bytes)
-                + (", the rest spilled to NVMe" if placement.spills and self.update == "step" else ""),
+                + (", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""),
             ),
         ]
         if placement.fixed_bytes:

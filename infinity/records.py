@@ -1,17 +1,12 @@
 """Optimizer state, chunk by chunk: read into working memory, updated there, written back.
 
 Knows chunks and bytes; must not know what an optimizer does with them.
-
-    one chunk's working memory, n elements (a page, or resident memory)
-    | main weight: 4n | state 0: 4n | state 1: 4n | ... | gradient: 4n | model weight: n * itemsize |
-    |<----------- record as stored --------------------->|
-    With fp32 compute the model weight is the main weight: it is stored with the weights, and the record begins after it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,49 +15,8 @@ import torch
 from infinity.contents import record_contents
 from infinity.layout import Chunk
 from infinity.unit import Unit
+from infinity.workspace import RecordFormat, Workspace
 from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
-
-_FP32_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Views of one chunk's working memory, each 1-D with ``chunk.numel`` elements."""
-
-    main: torch.Tensor
-    """fp32 main weight."""
-    states: Mapping[str, torch.Tensor]
-    """fp32 optimizer state by name."""
-    gradient: torch.Tensor
-    """fp32 scratch for the gradient."""
-    weight: torch.Tensor
-    """Model weight in the compute dtype; with fp32 compute it is ``main`` itself."""
-    record: torch.Tensor
-    """uint8 view of what is stored."""
-
-
-def workspace_bytes(numel: int, num_states: int, weight_itemsize: int) -> int:
-    """Bytes of the working memory for one chunk of ``numel`` elements."""
-    return numel * (_FP32_BYTES * (2 + num_states) + (weight_itemsize if weight_itemsize != _FP32_BYTES else 0))
-
-
-def record_bytes(numel: int, num_states: int, weight_itemsize: int) -> int:
-    """Bytes stored for ``numel`` elements."""
-    return numel * _FP32_BYTES * (num_states + (1 if weight_itemsize != _FP32_BYTES else 0))
-
-
-def lay_out(memory: torch.Tensor, numel: int, names: Sequence[str], weight_dtype: torch.dtype) -> Workspace:
-    """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk."""
-    fp32 = memory[: numel * _FP32_BYTES * (2 + len(names))].view(torch.float32)
-    main = fp32[:numel]
-    states = {name: fp32[(1 + i) * numel : (2 + i) * numel] for i, name in enumerate(names)}
-    gradient = fp32[(1 + len(names)) * numel : (2 + len(names)) * numel]
-    end = numel * _FP32_BYTES * (1 + len(names))
-    if weight_dtype == torch.float32:
-        return Workspace(main, states, gradient, main, memory[numel * _FP32_BYTES : end])
-    start = numel * _FP32_BYTES * (2 + len(names))
-    weight = memory[start : start + numel * weight_dtype.itemsize].view(weight_dtype)
-    return Workspace(main, states, gradient, weight, memory[:end])
 
 
 class Lease(Protocol):
@@ -78,7 +32,7 @@ class Lease(Protocol):
     def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
         """Store the record; the working memory is free again when that and ``others`` are done.
 
-        ``main_only``: the states are blank, store the main weight alone; the next `open` gives zeros for the states.
+        ``main_only``: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
         """
         ...
 
@@ -99,7 +53,7 @@ class RecordStore(Protocol):
         ...
 
     def open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> Lease | None:
-        """Bring a chunk into working memory; None when there is no free page and ``is_blocking`` is False."""
+        """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False."""
         ...
 
 
@@ -107,6 +61,7 @@ class RecordStore(Protocol):
 class _UnitRecords:
     extent: Extent | None
     offsets: list[int]
+    main_bytes: list[int]
     names: tuple[str, ...]
     valid_bytes: list[int]
     """Of each record, how many bytes from its beginning are stored; the rest is zero."""
@@ -132,10 +87,9 @@ class _PagedLease:
     def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
         handles = list(others)
         record = self.workspace.record
-        if main_only:
-            has_main = self.workspace.weight is not self.workspace.main
-            record = record[: self.workspace.main.numel() * _FP32_BYTES if has_main else 0]
         records = self._records
+        if main_only:
+            record = record[: records.main_bytes[self._index]]
         if records.extent is not None and record.numel():
             handles.append(self._swapper.write(records.extent, record, offset=records.offsets[self._index]))
         records.valid_bytes[self._index] = record.numel()
@@ -161,10 +115,10 @@ class _PagedLease:
 class PagedRecords:
     """Records in extents of a swapper (NVMe or host RAM), worked on in the pages of an arena."""
 
-    def __init__(self, swapper: Swapper, arena: StagingArena, weight_dtype: torch.dtype) -> None:
+    def __init__(self, swapper: Swapper, arena: StagingArena, record_format: RecordFormat) -> None:
         self.swapper = swapper
         self._arena = arena
-        self._weight_dtype = weight_dtype
+        self._format = record_format
         self._records: dict[int, _UnitRecords] = {}
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str]) -> None:
@@ -172,10 +126,11 @@ class PagedRecords:
         total = 0
         for chunk in chunks:
             offsets.append(total)
-            total += record_bytes(chunk.numel, len(names), self._weight_dtype.itemsize)
+            total += self._format.record_bytes(chunk.numel, len(names))
         name_of = record_contents(chunks, [*offsets, total], names)
         extent = self.swapper.allocate(total, f"optimizer state of {unit.name}", name_of=name_of) if total else None
-        self._records[unit.index] = _UnitRecords(extent, offsets, tuple(names), [0] * len(chunks))
+        main_bytes = [self._format.main_bytes(chunk.numel) for chunk in chunks]
+        self._records[unit.index] = _UnitRecords(extent, offsets, main_bytes, tuple(names), [0] * len(chunks))
 
     def names_of(self, unit: Unit) -> Sequence[str]:
         return self._records[unit.index].names
@@ -186,7 +141,7 @@ class PagedRecords:
         page = self._arena.lease(owner=owner) if is_blocking else self._arena.try_lease(owner=owner)
         if page is None:
             return None
-        workspace = lay_out(page.tensor, chunk.numel, records.names, self._weight_dtype)
+        workspace = self._format.lay_out(page.tensor, chunk.numel, records.names)
         valid_bytes = records.valid_bytes[chunk.index]
         read: Handle | None = None
         try:
@@ -220,9 +175,9 @@ class _ResidentLease:
 class ResidentRecords:
     """Records that stay in memory on the compute device: ``offload_optimizer.device`` "none"."""
 
-    def __init__(self, device: torch.device, weight_dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, record_format: RecordFormat) -> None:
         self._device = device
-        self._weight_dtype = weight_dtype
+        self._format = record_format
         self._records: dict[int, tuple[torch.Tensor, list[int], tuple[str, ...]]] = {}
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str]) -> None:
@@ -230,7 +185,7 @@ class ResidentRecords:
         total = 0
         for chunk in chunks:
             offsets.append(total)
-            total += record_bytes(chunk.numel, len(names), self._weight_dtype.itemsize)
+            total += self._format.record_bytes(chunk.numel, len(names))
         memory = torch.zeros(total, dtype=torch.uint8, device=self._device)
         self._records[unit.index] = (memory, offsets, tuple(names))
 
@@ -241,13 +196,7 @@ class ResidentRecords:
         memory, offsets, names = self._records[unit.index]
         numel = chunk.numel
         offset = offsets[chunk.index]
-        record = memory[offset : offset + record_bytes(numel, len(names), self._weight_dtype.itemsize)]
-        fp32 = record.view(torch.float32)
+        record = memory[offset : offset + self._format.record_bytes(numel, len(names))]
         gradient = torch.empty(numel, dtype=torch.float32, device=self._device)
-        if self._weight_dtype == torch.float32:
-            main = torch.empty(numel, dtype=torch.float32, device=self._device)
-            states = {name: fp32[i * numel : (i + 1) * numel] for i, name in enumerate(names)}
-            return _ResidentLease(Workspace(main, states, gradient, main, record))
-        states = {name: fp32[(1 + i) * numel : (2 + i) * numel] for i, name in enumerate(names)}
-        weight = torch.empty(numel, dtype=self._weight_dtype, device=self._device)
-        return _ResidentLease(Workspace(fp32[:numel], states, gradient, weight, record))
+        weight = torch.empty(numel, dtype=self._format.weight_dtype, device=self._device)
+        return _ResidentLease(self._format.over(record, numel, names, gradient, weight))

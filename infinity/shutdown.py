@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
+from collections.abc import Callable
 
 from infinity.storage import Storage
 from infinity.telemetry import Recording
 from infinity.update import UpdateStream
+
+logger = logging.getLogger(__name__)
+
+
+def finish_pending(flush: Callable[[], None]) -> None:
+    """Let ``flush`` finish what is pending before an engine is closed. What fails then is logged: the states go anyway."""
+    try:
+        flush()
+    except Exception:
+        logger.warning("an update or write that was still pending failed while the engine was closed", exc_info=True)
 
 
 class Shutdown:

@@ -1,4 +1,4 @@
-"""From gradients to updates: in backward as units become complete, or all at once in the step.
+"""From gradients to updates: in backward as units become complete, or in the step, at once or when they are wanted.
 
 Knows gradients, the update stream and the optimizer's groups; must not know modules, hooks or the order of the user's
 calls.
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from infinity.config import UpdateMode
 from infinity.device import ComputeDevice
 from infinity.errors import PartialUpdateError
 from infinity.gradients import GradientStore, clip_coefficient, total_norm
@@ -35,8 +36,13 @@ class StepRules:
 
     gradient_clipping: float
     """Largest global norm; 0 for no clipping."""
-    updates_in_backward: bool
-    """Whether a unit is updated as soon as its gradients are complete."""
+    update: UpdateMode
+    """When units are updated."""
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a unit is updated as soon as its gradients are complete."""
+        return self.update == "in_backward"
 
 
 class Stepper:
@@ -169,12 +175,16 @@ class Stepper:
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
+        is_held = self._pager.fills and not was_in_backward and self.rules.update != "step"
         for unit in with_gradients:
             self._pager.prepare_update(unit)
             source = self.gradients.source(unit)
-            self._submit(unit, source, coefficient, is_held=self._pager.fills and not was_in_backward)
+            self._submit(unit, source, coefficient, is_held=is_held)
             self.updated.add(unit.index)
         self._forget()
+        if self.rules.update == "step":
+            with self._pager.clock.waiting("update"):
+                self._stream.drain()
         if not was_in_backward:
             self._pager.pump()
 

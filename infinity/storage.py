@@ -15,7 +15,7 @@ from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.flat_pool import FlatPool
 from infinity.placement import HOST_KEY, Placement, Request, UnitSize, predict
 from infinity.plan import Plan
-from infinity.records import PagedRecords, RecordStore, ResidentRecords, record_bytes
+from infinity.records import PagedRecords, RecordStore, ResidentRecords
 from infinity.telemetry.counters import DriveCounters
 from infinity.trace import Trace
 from infinity.weights import WeightStore
@@ -68,11 +68,13 @@ class Storage:
         self._busy = BusyTimes()
         self._predicted: tuple[tuple[int, ...], Plan] | None = None
         weight_bytes = sum(size.weight_bytes for size in sizes)
-        state_bytes = sum(record_bytes(s.trainable_numel, s.num_states, request.weight_itemsize) for s in sizes)
+        state_bytes = sum(request.record_format.record_bytes(s.trainable_numel, s.num_states) for s in sizes)
+        # Sums that are too wide to stay in RAM are spilled, too.
+        widens = request.gradient_itemsize < _FP32_BYTES and not request.rounds_gradients
         self.gradient_bytes = sum(
-            s.trainable_numel * _FP32_BYTES
+            s.trainable_numel * (_FP32_BYTES if widens else request.gradient_itemsize)
             for index, s in enumerate(sizes)
-            if index not in placement.gradients_in_memory
+            if index not in placement.gradients_in_memory or (widens and placement.gradient_scratch_bytes)
         )
         needed: dict[_TierKey, int] = {}
         param_key: _TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
@@ -139,11 +141,11 @@ class Storage:
                 arena.register_with(self._swappers[param_key].register_memory)
             weights = WeightStore(self._swappers[param_key], device, arena)
         if state_key[0] == "none":
-            return weights, ResidentRecords(device.torch_device, self._config.compute_dtype)
+            return weights, ResidentRecords(device.torch_device, self._request.record_format)
         arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)
         self._arenas.append(arena)
         arena.register_with(self._swappers[state_key].register_memory)
-        return weights, PagedRecords(self._swappers[state_key], arena, self._config.compute_dtype)
+        return weights, PagedRecords(self._swappers[state_key], arena, self._request.record_format)
 
     def spill_swapper(self) -> Swapper:
         """Where gradients are spilled.
@@ -192,7 +194,7 @@ class Storage:
         names = {"none": "device", "cpu": "host", "nvme": "nvme"}
         result[names[self._request.param_tier]] += sum(s.weight_bytes for s in self._sizes)
         result[names[self._request.optimizer_tier]] += sum(
-            record_bytes(s.trainable_numel, s.num_states, self._request.weight_itemsize) for s in self._sizes
+            self._request.record_format.record_bytes(s.trainable_numel, s.num_states) for s in self._sizes
         )
         if self._spill_key is not None:
             result["nvme"] += self.gradient_bytes

@@ -131,3 +131,12 @@ def simulate_fetches(
             if position >= length:
                 fetches.append((position - length, unit))
     return fetches
+
+
+def resident_between_cycles(order: Sequence[int], fetches: Sequence[tuple[int, int]]) -> set[int]:
+    """The units that are in memory when a cycle through ``order`` begins, given what is fetched in the cycle."""
+    first_use: dict[int, int] = {}
+    for position, unit in enumerate(order):
+        first_use.setdefault(unit, position)
+    fetched_for_it = {unit for position, unit in fetches if position <= first_use.get(unit, -1)}
+    return set(first_use) - fetched_for_it

@@ -22,6 +22,7 @@ from infinity.records import Lease, RecordStore
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.update_job import POLL_SECONDS, ParameterState, UpdateJob
 from infinity.weights import WeightStore
+from infinity.workspace import Workspace
 from swapper import Handle
 
 
@@ -38,12 +39,33 @@ class PieceUpdater(Protocol):
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
 
+class HalvesUpdater(Protocol):
+    """The same rule for main weights kept in two halves (see ``infinity.optim.remainder_updater``)."""
+
+    def update(
+        self,
+        group: Mapping[str, Any],
+        weight: torch.Tensor,
+        remainder: torch.Tensor,
+        gradient: torch.Tensor,
+        scale: torch.Tensor | None,
+        state: Mapping[str, torch.Tensor],
+        scalars: Mapping[str, Any],
+        *,
+        is_first: bool,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]: ...
+
+
+class _Read(Protocol):
+    def wait(self) -> None: ...
+
+
 @dataclass
 class _Item:
     job: UpdateJob
     chunk: Chunk
     lease: Lease
-    reads: list[Handle]
+    reads: list[_Read]
     is_last: bool
 
 
@@ -57,6 +79,7 @@ class UpdateStream:
         updater: PieceUpdater,
         device: ComputeDevice,
         states: Mapping[tuple[int, int], ParameterState],
+        halves_updater: HalvesUpdater | None = None,
     ) -> None:
         """
         Args:
@@ -65,12 +88,14 @@ class UpdateStream:
             updater: the optimizer's rule.
             device: for copies to and from the device.
             states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
+            halves_updater: the optimizer's rule where main weights are kept in two halves.
         """
         self._records = records
         self._weights = weights
         self._updater = updater
         self._device = device
         self._states = states
+        self._halves_updater = halves_updater
         self._jobs: deque[UpdateJob] = deque()
         self._changed = threading.Condition()
         self._num_pending = 0
@@ -193,11 +218,11 @@ class UpdateStream:
             item = _Item(job, chunk, lease, [], is_last)
             self._window.append(item)
             workspace = lease.workspace
-            handle = job.gradients.prepare(chunk, workspace.gradient)
+            handle = job.gradients.prepare(chunk, workspace.landing(job.gradients.dtype))
             if handle is not None:
                 item.reads.append(handle)
-            if workspace.main is workspace.weight and not job.flat_is_current and self._weights is not None:
-                item.reads.append(self._weights.read_chunk(job.unit, chunk, workspace.main))
+            if workspace.needs_weight and not job.flat_is_current and self._weights is not None:
+                item.reads.append(self._weights.read_chunk(job.unit, chunk, workspace.weight))
 
     def _take(self) -> tuple[UpdateJob, Chunk, bool] | None:
         while True:
@@ -222,13 +247,12 @@ class UpdateStream:
     def _update(self, item: _Item) -> None:
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
         flat = job.unit.trainable_view(job.flat.tensor())[chunk.start : chunk.stop] if job.flat is not None else None
-        if workspace.main is workspace.weight and job.flat_is_current and flat is not None:
-            self._device.download(workspace.main, flat, job.after)
+        if workspace.needs_weight and job.flat_is_current and flat is not None:
+            self._device.download(workspace.weight, flat, job.after)
         for piece in chunk.pieces:
             if piece.slot.index in job.slots:
                 self._update_piece(job, piece, workspace)
-        if workspace.weight is not workspace.main:
-            workspace.weight.copy_(workspace.main)
+        workspace.cast_main()
         handles: list[Handle] = []
         if flat is not None:
             fence = self._device.upload(flat, workspace.weight, job.after)
@@ -241,26 +265,69 @@ class UpdateStream:
             handles.append(self._weights.write_chunk(job.unit, chunk, source))
         item.lease.write_back(handles)
 
-    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: Any) -> None:
+    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: Workspace) -> None:
         state = self._states[job.unit.index, piece.slot.index]
         span = slice(piece.offset, piece.offset + piece.numel)
-        gradient = job.gradients.piece(piece, workspace.gradient[span])
-        if job.clip_coefficient is not None:
-            gradient.mul_(job.clip_coefficient)
+        gradient = job.gradients.piece(piece, workspace.landing(job.gradients.dtype)[span])
+        group = job.groups[piece.slot.index]
         names = workspace.states if state.names is None else state.names
         views = {name: workspace.states[name][span] for name in names}
-        is_first = state.is_fresh
-        tensors, scalars = self._updater.update(
-            job.groups[piece.slot.index], workspace.main[span], gradient, None if is_first else views, state.scalars
-        )
-        if is_first:
-            for name, tensor in tensors.items():
-                workspace.states[name][span].copy_(tensor)
+        if workspace.main is None:
+            present, scalars = self._update_halves(job, group, workspace, span, gradient, views, state)
+        else:
+            present, scalars = self._update_whole(job, group, workspace, span, gradient, views, state)
         if piece.stop == piece.slot.numel:  # scalars advance once per parameter, after its last piece
-            if is_first:
-                state.names = tuple(tensors)
+            if state.is_fresh:
+                state.names = present
             state.scalars = scalars
             state.is_fresh = False
+
+    def _update_whole(
+        self,
+        job: UpdateJob,
+        group: dict[str, Any],
+        workspace: Workspace,
+        span: slice,
+        gradient: torch.Tensor,
+        views: dict[str, torch.Tensor],
+        state: ParameterState,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        if workspace.main is None:
+            raise RuntimeError("the workspace has no main weight")
+        if gradient.dtype != workspace.gradient.dtype:
+            gradient = workspace.gradient[span].copy_(gradient)
+        if job.clip_coefficient is not None:
+            gradient.mul_(job.clip_coefficient)
+        tensors, scalars = self._updater.update(
+            group, workspace.main[span], gradient, None if state.is_fresh else views, state.scalars
+        )
+        if state.is_fresh:
+            for name, tensor in tensors.items():
+                workspace.states[name][span].copy_(tensor)
+        return tuple(tensors), scalars
+
+    def _update_halves(
+        self,
+        job: UpdateJob,
+        group: dict[str, Any],
+        workspace: Workspace,
+        span: slice,
+        gradient: torch.Tensor,
+        views: dict[str, torch.Tensor],
+        state: ParameterState,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        if self._halves_updater is None or workspace.remainder is None:
+            raise RuntimeError("main weights are kept in two halves, and nothing is there to update those")
+        return self._halves_updater.update(
+            group,
+            workspace.weight[span],
+            workspace.remainder[span],
+            gradient,
+            job.clip_coefficient,
+            views,
+            state.scalars,
+            is_first=state.is_fresh,
+        )
 
     def _update_empty(self, job: UpdateJob) -> None:
         """Parameters without elements are in no chunk; their steps count all the same."""

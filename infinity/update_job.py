@@ -30,16 +30,21 @@ POLL_SECONDS = 1.0
 class GradientSource(Protocol):
     """The gradients of one unit for one update."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all of them: fp32, or bf16 if their values are."""
+        ...
+
     def slots(self) -> Sequence[Slot]:
         """The parameters that have a gradient."""
         ...
 
     def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        """Start to bring the chunk's gradients into ``scratch`` (fp32, ``chunk.numel``), if they are not in memory."""
+        """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
         ...
 
     def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        """The gradient of one piece: fp32, 1-D; may be changed in place. ``scratch`` is its part of the chunk's scratch."""
+        """The gradient of one piece: 1-D; may be changed in place. ``scratch`` is its part of the chunk's scratch."""
         ...
 
     def release(self) -> None:

@@ -36,6 +36,20 @@ class ReadArrival:
         self._handle.promote(Priority.DEMAND)
 
 
+class LandedRead:
+    """A read into host memory whose result belongs elsewhere."""
+
+    def __init__(self, handle: Handle, landing: torch.Tensor, target: torch.Tensor) -> None:
+        self._handle = handle
+        self._landing = landing
+        self._target = target
+
+    def wait(self) -> None:
+        """Return when the target has the data."""
+        self._handle.wait()
+        self._target.copy_(self._landing)
+
+
 class WeightStore:
     """The extents of all units' model weights in one tier, laid out byte for byte like their flat buffers."""
 
@@ -62,11 +76,13 @@ class WeightStore:
             return self._uploader.fetch(_extent_of(unit), flat, is_demand=is_demand)
         return ReadArrival(self.swapper.read(_extent_of(unit), flat.tensor(), priority=priority))
 
-    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle:
-        """Read a chunk's model weights into host memory: ``target`` has the compute dtype and ``chunk.numel`` elements."""
-        return self.swapper.read(
-            _extent_of(unit), target, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
+        """Read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements, on any device."""
+        landing = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
+        handle = self.swapper.read(
+            _extent_of(unit), landing, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH
         )
+        return handle if landing is target else LandedRead(handle, landing, target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
         """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done."""

@@ -77,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--clip", type=list_of(float), default=[0.0], help="gradient clipping, 0 is off, e.g. 0,1")
     add("--checkpointing", type=list_of(str), default=["none"], help="none, reentrant, non-reentrant")
     add("--budget", type=list_of(str), default=["384MB"], help="host_memory_budget of ours (default 384MB)")
+    add("--update", type=list_of(str), default=["auto"], help="infinity.update of ours, e.g. in_backward,deferred,step")
+    add("--main-weights", choices=["remainder", "fp32"], default="remainder", help="infinity.main_weights of ours")
     add("--memory-limit", type=size_bytes, help="memory limit of ours, e.g. 1.5GB")
     add("--throttle", type=list_of(throttle), default=[600, None], help="MB/s each way, e.g. 300,600,1200,none")
     add("--peer", choices=["deepspeed"], help="run DeepSpeed in alternation, lean and pipelined, if it is installed")
@@ -138,10 +140,14 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         )
         if not arguments.without_compute_alone:
             yield Case(workload, None, (ParticipantSpec("in_memory", "in_memory"),))
-        for limit, budget in itertools.product(arguments.throttle, arguments.budget):
+        for limit, budget, update in itertools.product(arguments.throttle, arguments.budget, arguments.update):
             specs = []
             if not arguments.without_ours:
-                settings_of_ours: dict[str, Any] = {"budget": budget}
+                settings_of_ours: dict[str, Any] = {
+                    "budget": budget,
+                    "update": update,
+                    "main_weights": arguments.main_weights,
+                }
                 if arguments.timeline is not None:
                     number = next(numbers)
                     settings_of_ours["timeline"] = str(numbered(arguments.timeline.absolute(), number))

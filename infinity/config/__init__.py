@@ -15,6 +15,7 @@ from infinity.config.resolved import (
     OffloadSection,
     OptimizerSection,
     SchedulerSection,
+    UpdateMode,
 )
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "OffloadSection",
     "OptimizerSection",
     "SchedulerSection",
+    "UpdateMode",
     "load_config",
 ]

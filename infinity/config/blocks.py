@@ -129,7 +129,9 @@ class InfinityBlock(Block):
     prefetch: Flag = True
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
-    update: Literal["auto", "in_backward", "step"] = "auto"
+    update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
+    main_weights: Literal["auto", "remainder", "fp32"] = "auto"
+    gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     io_deadline_seconds: Annotated[Number, Field(gt=0)] = 120.0
     direct_io: Flag = True
     io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"

@@ -15,12 +15,15 @@ from infinity.config.quantities import parse_flag, parse_number
 from infinity.config.resolved import (
     AutotuneMode,
     Decision,
+    GradientDtype,
     InfinityConfig,
     InfinitySection,
     IOSection,
+    MainWeights,
     OffloadSection,
     OptimizerSection,
     SchedulerSection,
+    UpdateMode,
 )
 from infinity.config.storage import (
     check_capacities,
@@ -80,7 +83,7 @@ def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_stora
         offload_param=offload_param,
         offload_optimizer=offload_optimizer,
         io=_resolve_io(root.aio, root.infinity, findings, book),
-        infinity=_resolve_infinity(root.infinity, book),
+        infinity=_resolve_infinity(root, compute_dtype, batch.accumulation, book),
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown,
         dataloader_drop_last=root.dataloader_drop_last,
@@ -104,6 +107,10 @@ class _Book:
         undecided = f'"auto": {default}' if key in self._auto else default
         decided_by = "config" if self._is_given(key) else undecided
         self.decisions.append(Decision(key, value, decided_by))
+
+    def decide(self, key: str, value: object, reason: str) -> None:
+        """Record a value that follows from others."""
+        self.decisions.append(Decision(key, value, f'"auto": {reason}' if key in self._auto else reason))
 
     def note_other_autos(self) -> None:
         """Keys left to "auto" that nobody has written down yet. They have no value unless a block holds a default."""
@@ -227,7 +234,10 @@ def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book
     )
 
 
-def _resolve_infinity(block: InfinityBlock, book: _Book) -> InfinitySection:
+def _resolve_infinity(
+    root: RootBlock, compute_dtype: torch.dtype, num_micro_batches: int, book: _Book
+) -> InfinitySection:
+    block = root.infinity
     page_bytes = block.page_bytes
     if page_bytes is not None and page_bytes % _ALIGNMENT:
         nearest = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -237,7 +247,7 @@ def _resolve_infinity(block: InfinityBlock, book: _Book) -> InfinitySection:
         value = getattr(block, name)
         shown = "chosen at start" if value is None else value
         book.note(f"infinity.{name}", shown)
-    book.note("infinity.update", block.update)
+    gradient_dtype, rounds_gradients = _resolve_gradient_dtype(root, compute_dtype, num_micro_batches, book)
     return InfinitySection(
         host_memory_budget=block.host_memory_budget,
         device_memory_budget=block.device_memory_budget,
@@ -245,9 +255,59 @@ def _resolve_infinity(block: InfinityBlock, book: _Book) -> InfinitySection:
         prefetch=block.prefetch,
         units=block.units,
         strict=block.strict,
-        update=block.update,
+        update=_resolve_update(root, book),
+        main_weights=_resolve_main_weights(block, compute_dtype, book),
+        gradient_dtype=gradient_dtype,
+        rounds_gradients=rounds_gradients,
         timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
     )
+
+
+def _resolve_update(root: RootBlock, book: _Book) -> UpdateMode:
+    update = root.infinity.update
+    if update != "auto":
+        book.note("infinity.update", update)
+        return update
+    if root.gradient_clipping > 0:
+        book.decide("infinity.update", "deferred", "clipping needs all gradients before the first update")
+        return "deferred"
+    book.decide("infinity.update", "in_backward", "nothing needs all gradients before the first update")
+    return "in_backward"
+
+
+def _resolve_main_weights(block: InfinityBlock, compute_dtype: torch.dtype, book: _Book) -> MainWeights:
+    if compute_dtype != torch.bfloat16:
+        book.decide("infinity.main_weights", "fp32", "the model weights are fp32, and are the main weights")
+        return "fp32"
+    if block.main_weights != "auto":
+        book.note("infinity.main_weights", block.main_weights)
+        return block.main_weights
+    book.decide("infinity.main_weights", "remainder", "the default with bf16")
+    return "remainder"
+
+
+def _resolve_gradient_dtype(
+    root: RootBlock, compute_dtype: torch.dtype, num_micro_batches: int, book: _Book
+) -> tuple[GradientDtype, bool]:
+    """The dtype in which gradients wait, and whether it may round their sums."""
+    key, chosen = "infinity.gradient_dtype", root.infinity.gradient_dtype
+    if chosen == "bf16" and compute_dtype != torch.bfloat16:
+        problem = "gradients are fp32, as the model weights are, and would be rounded"
+        raise ConfigValueError(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
+    if chosen != "auto":
+        book.note(key, chosen)
+        return chosen, chosen == "bf16"
+    zero = root.zero_optimization
+    if compute_dtype != torch.bfloat16:
+        book.decide(key, "fp32", "the compute dtype")
+    elif num_micro_batches > 1:
+        book.decide(key, "fp32", "sums of several micro-batches would be rounded")
+    elif "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):
+        book.decide(key, "fp32", "there is no NVMe tier for sums that find no room")
+    else:
+        book.decide(key, "bf16", "loses nothing with one micro-batch; a sum of several would be kept as fp32")
+        return "bf16", False
+    return "fp32", False
 
 
 def _plain(value: object) -> Any:

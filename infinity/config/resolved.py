@@ -12,7 +12,9 @@ from swapper.config import BackendName
 from swapper.directory import Directory
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
-UpdateMode = Literal["auto", "in_backward", "step"]
+UpdateMode = Literal["in_backward", "deferred", "step"]
+MainWeights = Literal["remainder", "fp32"]
+GradientDtype = Literal["fp32", "bf16"]
 AutotuneMode = Literal["off", "once", "always"]
 """Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
 
@@ -95,6 +97,10 @@ class InfinitySection:
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
+        main_weights: whether an fp32 main weight is stored beside a bf16 model weight, or only what that lacks.
+        gradient_dtype: of gradients that wait for their update.
+        rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32
+            as soon as there is more than one.
         timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
     """
 
@@ -105,6 +111,9 @@ class InfinitySection:
     units: tuple[str, ...]
     strict: bool
     update: UpdateMode
+    main_weights: MainWeights
+    gradient_dtype: GradientDtype
+    rounds_gradients: bool
     timeline: Path | None = None
 
 

@@ -5,19 +5,23 @@ optimizer class on pieces of parameters, wherever their state comes from. `Paged
 optimizer that delegates to a `StepBackend`.
 """
 
+from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.lion import Lion
 from infinity.optim.paged import PagedOptimizer, StepBackend
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import OptimizerSection
+from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.template import OptimizerSource, Template, build_template
 
 __all__ = [
     "PIECE_ALIGNMENT",
+    "FusedAdam",
     "Lion",
     "OptimizerSection",
     "OptimizerSource",
     "PagedOptimizer",
     "PieceUpdater",
+    "RemainderUpdater",
     "StepBackend",
     "Template",
     "build_template",

@@ -27,7 +27,7 @@ class StepBackend(Protocol):
         ...
 
     def has_state(self, param: Tensor) -> bool:
-        """Whether an update, or a load, has given the parameter state. Costs no I/O."""
+        """Whether an update asked for so far, or a load, gives the parameter state."""
         ...
 
     def gather_state(self, param: Tensor) -> dict[str, Any]:

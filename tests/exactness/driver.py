@@ -91,6 +91,8 @@ def reference_trainer(case: Case, row: Row, device: torch.device | str = "cpu") 
         num_micro_batches=row.accumulation if row.loop == "engine" else 1,
         max_norm=MAX_NORM if row.clipping else 0.0,
         device=device,
+        rounds_half_up=row.rounds_half_up,
+        rounds_gradients=row.rounds_gradients,
     )
 
 

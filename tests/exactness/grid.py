@@ -26,16 +26,23 @@ MOVEMENT_AXES: dict[str, tuple[Hashable, ...]] = {
     "prefetch": (True, False),
     "accumulation": (1, 3),
     "clipping": (True, False),
+    "update": ("auto", "deferred", "step"),
 }
 COMPANION_AXES: dict[str, tuple[Hashable, ...]] = {
     "optimizer": ("config", "groups", "instance"),
     "dtype": ("fp32", "bf16"),
     "loop": ("engine", "plain"),
+    "main_weights": ("auto", "fp32"),
+    "gradient_dtype": ("auto", "fp32", "bf16"),
 }
 AXES = {**MOVEMENT_AXES, **COMPANION_AXES}
 
 # An update may start inside backward only here, so each value of every other axis has to meet all three at once.
-IN_BACKWARD: dict[str, Hashable] = {"loop": "engine", "accumulation": 1, "clipping": False}
+IN_BACKWARD: dict[str, Hashable] = {"loop": "engine", "accumulation": 1, "clipping": False, "update": "auto"}
+# An update that waits until its unit is wanted, and fills the buffer that the forward will use.
+DEFERRED: dict[str, Hashable] = {"offload_param": "nvme", "prefetch": True, "update": "deferred"}
+# Main weights in two halves.
+HALVES: dict[str, Hashable] = {"dtype": "bf16", "main_weights": "auto"}
 # The job this package exists for meets every other value, and meets its tightest form in both kinds of update.
 MAIN_JOB: dict[str, Hashable] = {"offload_param": "nvme", "offload_optimizer": "nvme"}
 # Main gradients wait for the last micro-batch here, and the tiers decide where.
@@ -56,10 +63,13 @@ class Row:
         prefetch: whether units are read ahead of need.
         accumulation: micro-batches per step.
         clipping: whether the global gradient norm is clipped.
+        update: when the optimizer runs; ``auto`` is in backward where nothing forbids it.
         optimizer: ``config`` names AdamW in the config; ``groups`` adds parameter groups; ``instance`` passes a torch
             AdamW with groups.
         dtype: compute dtype.
         loop: ``engine`` calls engine.backward and engine.step, ``plain`` calls loss.backward and optimizer.step.
+        main_weights: how main weights are kept; ``auto`` is in two halves with bf16.
+        gradient_dtype: of waiting gradients; with fp32 compute it is fp32, and only ``bf16`` may change a bit.
     """
 
     offload_param: str = "nvme"
@@ -70,9 +80,12 @@ class Row:
     prefetch: bool = True
     accumulation: int = 1
     clipping: bool = False
+    update: str = "auto"
     optimizer: str = "config"
     dtype: str = "fp32"
     loop: str = "engine"
+    main_weights: str = "auto"
+    gradient_dtype: str = "auto"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Row:
@@ -83,12 +96,27 @@ class Row:
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     @property
+    def rounds_half_up(self) -> bool:
+        """Whether the model weight is the main weight rounded half up, not half to even."""
+        return self.dtype == "bf16" and self.main_weights == "auto"
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether the sum of gradients is rounded to bf16 after each micro-batch."""
+        return self.dtype == "bf16" and self.gradient_dtype == "bf16" and self.accumulation > 1
+
+    @property
     def numerics(self) -> Row:
         """The row with all that must not change a bit at its default: equal for rows that share a reference."""
-        unimportant = {name: getattr(Row(), name) for name in ("offload_param", "offload_optimizer", "page", "budget")}
+        names = ("offload_param", "offload_optimizer", "page", "budget", "prefetch", "update")
+        unimportant = {name: getattr(Row(), name) for name in names}
+        if self.dtype == "fp32":
+            unimportant["main_weights"] = Row().main_weights
+        if not self.rounds_gradients:
+            unimportant["gradient_dtype"] = Row().gradient_dtype
         # Without division by the number of micro-batches, the two loops are one.
         loop = self.loop if self.accumulation > 1 else Row().loop
-        return replace(self, **unimportant, prefetch=Row().prefetch, loop=loop)
+        return replace(self, **unimportant, loop=loop)
 
     @property
     def name(self) -> str:
@@ -102,9 +130,12 @@ class Row:
             "prefetch" if self.prefetch else "demand",
             f"ga{self.accumulation}",
             "clip" if self.clipping else "noclip",
+            f"u_{self.update}",
             self.optimizer,
             self.dtype,
             self.loop,
+            f"m_{self.main_weights}",
+            f"g_{self.gradient_dtype}",
         )
         return "-".join(words)
 
@@ -116,6 +147,13 @@ def covered_partials() -> list[Mapping[str, Hashable]]:
         *extended(MAIN_JOB, AXES),
         *extended(IN_BACKWARD, AXES),
         *extended(ACCUMULATED, AXES),
+        *extended(DEFERRED, AXES),
+        *extended(HALVES, AXES),
+        {**HALVES, **IN_BACKWARD},
+        {**HALVES, **DEFERRED},
+        {**HALVES, **ACCUMULATED, "gradient_dtype": "bf16"},
+        {"dtype": "bf16", "main_weights": "fp32", **DEFERRED},
+        {"dtype": "bf16", "loop": "plain", "accumulation": 3, "gradient_dtype": "auto", "budget": "tight"},
         {**MAIN_JOB, **IN_BACKWARD, "budget": "tight"},
         {**MAIN_JOB, **ACCUMULATED, "budget": "tight"},
     ]

@@ -92,12 +92,15 @@ class Lockstep:
         config = everything_on_nvme(directory, changes)
         dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
         model = case.make("none")
+        own = config["infinity"]
         reference = PlainTorch(
             case.make("none"),
             reference_optimizer or (lambda named: torch_optimizer("config", named)),
             compute_dtype=dtype,
             num_micro_batches=config["gradient_accumulation_steps"] if loop == "engine" else 1,
             max_norm=config["gradient_clipping"],
+            rounds_half_up=dtype == torch.bfloat16 and own.get("main_weights", "auto") != "fp32",
+            rounds_gradients=own.get("gradient_dtype") == "bf16",
         )
         engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=config, **arguments(model))
         return cls(reference, model, engine, optimizer, loader, scheduler, case, dtype)

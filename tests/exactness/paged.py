@@ -24,12 +24,18 @@ def config_of(row: Row, directory: Path, *, budget_bytes: int) -> dict[str, Any]
     zero: dict[str, Any] = {"stage": 3}
     for key, device in (("offload_param", row.offload_param), ("offload_optimizer", row.offload_optimizer)):
         zero[key] = {"device": device, **({"nvme_path": str(directory)} if device == "nvme" else {})}
-    own: dict[str, Any] = {"host_memory_budget": budget_bytes, "prefetch": row.prefetch}
+    own: dict[str, Any] = {
+        "host_memory_budget": budget_bytes,
+        "prefetch": row.prefetch,
+        "update": row.update,
+        "main_weights": row.main_weights,
+        "gradient_dtype": row.gradient_dtype if row.dtype == "bf16" else "auto",
+    }
     if (page_bytes := _PAGE_BYTES[row.page]) is not None:
         own["page_bytes"] = page_bytes
-    if row.loop == "plain" and row.budget == "tight":
+    if row.loop == "plain" and row.budget == "tight" and row.update == "auto":
         # The smallest budget for updates in backward has no room for gradients that wait for optimizer.step().
-        own["update"] = "step"
+        own["update"] = "deferred"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         # Whoever writes the plain loop accumulates himself, and the config need not know.

@@ -4,7 +4,9 @@
 - Each micro-batch runs backward on its share of the loss; its gradient is added to the main gradient in fp32.
 - A parameter without a gradient in all micro-batches of a step is left alone.
 - The norm is taken over whole main gradients in the order of the parameter groups, and clips by torch's own rule.
-- The optimizer updates the main weights, and their cast goes back into the model.
+- The optimizer updates the main weights, and their cast goes back into the model. It is torch's, or, where main weights are
+  kept in two halves, rounds to the nearest with halves away from zero.
+- If asked, the main gradient is rounded to bf16 after each addition.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +30,8 @@ class PlainTorch:
         make_optimizer: takes the trainable main weights by FQN.
         num_micro_batches: the share of each loss is 1 / this; 1 where the user divides, or does not, himself.
         max_norm: of the clipped gradient; 0 for no clipping.
+        rounds_half_up: how trainable main weights are cast to bf16.
+        rounds_gradients: whether main gradients are rounded to bf16.
     """
 
     def __init__(
@@ -38,6 +43,8 @@ class PlainTorch:
         num_micro_batches: int = 1,
         max_norm: float = 0.0,
         device: torch.device | str = "cpu",
+        rounds_half_up: bool = False,
+        rounds_gradients: bool = False,
     ) -> None:
         model.to(device)
         self.main = {
@@ -50,6 +57,9 @@ class PlainTorch:
         self.optimizer = make_optimizer(self.main)
         self.num_micro_batches = num_micro_batches
         self.max_norm = max_norm
+        self._rounds_half_up = rounds_half_up
+        self._rounds_gradients = rounds_gradients
+        self._cast()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -66,6 +76,8 @@ class PlainTorch:
             main = self.main[fqn]
             gradient = param.grad.float()
             main.grad = gradient if main.grad is None else main.grad + gradient
+            if self._rounds_gradients:
+                main.grad = main.grad.bfloat16().float()
             param.grad = None
 
     def step(self) -> torch.Tensor:
@@ -75,10 +87,14 @@ class PlainTorch:
             torch.nn.utils.clip_grads_with_norm_(in_group_order, self.max_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._cast()
+        return norm
+
+    def _cast(self) -> None:
         with torch.no_grad():
             for fqn, param in self.trainable.items():
-                param.copy_(self.main[fqn])
-        return norm
+                main = self.main[fqn].detach()
+                param.copy_(_half_up(main) if self._rounds_half_up else main)
 
     def evaluate(self, batch: dict[str, Any]) -> torch.Tensor:
         self.model.eval()
@@ -98,3 +114,10 @@ class PlainTorch:
 
     def close(self) -> None:
         """Nothing to release; here because the other trainers have it."""
+
+
+def _half_up(values: torch.Tensor) -> torch.Tensor:
+    """Finite fp32 values rounded to what bf16 can hold: to the nearest, halves away from zero."""
+    bits = values.reshape(-1).cpu().numpy().view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x8000) // 0x10000 * 0x10000).astype(np.uint32)
+    return torch.from_numpy(rounded.view(np.float32)).view(values.shape).to(values.device)

@@ -24,7 +24,19 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "clip": {"gradient_clipping": 0.1},
     "ga3": {"gradient_accumulation_steps": 3},
     "bf16": {"bf16": {"enabled": True}},
+    "bf16-clip": {"bf16": {"enabled": True}, "gradient_clipping": 0.1},
     "bf16-clip-ga2": {"bf16": {"enabled": True}, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
+    "bf16-ga2-rounded": {
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 2,
+        "infinity": {"gradient_dtype": "bf16"},
+    },
+    "bf16-deferred-fp32-main": {
+        "bf16": {"enabled": True},
+        "infinity": {"update": "deferred", "main_weights": "fp32", "gradient_dtype": "fp32"},
+    },
+    "step": {"infinity": {"update": "step"}},
+    "bf16-step": {"bf16": {"enabled": True}, "infinity": {"update": "step"}},
 }
 _AXES = {"case": tuple(_CASES), "changes": tuple(_CHANGES), "prefetch": (True, False), "budget": ("tight", "roomy")}
 # Tight budgets are where predictions are hard: there, every combination with fetching ahead or not.
@@ -38,7 +50,7 @@ _WARM_UP, _MEASURED = 3, 50
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: "-".join(map(str, row.values())))
 def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Path) -> None:
     case, changes = _CASES[row["case"]], _CHANGES[row["changes"]]
-    own: dict[str, Any] = {"prefetch": row["prefetch"]}
+    own: dict[str, Any] = {"prefetch": row["prefetch"], **changes.get("infinity", {})}
     if row["budget"] == "tight":
         probe = everything_on_nvme(tmp_path, {**changes, "infinity": {**own, "host_memory_budget": 1}})
         with pytest.raises(BudgetTooSmallError) as refused:

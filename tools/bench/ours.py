@@ -20,7 +20,12 @@ def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
         "bf16": {"enabled": workload.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": workload.optimizer_params()},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": settings["budget"], "timeline": settings.get("timeline")},
+        "infinity": {
+            "host_memory_budget": settings["budget"],
+            "update": settings.get("update", "auto"),
+            "main_weights": settings.get("main_weights", "auto"),
+            "timeline": settings.get("timeline"),
+        },
     }
 
 

@@ -21,7 +21,10 @@ def test_defaults() -> None:
     assert config.optimizer is None and config.scheduler is None
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
     assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
-    assert config.infinity == InfinitySection(None, None, None, True, (), True, "auto")
+    assert dataclasses.astuple(config.infinity) == (
+        *(None, None, None, True, (), True),
+        *("deferred", "fp32", "fp32", False, None),
+    )
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last
     assert config.notices == ()
@@ -29,6 +32,49 @@ def test_defaults() -> None:
 
 def test_default_clipping_is_announced() -> None:
     assert ("gradient_clipping", 1.0, "default, as in DeepSpeed since 0.19") in load_config(BASE).decisions
+
+
+_BF16 = {"bf16": {"enabled": True}}
+_NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "."}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "update", "main_weights", "gradients", "reason"),
+    [
+        ({}, "deferred", "fp32", ("fp32", False), "the compute dtype"),
+        ({"gradient_clipping": 0}, "in_backward", "fp32", ("fp32", False), "the compute dtype"),
+        (_BF16, "deferred", "remainder", ("fp32", False), "there is no NVMe tier"),
+        (_BF16 | _NVME, "deferred", "remainder", ("bf16", False), "loses nothing with one micro-batch"),
+        (_BF16 | _NVME | {"gradient_accumulation_steps": 2}, "deferred", "remainder", ("fp32", False), "several"),
+        (_BF16 | {"infinity": {"gradient_dtype": "bf16"}}, "deferred", "remainder", ("bf16", True), "config"),
+        (_BF16 | _NVME | {"infinity": {"gradient_dtype": "fp32"}}, "deferred", "remainder", ("fp32", False), "config"),
+        (_BF16 | {"infinity": {"main_weights": "fp32", "update": "step"}}, "step", "fp32", ("fp32", False), "no NVMe"),
+        ({"infinity": {"main_weights": "remainder"}}, "deferred", "fp32", ("fp32", False), "the compute dtype"),
+        (
+            _BF16 | {"infinity": {"main_weights": "auto", "update": "auto"}},
+            *("deferred", "remainder", ("fp32", False), "no NVMe"),
+        ),
+    ],
+)
+def test_what_follows_from_the_dtype_and_the_tiers(
+    changes: dict[str, Any], update: str, main_weights: str, gradients: tuple[str, bool], reason: str
+) -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": 1} | changes)
+    chosen = config.infinity
+    assert (chosen.update, chosen.main_weights) == (update, main_weights)
+    assert (chosen.gradient_dtype, chosen.rounds_gradients) == gradients
+    decisions = {key: (value, by) for key, value, by in config.decisions}
+    assert decisions["infinity.update"][0] == update
+    assert decisions["infinity.main_weights"][0] == main_weights
+    assert decisions["infinity.gradient_dtype"][0] == gradients[0]
+    assert reason in decisions["infinity.gradient_dtype"][1]
+    assert len(decisions) == len(config.decisions), "each key is decided once"
+
+
+def test_gradients_of_fp32_weights_are_not_rounded() -> None:
+    with pytest.raises(ConfigValueError, match=r"infinity\.gradient_dtype") as caught:
+        load_config(BASE | {"infinity": {"gradient_dtype": "bf16"}})
+    assert "bf16" in str(caught.value)
 
 
 def test_our_block() -> None:
@@ -56,6 +102,9 @@ def test_our_block() -> None:
         ("LlamaDecoderLayer", "model.layers.*"),
         True,
         "in_backward",
+        "fp32",
+        "fp32",
+        False,
     )
     assert (config.io.deadline_seconds, config.io.direct) == (5.0, False)
 

@@ -13,11 +13,13 @@ import torch
 
 from infinity.device import ComputeDevice, FlatBuffer
 from infinity.layout import CHUNK_GRANULE, Chunk, Piece, Slot
-from infinity.records import PagedRecords, workspace_bytes
+from infinity.optim import RemainderUpdater
+from infinity.records import PagedRecords
 from infinity.unit import Unit
 from infinity.update import UpdateStream
 from infinity.update_job import ParameterState, UpdateJob
 from infinity.weights import WeightStore
+from infinity.workspace import MainWeight, RecordFormat
 from swapper import Handle, StagingArena, Swapper, SwapperConfig
 from swapper.backends import LatencyBackend, MemoryBackend
 from tests.unit.core.stage import trainable_unit
@@ -28,6 +30,8 @@ WAIT_SECONDS = 20
 
 class Gradients:
     """Gradients in memory: the value of each parameter's, by slot index."""
+
+    dtype = torch.float32
 
     def __init__(self, unit: Unit, values: Mapping[int, float]) -> None:
         self._slots = [slot for slot in unit.layout.slots if slot.index in values]
@@ -135,13 +139,22 @@ class SlowStream:
 
 
 @contextmanager
-def slow_stream(dtype: torch.dtype, num_pages: int, device: ComputeDevice | None = None) -> Iterator[SlowStream]:
+def slow_stream(
+    dtype: torch.dtype,
+    num_pages: int,
+    device: ComputeDevice | None = None,
+    *,
+    main: MainWeight | None = None,
+) -> Iterator[SlowStream]:
+    """``main``: how main weights are kept; by default as a whole."""
     device = device or ComputeDevice()
+    default = MainWeight.MODEL_WEIGHT if dtype == torch.float32 else MainWeight.FP32
+    record_format = RecordFormat(dtype, main or default)
     backend = LatencyBackend(MemoryBackend(1 << 20, 4), read_seconds=0.0, write_seconds=0.004)
     swapper = Swapper(backend, SwapperConfig(deadline_seconds=WAIT_SECONDS))
-    arena = StagingArena(workspace_bytes(CHUNK_GRANULE, 1, dtype.itemsize), num_pages, deadline_seconds=WAIT_SECONDS)
+    arena = StagingArena(record_format.workspace_bytes(CHUNK_GRANULE, 1), num_pages, deadline_seconds=WAIT_SECONDS)
     units = [trainable_unit(index, [(NUMEL - 200,), (90,)], dtype) for index in range(3)]
-    records = PagedRecords(swapper, arena, dtype)
+    records = PagedRecords(swapper, arena, record_format)
     weights = WeightStore(swapper, ComputeDevice())
     states = {}
     for unit in units:
@@ -155,10 +168,10 @@ def slow_stream(dtype: torch.dtype, num_pages: int, device: ComputeDevice | None
             lease = records.open(unit, chunk, is_blocking=True)
             assert lease is not None
             lease.wait()
-            lease.workspace.main.zero_()
+            lease.workspace.record.zero_()
             lease.write_back([], main_only=True)
     updater = Summing()
-    stream = UpdateStream(records, weights, updater, device, states)
+    stream = UpdateStream(records, weights, updater, device, states, RemainderUpdater(updater, None))
     yield SlowStream(stream, updater, records, weights, swapper, arena, units, states, dtype, device)
     updater.gate.set()
     stream.close()

@@ -32,11 +32,11 @@ def test_weights() -> None:
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_gradients(itemsize: int) -> None:
-    name_of = gradient_contents(_LAYOUT, itemsize)
+    name_of = gradient_contents(_LAYOUT, lambda: itemsize)
     for slot in _LAYOUT.slots[1:4]:
         assert name_of(slot.start * itemsize, slot.start * itemsize + 1) == slot.spec.fqn
         assert name_of(slot.stop * itemsize - 1, slot.stop * itemsize) == slot.spec.fqn
-    assert gradient_contents(UnitLayout([_spec("x", 9, is_trainable=False)]), itemsize)(0, 100) == ""
+    assert gradient_contents(UnitLayout([_spec("x", 9, is_trainable=False)]), lambda: itemsize)(0, 100) == ""
 
 
 @pytest.mark.parametrize(("main_itemsize", "main"), [(4, "main weight"), (2, "remainder of the main weight"), (0, "")])
@@ -62,7 +62,7 @@ def test_records(main_itemsize: int, main: str) -> None:
 
 def test_empty_parameters_are_left_out() -> None:
     layout = UnitLayout([_spec("a", 64), _spec("none", 0), _spec("b", 64)])
-    assert weight_contents(layout)(0, 1000) == gradient_contents(layout, 4)(0, 1000) == "a, b"
+    assert weight_contents(layout)(0, 1000) == gradient_contents(layout, lambda: 4)(0, 1000) == "a, b"
 
 
 def test_long_lists_are_cut() -> None:

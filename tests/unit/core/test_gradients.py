@@ -11,7 +11,7 @@ from infinity import gradient_sources
 from infinity.device import ComputeDevice, SeparateHostDevice, gradient_norm
 from infinity.flat_pool import FlatPool
 from infinity.gradient_sources import in_slot_order
-from infinity.gradients import GradientStore, clip_coefficient, total_norm
+from infinity.gradients import GradientStore, WaitingDtype, clip_coefficient, total_norm
 from infinity.layout import CHUNK_GRANULE, Slot
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
@@ -37,14 +37,30 @@ def _bytes_of(units: Sequence[Unit]) -> int:
     return sum(unit.layout.trainable_numel * _FP32_BYTES for unit in units)
 
 
+_NARROW = WaitingDtype(torch.bfloat16)
+_ROUNDED = WaitingDtype(torch.bfloat16, rounds=True)
+
+
 def _store(
-    units: Sequence[Unit], swapper: Swapper, in_memory: Sequence[int], device: ComputeDevice | None = None
+    units: Sequence[Unit],
+    swapper: Swapper,
+    in_memory: Sequence[int],
+    device: ComputeDevice | None = None,
+    waiting: WaitingDtype | None = None,
+    room: int | None = None,
 ) -> GradientStore:
     # What the plan gives: the units that are kept, and scratch for one more.
-    room = _bytes_of([units[index] for index in in_memory]) + _bytes_of(units[:1])
-    pool = FlatPool(ComputeDevice(), room)
+    itemsize = _FP32_BYTES if waiting is None else waiting.dtype.itemsize
+    kept = _bytes_of([units[index] for index in in_memory]) * itemsize // _FP32_BYTES
+    pool = FlatPool(ComputeDevice(), room or kept + _bytes_of(units[:1]))
     return GradientStore(
-        units, device or ComputeDevice(), StepClock(), in_memory=in_memory, open_swapper=lambda: swapper, pool=pool
+        units,
+        device or ComputeDevice(),
+        StepClock(),
+        in_memory=in_memory,
+        open_swapper=lambda: swapper,
+        pool=pool,
+        waiting=waiting,
     )
 
 
@@ -72,13 +88,14 @@ def _collect(source: GradientSource, unit: Unit) -> dict[int, torch.Tensor]:
     wanted = {slot.index for slot in source.slots()}
     found = {slot.index: torch.full((slot.numel,), torch.nan) for slot in source.slots()}
     for chunk in unit.layout.chunks(CHUNK_GRANULE):
-        scratch = torch.full((chunk.numel,), torch.nan)
+        scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
         handle = source.prepare(chunk, scratch)
         if handle is not None:
             handle.wait()
         for piece in chunk.pieces:
             if piece.slot.index in wanted:
                 values = source.piece(piece, scratch[piece.offset : piece.offset + piece.numel])
+                assert values.dtype == source.dtype
                 found[piece.slot.index][piece.start : piece.stop] = values
                 values.zero_()  # an optimizer may overwrite what it gets
     source.release()
@@ -136,6 +153,140 @@ def test_gradients_handed_over_in_backward_are_the_same(
             assert not store.slots_with_gradient(unit), "they are the update's now"
             _require_equal(_collect(source, unit), expected)
     store.close()
+
+
+def _rounded_sum(parts: Sequence[dict[Slot, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """main gradient = bf16(main gradient + gradient.float())."""
+    total: dict[int, torch.Tensor] = {}
+    for part in parts:
+        for slot, gradient in part.items():
+            value = gradient.float()
+            before = total.get(slot.index)
+            total[slot.index] = value if before is None else (before + value).bfloat16().float()
+    return total
+
+
+_IN_MEMORY = pytest.mark.parametrize(
+    "in_memory", [(0, 1, 2), (), (1,)], ids=["all in memory", "all spilled", "some spilled"]
+)
+
+
+@_IN_MEMORY
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("waiting", [_NARROW, _ROUNDED], ids=["narrow", "rounded"])
+def test_gradients_that_wait_as_bf16(
+    swapper: Swapper, in_memory: Sequence[int], num_parts: int, waiting: WaitingDtype
+) -> None:
+    """One gradient loses nothing; sums become fp32, or are rounded where that was asked for."""
+    units = _units(torch.bfloat16)
+    store = _store(units, swapper, in_memory, waiting=waiting)
+    add = _rounded_sum if waiting.rounds else _sum
+    for step in range(3):
+        parts = {unit.index: [_draw(unit, 10 * step + n, torch.bfloat16) for n in range(num_parts)] for unit in units}
+        written = swapper.statistics().write_bytes
+        for number in range(num_parts):
+            for unit in units:
+                store.add(unit, parts[unit.index][number])
+        if num_parts == 1:
+            spilled = [unit for unit in units if unit.index not in in_memory]
+            swapper.flush()
+            assert swapper.statistics().write_bytes - written == _bytes_of(spilled) // 2, "two bytes for each"
+        for unit in units:
+            expected = add(parts[unit.index])
+            for slot in unit.layout.slots:
+                assert torch.equal(store.norm_of(unit, slot), gradient_norm(expected[slot.index]))
+            source = store.source(unit)
+            is_wide = num_parts > 1 and not waiting.rounds
+            assert source.dtype == (torch.float32 if is_wide else torch.bfloat16)
+            _require_equal(_collect(source, unit), expected)
+        assert not store.has_any
+    store.close()
+
+
+@_IN_MEMORY
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("waiting", [_NARROW, _ROUNDED], ids=["narrow", "rounded"])
+def test_bf16_gradients_handed_over_in_backward(
+    swapper: Swapper, in_memory: Sequence[int], num_before: int, waiting: WaitingDtype
+) -> None:
+    units = _units(torch.bfloat16)
+    store = _store(units, swapper, in_memory, waiting=waiting)
+    add = _rounded_sum if waiting.rounds else _sum
+    for step in range(2):
+        for unit in reversed(units):
+            parts = [_draw(unit, 10 * step + n, torch.bfloat16, skip=[n]) for n in range(num_before + 1)]
+            for part in parts[:-1]:
+                store.add(unit, part)
+            norms: dict[tuple[int, int], torch.Tensor] = {}
+            source = store.hand_over(unit, parts[-1], norms)
+            expected = add(parts)
+            for slot, values in expected.items():
+                assert torch.equal(norms[unit.index, slot], gradient_norm(values))
+            _require_equal(_collect(source, unit), expected)
+    store.close()
+
+
+def test_what_becomes_wider_stays_in_ram_where_there_is_room(swapper: Swapper) -> None:
+    units = _units(torch.bfloat16, 5)
+    # All of them as bf16, scratch for one as fp32, and one that may become fp32.
+    room = _bytes_of(units) // 2 + 2 * _bytes_of(units[:1])
+    store = _store(units, swapper, range(5), waiting=_NARROW, room=room)
+    for number in range(2):
+        for unit in units:
+            store.add(unit, _draw(unit, number, torch.bfloat16))
+    assert [store.is_spilled(unit) for unit in units] == [False, True, False, True, False], "each that goes makes room"
+    for unit in units:
+        expected = _sum([_draw(unit, number, torch.bfloat16) for number in range(2)])
+        _require_equal(_collect(store.source(unit), unit), expected)
+    store.close()
+
+
+def test_where_all_fits_as_fp32_nothing_is_exchanged(swapper: Swapper) -> None:
+    units = _units(torch.bfloat16)
+    store = _store(units, swapper, (0, 1, 2), waiting=_NARROW, room=_bytes_of(units))
+    for unit in units:
+        store.add(unit, _draw(unit, 0, torch.bfloat16))
+        assert store.widen(unit)
+        shown = store.gradient_of(unit, unit.layout.slots[0])
+        assert shown is not None
+        assert shown.dtype == torch.float32
+        del shown
+    for unit in units:
+        store.add(unit, _draw(unit, 1, torch.bfloat16))
+        assert not store.is_spilled(unit)
+    store.close()
+
+
+def test_the_gradient_that_is_shown_becomes_fp32_first(swapper: Swapper) -> None:
+    """Whoever clips by hand must not be rounded."""
+    units = _units(torch.bfloat16, 5)
+    room = _bytes_of(units) // 2 + 2 * _bytes_of(units[:1])
+    store = _store(units, swapper, range(5), waiting=_NARROW, room=room)
+    drawn = _draw(units[0], 0, torch.bfloat16)
+    store.add(units[0], drawn)
+    assert store.widen(units[0])
+    for slot in units[0].layout.slots:
+        shown = store.gradient_of(units[0], slot)
+        assert shown is not None
+        shown.mul_(1 / 3)
+        del shown
+    expected = {slot.index: gradient.float() * (1 / 3) for slot, gradient in drawn.items()}
+    _require_equal(_collect(store.source(units[0]), units[0]), expected)
+    store.add(units[1], _draw(units[1], 0, torch.bfloat16))
+    assert not store.widen(units[1]), "there is no room left, so it went to NVMe"
+    assert store.is_spilled(units[1])
+    _require_equal(_collect(store.source(units[1]), units[1]), _sum([_draw(units[1], 0, torch.bfloat16)]))
+    store.close()
+
+
+def test_a_gradient_of_another_dtype_makes_its_unit_wider(swapper: Swapper) -> None:
+    (unit,) = _units(torch.bfloat16, 1)
+    for in_memory in ((0,), ()):
+        store = _store([unit], swapper, in_memory, waiting=_NARROW, room=2 * _bytes_of([unit]) - 1)
+        odd = {slot: gradient / 3 for slot, gradient in _draw(unit, 1, torch.float32).items()}
+        store.add(unit, odd)
+        _require_equal(_collect(store.source(unit), unit), _sum([odd]))
+        store.close()
 
 
 def test_spilled_and_kept_gradients_have_equal_bits(swapper: Swapper) -> None:

@@ -9,21 +9,17 @@ import pytest
 import torch
 
 from infinity.layout import CHUNK_GRANULE, Chunk
-from infinity.records import (
-    Lease,
-    PagedRecords,
-    RecordStore,
-    ResidentRecords,
-    lay_out,
-    record_bytes,
-    workspace_bytes,
-)
+from infinity.records import Lease, PagedRecords, RecordStore, ResidentRecords
 from infinity.unit import Unit
+from infinity.workspace import MainWeight, RecordFormat
 from swapper import StagingArena, Swapper
 from tests.unit.core.stage import trainable_unit
 
 _NAMES = ("exp_avg", "exp_avg_sq")
-_DTYPES = [torch.float32, torch.bfloat16]
+_FP32 = RecordFormat(torch.float32, MainWeight.MODEL_WEIGHT)
+_BF16 = RecordFormat(torch.bfloat16, MainWeight.FP32)
+_HALVES = RecordFormat(torch.bfloat16, MainWeight.REMAINDER)
+_FORMATS = [pytest.param(form, id=name) for form, name in ((_FP32, "fp32"), (_BF16, "bf16"), (_HALVES, "remainder"))]
 
 
 @pytest.fixture
@@ -32,8 +28,8 @@ def swapper() -> Iterator[Swapper]:
         yield opened
 
 
-def _arena(num_pages: int, dtype: torch.dtype, num_states: int = 2) -> StagingArena:
-    num_bytes = workspace_bytes(CHUNK_GRANULE, num_states, dtype.itemsize)
+def _arena(num_pages: int, form: RecordFormat, num_states: int = 2) -> StagingArena:
+    num_bytes = form.workspace_bytes(CHUNK_GRANULE, num_states)
     return StagingArena(-(-num_bytes // 4096) * 4096, num_pages, deadline_seconds=10)
 
 
@@ -49,50 +45,90 @@ def _open(records: RecordStore, unit: Unit, chunk: Chunk) -> Lease:
     return lease
 
 
-@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("form", _FORMATS)
 @pytest.mark.parametrize("num_states", [0, 1, 3])
-def test_the_working_memory_has_no_overlaps(dtype: torch.dtype, num_states: int) -> None:
+def test_the_working_memory_has_no_overlaps(form: RecordFormat, num_states: int) -> None:
     numel = CHUNK_GRANULE
-    total = workspace_bytes(numel, num_states, dtype.itemsize)
+    total = form.workspace_bytes(numel, num_states)
     memory = torch.zeros(total, dtype=torch.uint8)
     names = [f"state{index}" for index in range(num_states)]
-    workspace = lay_out(memory, numel, names, dtype)
+    workspace = form.lay_out(memory, numel, names)
     assert list(workspace.states) == names
-    parts = [workspace.main, *workspace.states.values(), workspace.gradient]
-    if dtype != torch.float32:
-        parts.append(workspace.weight)
-        assert workspace.weight.dtype == dtype
-    else:
+    parts = [*workspace.states.values(), workspace.gradient, workspace.weight]
+    assert workspace.weight.dtype == form.weight_dtype
+    if form.main is MainWeight.MODEL_WEIGHT:
         assert workspace.weight is workspace.main
+    elif workspace.main is not None:
+        parts.append(workspace.main)
+    if form.main is MainWeight.REMAINDER:
+        assert workspace.main is None
+        assert workspace.remainder is not None
+        parts.append(workspace.remainder)
     for part in parts:
         assert part.shape == (numel,)
         part.view(torch.uint8).add_(1)
     assert torch.equal(memory, torch.ones_like(memory)), "each byte belongs to one part"
-    assert workspace.record.numel() == record_bytes(numel, num_states, dtype.itemsize)
+    assert workspace.record.numel() == form.record_bytes(numel, num_states)
+    assert workspace.needs_weight == form.needs_weight == (form.main is not MainWeight.FP32)
 
 
-@pytest.mark.parametrize("dtype", _DTYPES)
-def test_the_record_is_the_state_and_not_the_scratch(dtype: torch.dtype) -> None:
-    memory = torch.zeros(workspace_bytes(CHUNK_GRANULE, 2, dtype.itemsize), dtype=torch.uint8)
-    workspace = lay_out(memory, CHUNK_GRANULE, _NAMES, dtype)
+@pytest.mark.parametrize("form", _FORMATS)
+def test_the_record_is_the_state_and_not_the_scratch(form: RecordFormat) -> None:
+    memory = torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 2), dtype=torch.uint8)
+    workspace = form.lay_out(memory, CHUNK_GRANULE, _NAMES)
     workspace.record.fill_(1)
     assert not workspace.gradient.view(torch.uint8).any()
     assert all(bool((state.view(torch.uint8) == 1).all()) for state in workspace.states.values())
-    # With fp32 compute the main weight is the model weight, and is stored with the weights.
-    assert bool((workspace.main.view(torch.uint8) == 1).all()) == (dtype != torch.float32)
-    if dtype != torch.float32:
+    # Where the model weight is a part of the main weight, it is stored with the weights.
+    assert not workspace.weight.view(torch.uint8).any()
+    for part in (workspace.main, workspace.remainder):
+        if part is not None and part is not workspace.weight:
+            assert bool((part.view(torch.uint8) == 1).all())
+
+
+@pytest.mark.parametrize("form", _FORMATS)
+def test_main_weights_are_read_as_written(form: RecordFormat) -> None:
+    workspace = form.lay_out(
+        torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 1), dtype=torch.uint8), CHUNK_GRANULE, ["a"]
+    )
+    values = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    workspace.write_main(slice(64, 164), values)
+    found = torch.empty(100)
+    workspace.read_main(slice(64, 164), found)
+    assert torch.equal(found, values)
+    workspace.read_main(slice(0, 100), found)
+    assert not found[:64].any()
+    workspace.cast_main()
+    expected = values.to(form.weight_dtype)
+    assert torch.equal(workspace.weight[64:164], expected), "none of these is a tie"
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        (_FP32, torch.float32),
+        *((form, dtype) for form in (_BF16, _HALVES) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_gradients_land_where_nothing_else_is(form: RecordFormat, dtype: torch.dtype) -> None:
+    workspace = form.lay_out(
+        torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 2), dtype=torch.uint8), CHUNK_GRANULE, _NAMES
+    )
+    landing = workspace.landing(dtype)
+    assert (landing.dtype, landing.shape) == (dtype, (CHUNK_GRANULE,))
+    landing.view(torch.uint8).fill_(1)
+    assert not workspace.record.any()
+    if workspace.needs_weight:
         assert not workspace.weight.view(torch.uint8).any()
 
 
-@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("form", _FORMATS)
 @pytest.mark.parametrize("kind", ["paged", "resident"])
-def test_what_was_written_back_comes_again(swapper: Swapper, dtype: torch.dtype, kind: str) -> None:
-    unit, chunks = _unit(dtype)
+def test_what_was_written_back_comes_again(swapper: Swapper, form: RecordFormat, kind: str) -> None:
+    unit, chunks = _unit(form.weight_dtype)
     records: RecordStore
     records = (
-        PagedRecords(swapper, _arena(2, dtype), dtype)
-        if kind == "paged"
-        else ResidentRecords(torch.device("cpu"), dtype)
+        PagedRecords(swapper, _arena(2, form), form) if kind == "paged" else ResidentRecords(torch.device("cpu"), form)
     )
     records.allocate(unit, chunks, _NAMES)
     assert records.names_of(unit) == _NAMES
@@ -101,35 +137,44 @@ def test_what_was_written_back_comes_again(swapper: Swapper, dtype: torch.dtype,
         assert not any(state.any() for state in lease.workspace.states.values()), "a fresh record is zero"
         for number, state in enumerate(lease.workspace.states.values()):
             state.fill_(10 * chunk.index + number)
-        lease.workspace.main.fill_(100 + chunk.index)
+        _main_of(lease).fill_(100 + chunk.index)
         lease.write_back([])
     for chunk in reversed(chunks):
-        workspace = _open(records, unit, chunk).workspace
-        for number, state in enumerate(workspace.states.values()):
+        lease = _open(records, unit, chunk)
+        for number, state in enumerate(lease.workspace.states.values()):
             assert torch.equal(state, torch.full_like(state, 10 * chunk.index + number))
-        if dtype != torch.float32:
-            assert torch.equal(workspace.main, torch.full_like(workspace.main, 100 + chunk.index))
+        if form.main is not MainWeight.MODEL_WEIGHT:
+            main = _main_of(lease)
+            assert torch.equal(main, torch.full_like(main, 100 + chunk.index))
 
 
-def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper) -> None:
+def _main_of(lease: Lease) -> torch.Tensor:
+    """What comes before the states."""
+    main = lease.workspace.remainder if lease.workspace.main is None else lease.workspace.main
+    assert main is not None
+    return main
+
+
+@pytest.mark.parametrize(("form", "num_bytes"), [(_BF16, 4), (_HALVES, 2)], ids=["bf16", "remainder"])
+def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: RecordFormat, num_bytes: int) -> None:
     unit, chunks = _unit(torch.bfloat16)
-    records = PagedRecords(swapper, _arena(1, torch.bfloat16), torch.bfloat16)
+    records = PagedRecords(swapper, _arena(1, form), form)
     records.allocate(unit, chunks, _NAMES)
     lease = _open(records, unit, chunks[0])
-    lease.workspace.main.fill_(5)
+    _main_of(lease).fill_(5)
     lease.workspace.states["exp_avg"].fill_(9)  # what an earlier user of the page left
     lease.write_back([], main_only=True)
     before = swapper.statistics().read_bytes
-    workspace = _open(records, unit, chunks[0]).workspace
-    assert torch.equal(workspace.main, torch.full_like(workspace.main, 5))
-    assert not any(state.any() for state in workspace.states.values())
-    assert swapper.statistics().read_bytes - before == 4 * CHUNK_GRANULE, "zeros are not read"
+    lease = _open(records, unit, chunks[0])
+    assert torch.equal(_main_of(lease), torch.full_like(_main_of(lease), 5))
+    assert not any(state.any() for state in lease.workspace.states.values())
+    assert swapper.statistics().read_bytes - before == num_bytes * CHUNK_GRANULE, "zeros are not read"
 
 
 def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.bfloat16)
-    arena = _arena(1, torch.bfloat16)
-    records = PagedRecords(swapper, arena, torch.bfloat16)
+    arena = _arena(1, _BF16)
+    records = PagedRecords(swapper, arena, _BF16)
     records.allocate(unit, chunks, _NAMES)
     lease = _open(records, unit, chunks[0])
     assert records.open(unit, chunks[1], is_blocking=False) is None
@@ -143,8 +188,8 @@ def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:
 
 def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.bfloat16)
-    arena = _arena(2, torch.bfloat16)
-    records = PagedRecords(swapper, arena, torch.bfloat16)
+    arena = _arena(2, _BF16)
+    records = PagedRecords(swapper, arena, _BF16)
     records.allocate(unit, chunks, _NAMES)
     extent = swapper.allocate(2 * CHUNK_GRANULE, "weights")
     lease = _open(records, unit, chunks[0])
@@ -155,7 +200,7 @@ def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> No
     while arena.statistics().num_leased and time.monotonic() < deadline:
         time.sleep(0.001)  # callbacks may run a moment after the flush
     assert arena.statistics().num_leased == 0
-    with _arena(1, torch.bfloat16).lease() as page:
+    with _arena(1, _BF16).lease() as page:
         weights = page.tensor[: 2 * CHUNK_GRANULE].view(torch.bfloat16)
         swapper.read(extent, weights).wait()
         assert torch.equal(weights, torch.full_like(weights, 2))
@@ -163,7 +208,7 @@ def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> No
 
 def test_a_unit_without_states_in_fp32_has_nothing_to_store(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.float32)
-    records = PagedRecords(swapper, _arena(1, torch.float32, 0), torch.float32)
+    records = PagedRecords(swapper, _arena(1, _FP32, 0), _FP32)
     free = swapper.free_bytes
     records.allocate(unit, chunks, ())
     assert swapper.free_bytes == free

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.trace import Trace, distinct, simulate_fetches, wanted
+from infinity.trace import Trace, distinct, resident_between_cycles, simulate_fetches, wanted
 from tests.unit.core.stage import TensorSource, frozen_unit, make_pager
 
 
@@ -216,3 +216,12 @@ def test_everything_that_fits_is_fetched_once_and_for_all() -> None:
 def test_a_scan_larger_than_memory_keeps_some_of_it() -> None:
     """The least recently used unit would be the one needed next, every time: 24 fetches."""
     assert len(simulate_fetches([0, 1, 2, 3], [1] * 4, 2, prefetches=False, num_cycles=6)) < 18
+
+
+def test_what_is_in_memory_between_cycles_is_not_fetched_for_its_first_use() -> None:
+    order = [0, 1, 2, 3, 2, 1, 0]
+    sizes = [1, 1, 1, 1]
+    for room in (1, 2, 3, 4):
+        fetches = simulate_fetches(order, sizes, room, prefetches=True)
+        assert resident_between_cycles(order, fetches) == set(range(room))
+    assert resident_between_cycles(order, simulate_fetches(order, sizes, 2, prefetches=False)) == {0, 1}

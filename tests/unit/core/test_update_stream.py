@@ -9,15 +9,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from infinity.workspace import MainWeight
 from tests.lazy_device import LazyDevice
 from tests.unit.core.slow_stream import NUMEL, WAIT_SECONDS, Gradients, SlowStream, slow_stream, soon, wait_for
 from tests.unit.core.stage import Arrived
 
+_KINDS = {
+    "fp32": (torch.float32, MainWeight.MODEL_WEIGHT),
+    "bf16": (torch.bfloat16, MainWeight.FP32),
+    "remainder": (torch.bfloat16, MainWeight.REMAINDER),
+}
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+@pytest.fixture(params=_KINDS)
 def bench(request: pytest.FixtureRequest) -> Iterator[SlowStream]:
     """A stream with pages to read far ahead."""
-    with slow_stream(request.param, num_pages=12) as opened:
+    dtype, main = _KINDS[request.param]
+    with slow_stream(dtype, num_pages=12, main=main) as opened:
         yield opened
 
 
@@ -126,7 +134,7 @@ def test_weights_on_their_way_arrive_before_they_are_updated(bench: SlowStream) 
             lease = bench.records.open(unit, chunk, is_blocking=True)
             assert lease is not None
             lease.wait()
-            lease.workspace.main.fill_(10)
+            lease.workspace.write_main(slice(0, chunk.numel), torch.full((chunk.numel,), 10.0))
             lease.write_back([], main_only=True)
     job = bench.job(unit, {0: 1.0, 1: 1.0})
     bench.stream.submit(job)

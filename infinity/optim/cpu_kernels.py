@@ -1,0 +1,182 @@
+"""Loops over memory that torch has no single operation for, compiled by numba when they are first wanted.
+
+Knows arrays of bits; must not know optimizers' classes, pages or devices.
+
+Every kernel runs on one thread and releases the GIL: one core moves as many bytes per second as these loops need, and
+numba's own thread pool must not be entered by two threads at a time.
+
+[Note: bits as in torch] `adam` performs the operations of torch's fused Adam on the CPU, in their order, and with a fused
+multiply-add exactly where torch's vector code has one. So its results are torch's, bit for bit; `infinity.optim.fused_adam`
+makes sure of it on the machine at hand before it is used. Torch treats the last elements of a tensor, fewer than a
+vector, by other code: the caller leaves those to torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
+
+Kernel = Callable[..., None]
+
+
+class Kernels(NamedTuple):
+    """Compiled functions over 1-D arrays without gaps. bf16 values are given as int16, their bits.
+
+    Attributes:
+        join: `(weight: int16, remainder: int16, main: float32)`: writes ``main``.
+        split: `(main: float32, weight: int16, remainder: int16)`: writes ``weight`` and ``remainder``.
+        adam: one step of Adam or AdamW on a main weight kept in two halves, in one pass. See `_adam`.
+    """
+
+    join: Kernel
+    split: Kernel
+    adam: Kernel
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """The kernels, compiled for this processor, or read from numba's cache.
+
+    The cache lies where numba finds room: in ``NUMBA_CACHE_DIR`` if that is set, beside this file, or in the user's own
+    cache directory. Where none can be written, each process compiles for itself.
+    """
+    halves, floats, scalar = types.int16[::1], types.float32[::1], types.float32
+    scalars = (scalar,) * 10
+    return Kernels(
+        join=_compile(_join, [types.void(halves, halves, floats)]),
+        split=_compile(_split, [types.void(floats, halves, halves)]),
+        adam=_compile(
+            _adam, [types.void(halves, halves, gradient, floats, floats, *scalars) for gradient in (halves, floats)]
+        ),
+    )
+
+
+def _compile(function: Callable[..., None], signatures: list[Any]) -> Kernel:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}  # a division by zero is an infinity, as in torch
+    try:
+        compiled: Kernel = numba.njit(signatures, cache=True, **options)(function)
+    except Exception as error:  # no directory, a full disk, a broken file: none of it may stop a training
+        logger.debug("compiling %s without a cache: %s", function.__name__, error)
+        compiled = numba.njit(signatures, **options)(function)
+    return compiled
+
+
+def _bits_of(typing: Any, value: Any) -> Any:
+    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.IntType(32)
+    )
+
+
+def _float_of(typing: Any, bits: Any) -> Any:
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.FloatType()
+    )
+
+
+def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    signature = types.float32(types.float32, types.float32, types.float32)
+    return signature, lambda context, builder, signature, args: builder.fma(*args)
+
+
+def _widened(typing: Any, value: Any) -> Any:
+    """A gradient as float32: from float32, or from the bits of a bf16."""
+    if value == types.float32:
+        return types.float32(types.float32), lambda context, builder, signature, args: args[0]
+
+    def from_half(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(types.int16), from_half
+
+
+bits_of: Any = intrinsic(_bits_of)
+float_of: Any = intrinsic(_float_of)
+multiply_add: Any = intrinsic(_multiply_add)
+widened: Any = intrinsic(_widened)
+
+_SIXTEEN = np.int32(16)
+_HALF = np.int32(0x8000)
+_NAN = np.int32(0x7FC00000)
+
+
+def _join(weight: Any, remainder: Any, main: Any) -> None:
+    for i in range(main.size):
+        main[i] = float_of(np.int32((np.int32(weight[i]) << _SIXTEEN) + np.int32(remainder[i])))
+
+
+def _split(main: Any, weight: Any, remainder: Any) -> None:
+    for i in range(main.size):
+        value = main[i]
+        bits = bits_of(value)
+        if value != value:  # the bits of some would become those of a number
+            bits = _NAN
+        high = np.int32(np.int32(bits + _HALF) >> _SIXTEEN)
+        weight[i] = np.int16(high)
+        remainder[i] = np.int16(bits - np.int32(high << _SIXTEEN))
+
+
+def _adam(
+    weight: Any,
+    remainder: Any,
+    gradient: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    scale: Any,
+    decay: Any,
+    l2: Any,
+    lerp_weight: Any,
+    is_lerp_from_average: Any,
+    beta2: Any,
+    square_weight: Any,
+    root_correction: Any,
+    eps: Any,
+    negative_step_size: Any,
+) -> None:
+    """One step; everything but ``gradient`` is changed in place.
+
+    Args:
+        weight, remainder: the main weight in two halves.
+        gradient: float32, or the bits of bf16.
+        exp_avg, exp_avg_sq: float32 moments.
+        scale: every gradient is multiplied with it.
+        decay: the weight is multiplied with it first: 1 - lr * weight_decay in AdamW, 1 in Adam.
+        l2: this times the weight is added to the gradient: weight_decay in Adam, 0 in AdamW.
+        lerp_weight: 1 - beta1, or -beta1 if that is smaller.
+        is_lerp_from_average: 1 if ``lerp_weight`` is 1 - beta1, else 0.
+        beta2, square_weight: the weights of the old second moment and of the gradient's square.
+        root_correction: square root of 1 - beta2 ** step.
+        eps: added to the root of the second moment.
+        negative_step_size: -lr / (1 - beta1 ** step).
+    """
+    for i in range(weight.size):
+        main = float_of(np.int32((np.int32(weight[i]) << _SIXTEEN) + np.int32(remainder[i])))
+        slope = widened(gradient[i]) * scale
+        if l2 != np.float32(0.0):
+            slope = multiply_add(main, l2, slope)
+        main = main * decay
+        average = exp_avg[i]
+        base = average if is_lerp_from_average != np.float32(0.0) else slope
+        average = multiply_add(lerp_weight, slope - average, base)
+        square = multiply_add(square_weight * slope, slope, exp_avg_sq[i] * beta2)
+        exp_avg[i] = average
+        exp_avg_sq[i] = square
+        root = np.float32(math.sqrt(square)) / root_correction + eps
+        main = main + (negative_step_size * average) / root
+        bits = bits_of(main)
+        if main != main:
+            bits = _NAN
+        high = np.int32(np.int32(bits + _HALF) >> _SIXTEEN)
+        weight[i] = np.int16(high)
+        remainder[i] = np.int16(bits - np.int32(high << _SIXTEEN))

@@ -1,0 +1,186 @@
+"""torch's fused Adam and AdamW on main weights kept in two halves: join, update and split in one pass over memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinity.optim.probe import copy_scalar
+from infinity.optim.remainder import join, split
+from infinity.optim.template import Template
+from infinity.optim.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+VECTOR_NUMEL = 16
+"""Multiples of this many elements go through torch's vector code, whatever the processor's vectors are."""
+STATES = ("exp_avg", "exp_avg_sq")
+"""Names of the per-element states, in the order in which torch makes them."""
+
+_PROBE_NUMEL = 1 << 13
+_PROBE_STEPS = (0, 1, 2, 999, 123_456)
+# Each way through the kernel: with decay and without, and both sides of torch's interpolation.
+_PROBE_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"betas": (0.9, 0.999), "weight_decay": 0.01},
+    {"betas": (0.3, 0.95), "weight_decay": 0.0},
+)
+
+
+class FusedAdam:
+    """One Adam step on a piece of a parameter, on the CPU, with the bits that torch's own fused kernel gives.
+
+    It knows one optimizer class; it must not know pages or units. See [Note: bits as in torch] in
+    ``infinity.optim.cpu_kernels``.
+    """
+
+    def __init__(self, is_decoupled: bool) -> None:
+        """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
+        from infinity.optim.cpu_kernels import kernels  # late, see infinity.optim.remainder
+
+        self._is_decoupled = is_decoupled
+        self._adam = kernels().adam
+
+    @classmethod
+    def of(cls, template: Template, device: torch.device | None = None) -> FusedAdam | None:
+        """The kernel for the template's optimizer, or None if there is none that gives the bits of torch's.
+
+        That is found out by running both, on this processor, with the torch that is installed.
+
+        Args:
+            template: the optimizer and its groups.
+            device: where updates run; the CPU by default.
+        """
+        kind = type(template.optimizer)
+        if kind not in (torch.optim.Adam, torch.optim.AdamW) or (device is not None and device.type != "cpu"):
+            return None
+        if getattr(template.optimizer, "grad_scale", None) is not None:
+            return None
+        groups = [group for group in template.snapshots() if _is_fused(group)]
+        if not groups:
+            logger.info(
+                "%s without fused=True runs in torch's own loops, which pass over memory many times", kind.__name__
+            )
+        if not groups or not _has_multiply_add():
+            return None
+        fused = cls(is_decoupled=kind is torch.optim.AdamW)
+        worker = Worker(template.optimizer)
+        for group in _distinct(groups):
+            if not all(fused._agrees(worker, {**group, **variant}) for variant in ({}, *_PROBE_VARIANTS)):
+                logger.info("%s: torch's kernel runs, ours gives other bits on this processor", kind.__name__)
+                return None
+        return fused
+
+    @staticmethod
+    def runs(group: Mapping[str, Any]) -> bool:
+        """Whether a group with these hyperparameters can be updated here."""
+        return _is_fused(group)
+
+    def update(
+        self,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        remainder: Tensor,
+        gradient: Tensor,
+        scale: float,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """One step on a multiple of `VECTOR_NUMEL` elements. All tensors are 1-D without gaps, on the CPU.
+
+        Args:
+            group: hyperparameters for which `runs` holds.
+            weight, remainder: bf16 and int16, changed in place: see ``infinity.optim.remainder``.
+            gradient: float32 or bf16; not modified.
+            scale: the gradient is multiplied with it first, in float32.
+            state: float32 ``exp_avg`` and ``exp_avg_sq``, changed in place; zeros before the first step.
+            scalars: the parameter's, as they were before this step. Not modified.
+
+        Returns:
+            The scalars after the step.
+        """
+        step = copy_scalar(scalars["step"]) + 1 if scalars else torch.ones((), dtype=torch.float32)
+        lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
+        is_decoupled = group.get("decoupled_weight_decay", self._is_decoupled)
+        count = float(step)
+        lerp_weight = np.float32(1 - beta1)
+        is_from_average = bool(lerp_weight < 0.5)
+        values = (
+            scale,
+            1 - lr * weight_decay if is_decoupled else 1.0,
+            0.0 if is_decoupled else weight_decay,
+            lerp_weight if is_from_average else lerp_weight - np.float32(1),
+            is_from_average,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**count),
+            group["eps"],
+            -(lr / (1 - beta1**count)),
+        )
+        self._adam(
+            weight.view(torch.int16).numpy(),
+            remainder.numpy(),
+            (gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient).numpy(),
+            *(state[name].numpy() for name in STATES),
+            *map(np.float32, values),
+        )
+        return {"step": step}
+
+    def _agrees(self, worker: Worker, group: dict[str, Any]) -> bool:
+        """Whether a few steps give the same bits as torch's."""
+        if float(group["lr"]) == 0:
+            group["lr"] = 1e-3  # a warm-up's first step would compare nothing
+        generator = torch.Generator().manual_seed(0)
+        main = _draw(generator, 0)
+        weight, remainder = torch.empty(_PROBE_NUMEL, dtype=torch.bfloat16), torch.empty(_PROBE_NUMEL).short()
+        split(main, weight, remainder)
+        ours = {name: torch.zeros(_PROBE_NUMEL, dtype=torch.float32) for name in STATES}
+        theirs: dict[str, Any] = {name: value.clone() for name, value in ours.items()}
+        for count in _PROBE_STEPS:
+            gradient, step = _draw(generator, 24), torch.tensor(float(count), dtype=torch.float32)
+            scalars = self.update(group, weight, remainder, gradient, 1.0, ours, {"step": step})
+            (theirs,) = worker.run(dict(group), [main], [gradient.clone()], [{**theirs, "step": step.clone()}])
+            joined = torch.empty_like(main)
+            join(weight, remainder, joined)
+            pairs = [(main, joined), *((theirs[name], ours[name]) for name in STATES)]
+            if not all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs):
+                return False
+            if not torch.equal(theirs["step"], scalars["step"]):
+                return False
+        return True
+
+
+def _is_fused(group: Mapping[str, Any]) -> bool:
+    is_plain = not any(group.get(name) for name in ("amsgrad", "maximize", "differentiable", "capturable"))
+    numbers = (*group.get("betas", (None,)), group.get("eps"), group.get("weight_decay"))
+    return bool(group.get("fused")) and is_plain and all(isinstance(number, float | int) for number in numbers)
+
+
+def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Groups that differ in more than the learning rate."""
+    seen: set[tuple[Any, ...]] = set()
+    for group in groups:
+        key = (*group["betas"], group["eps"], group["weight_decay"], group.get("decoupled_weight_decay"))
+        if key not in seen:
+            seen.add(key)
+            yield group
+
+
+def _has_multiply_add() -> bool:
+    """Whether torch's code here has a fused multiply-add, as ours has. Without, ours would be slow besides."""
+    return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+
+
+def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
+    """Normal numbers, scaled down by up to ``num_decades`` powers of ten; every tenth is zero where they are."""
+    values = torch.randn(_PROBE_NUMEL, generator=generator, dtype=torch.float32, device="cpu")
+    if num_decades:
+        decades = torch.rand(_PROBE_NUMEL, generator=generator, dtype=torch.float32, device="cpu") * num_decades
+        values *= 10.0**-decades
+        values[::10] = 0
+    return values

@@ -1,0 +1,135 @@
+"""Updating a piece of a parameter whose main weight is kept as a bf16 model weight and a remainder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.optim.fused_adam import STATES, VECTOR_NUMEL, FusedAdam
+from infinity.optim.remainder import join, split
+
+_BLOCK_NUMEL = 1 << 18
+"""Elements joined at a time for an optimizer without a kernel of ours: few enough to stay in the processor's cache."""
+
+
+class Rule(Protocol):
+    """The optimizer on float32 weights: see `PieceUpdater.update`."""
+
+    def update(
+        self,
+        group: Any,
+        weight: Tensor,
+        grad: Tensor,
+        state: Any,
+        scalars: Any,
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+
+class RemainderUpdater:
+    """Runs the optimizer on two halves instead of a main weight, with the bits that `PieceUpdater` would give.
+
+    Fused Adam and AdamW on the CPU go in one pass over memory. Everything else is joined, updated by torch and split
+    again, block by block. Like `PieceUpdater` it is for one thread at a time.
+    """
+
+    def __init__(self, updater: Rule, fused: FusedAdam | None) -> None:
+        """
+        Args:
+            updater: the optimizer's rule on float32 weights.
+            fused: a kernel with the same bits, for those groups that it `runs`.
+        """
+        self._updater = updater
+        self._fused = fused
+        self._main: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether there is a kernel for this optimizer."""
+        return self._fused is not None
+
+    def update(
+        self,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        remainder: Tensor,
+        gradient: Tensor,
+        scale: Tensor | None,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+        *,
+        is_first: bool,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Update one piece. All tensors are 1-D, without gaps, on one device, and of the alignment `PieceUpdater` asks for.
+
+        Args:
+            group: hyperparameters of the parameter's group.
+            weight: bf16 model weight, changed in place.
+            remainder: int16, changed in place.
+            gradient: float32 or bf16; not modified.
+            scale: 0-dim float32 that the gradient is multiplied with, or None.
+            state: memory for each per-element state, by name, changed in place.
+            scalars: the parameter's, as they were before this step. Not modified.
+            is_first: the parameter's first step: what lies in ``state`` means nothing.
+
+        Returns:
+            The names of the states that the parameter has, and the scalars as they are after the step.
+        """
+        numel = weight.numel()
+        body = numel - numel % VECTOR_NUMEL if self._fused is not None and self._fused.runs(group) else 0
+        names: tuple[str, ...] = ()
+        advanced: dict[str, Any] = {}
+        if self._fused is not None and body:
+            names = STATES
+            if is_first:
+                for name in STATES:
+                    state[name].zero_()
+            advanced = self._fused.update(
+                group,
+                weight[:body],
+                remainder[:body],
+                gradient[:body],
+                1.0 if scale is None else float(scale),
+                {name: state[name][:body] for name in STATES},
+                scalars,
+            )
+        for start in range(body, numel, _BLOCK_NUMEL):
+            span = slice(start, min(start + _BLOCK_NUMEL, numel))
+            views = {name: values[span] for name, values in state.items()}
+            names, advanced = self._update_block(
+                group, weight[span], remainder[span], gradient[span], scale, views, scalars, is_first=is_first
+            )
+        return names, advanced
+
+    def _update_block(
+        self,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        remainder: Tensor,
+        gradient: Tensor,
+        scale: Tensor | None,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+        *,
+        is_first: bool,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        main, slope = (scratch[: weight.numel()] for scratch in self._scratch(weight.device))
+        join(weight, remainder, main)
+        slope.copy_(gradient)
+        if scale is not None:
+            slope.mul_(scale)
+        tensors, advanced = self._updater.update(group, main, slope, None if is_first else state, scalars)
+        if is_first:
+            for name, tensor in tensors.items():
+                state[name].copy_(tensor)
+        split(main, weight, remainder)
+        return tuple(tensors), advanced
+
+    def _scratch(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._main is None or self._gradient is None:
+            self._main = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device=device)
+            self._gradient = torch.empty(_BLOCK_NUMEL, dtype=torch.float32, device=device)
+        return self._main, self._gradient

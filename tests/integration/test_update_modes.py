@@ -1,0 +1,212 @@
+"""When updates run makes no difference to anybody who looks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import BudgetTooSmallError, GradientNotResidentError
+from tests.exactness.lockstep import Lockstep
+
+_BF16 = {"bf16": {"enabled": True}}
+_MODES = ("in_backward", "deferred", "step")
+
+
+def _num_pending(engine: Any) -> int:
+    return int(engine._parts.stream.num_pending)
+
+
+@pytest.mark.parametrize("update", [*_MODES, "auto"])
+@pytest.mark.parametrize("changes", [{}, _BF16], ids=["fp32", "bf16"])
+def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes={**changes, "infinity": {"update": update}}) as both:
+        assert both.engine.plan.update == ("in_backward" if update == "auto" else update)
+        for step in range(4):
+            both.engine_step(step)
+            for optimizer in both.each_optimizer():
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.5
+                    group["weight_decay"] += 0.01
+        both.require_equal()
+
+
+def test_deferred_updates_wait_for_the_forward_that_wants_them(tmp_path: Path) -> None:
+    changes = {"infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for step in range(3):
+            both.engine_step(step)
+        assert _num_pending(both.engine) > 0, "some units are not in memory, and nobody wants them"
+        both.engine_step(3)
+        both.require_equal()
+
+
+def test_step_leaves_nothing_pending(tmp_path: Path) -> None:
+    changes = {"infinity": {"update": "step", "host_memory_budget": "600KB"}}
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for step in range(3):
+            both.engine_step(step)
+            assert _num_pending(both.engine) == 0
+        both.require_equal()
+
+
+def _gather(both: Lockstep, directory: Path) -> None:
+    with infinity.GatheredParameters(both.model.blocks[0].up.weight):
+        pass
+
+
+_LOOKS: dict[str, Callable[[Lockstep, Path], Any]] = {
+    "eval": lambda both, directory: both.engine.eval(),
+    "train-false": lambda both, directory: both.engine.train(False),
+    "save": lambda both, directory: both.engine.save_16bit_model(directory / "out"),
+    "gather": _gather,
+    "optimizer-state": lambda both, directory: dict(both.optimizer.state_dict()["state"][0]),
+    "state": lambda both, directory: both.engine.state_of(both.model.blocks[0].up.weight),
+    "flush": lambda both, directory: both.engine.flush(),
+}
+
+
+@pytest.mark.parametrize("look", _LOOKS)
+def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
+    with Lockstep.start(drive, changes=changes) as both:
+        for step in range(3):
+            both.engine_step(step)
+        assert _num_pending(both.engine) > 0
+        _LOOKS[look](both, tmp_path)
+        assert _num_pending(both.engine) == 0
+        both.engine.train()
+        both.engine_step(3)
+        both.require_equal()
+
+
+def test_a_state_dict_holds_the_new_weights(tmp_path: Path) -> None:
+    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for step in range(3):
+            both.engine_step(step)
+        expected = dict(both.reference.model.named_parameters())
+        assert _num_pending(both.engine) > 0
+        found = both.model.state_dict()
+        for fqn, param in expected.items():
+            assert torch.equal(found[fqn], param), fqn
+
+
+def test_closing_finishes_what_is_pending(tmp_path: Path) -> None:
+    changes = {"infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for step in range(3):
+            both.engine_step(step)
+        stream = both.engine._parts.stream
+        assert stream.num_pending > 0
+        both.engine.close()
+        assert stream.num_pending == 0
+
+
+def test_an_exception_waits_for_nothing(tmp_path: Path) -> None:
+    changes = {"infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
+    both = Lockstep.start(tmp_path, changes=changes)
+    with pytest.raises(ZeroDivisionError), both.engine:
+        for step in range(3):
+            both.engine_step(step)
+        raise ZeroDivisionError
+    assert both.engine._parts.stream.num_pending > 0
+
+
+def test_what_fails_while_closing_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Lockstep.start(tmp_path)
+    both.engine_step(0)
+
+    def fail() -> None:
+        raise OSError("the drive is gone")
+
+    monkeypatch.setattr(both.engine._parts.storage, "flush", fail)
+    with caplog.at_level(logging.WARNING):
+        both.engine.close()
+    assert "the drive is gone" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def _budget(size: str, directory: Path) -> int:
+    """The smallest budget there is, or one in which everything has room."""
+    if size == "roomy":
+        return 64 << 20
+    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": 1}}
+    with pytest.raises(BudgetTooSmallError) as caught:
+        Lockstep.start(directory, changes=changes)
+    return caught.value.minimum_bytes + (30_000 if size == "some" else 0)
+
+
+_BUDGETS = pytest.mark.parametrize("size", ["smallest", "some", "roomy"])
+
+
+@_BUDGETS
+def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Path) -> None:
+    """The plan counts on one bf16 gradient for each parameter; the plain loop may bring more."""
+    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
+    with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
+        for step in range(4):
+            for micro_batch in range(1 + 2 * (step % 2)):
+                both.plain_backward(step, micro_batch)
+            both.reference.step()
+            both.optimizer.step()
+            both.optimizer.zero_grad()
+        both.require_equal()
+
+
+@_BUDGETS
+def test_a_gradient_that_is_looked_at_is_exact_or_refused(size: str, tmp_path: Path) -> None:
+    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
+    with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
+        for step in range(2):
+            both.plain_backward(step)
+            num_refused = 0
+            for fqn, param in both.model.named_parameters():
+                try:
+                    gradient = param.grad
+                except GradientNotResidentError:
+                    num_refused += 1
+                    continue
+                assert gradient is not None
+                assert gradient.dtype == torch.float32
+                gradient.mul_(1 / 3)
+                both.reference.main[fqn].grad.mul_(1 / 3)
+            assert (num_refused > 0) == (size != "roomy")
+            both.reference.step()
+            both.optimizer.step()
+            both.optimizer.zero_grad()
+        both.require_equal()
+
+
+def test_rounded_gradients_are_shown_as_they_wait(tmp_path: Path) -> None:
+    changes = {**_BF16, "infinity": {"update": "deferred", "gradient_dtype": "bf16"}}
+    with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
+        for micro_batch in range(2):
+            both.plain_backward(0, micro_batch)
+        for fqn, param in both.model.named_parameters():
+            assert param.grad is not None
+            assert param.grad.dtype == torch.bfloat16
+            assert torch.equal(param.grad.float(), both.reference.main[fqn].grad)
+        both.reference.step()
+        both.optimizer.step()
+        both.optimizer.zero_grad()
+        both.require_equal()
+
+
+@pytest.mark.parametrize("update", _MODES)
+def test_the_state_of_a_first_update_that_is_pending_is_not_missed(update: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes={"infinity": {"update": update, "host_memory_budget": "600KB"}}) as both:
+        both.engine_step(0)
+        assert len(both.optimizer.state) == len(list(both.model.parameters()))
+        both.optimizer.load_state_dict(both.optimizer.state_dict())
+        both.engine_step(1)
+        both.require_equal()

@@ -1,0 +1,219 @@
+"""Updates on two halves against torch on whole float32 weights, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from infinity.optim import Lion, PieceUpdater, RemainderUpdater, Template, build_template
+from infinity.optim.fused_adam import FusedAdam
+from infinity.optim.remainder import join, split
+from tests.unit.optim.memory_backend import cut, equal_bits
+
+_REPOSITORY = Path(__file__).resolve().parents[3]
+_NUM_STEPS = 4
+_NUMELS = (1, 15, 16, 17, 63, 64, 1000, 4096, 100_003, 300_000)
+
+_OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any], bool]] = [
+    (AdamW, {"fused": True, "weight_decay": 0.1}, True),
+    (AdamW, {"fused": True, "weight_decay": 0.0, "betas": (0.5, 0.9)}, True),
+    (AdamW, {"fused": True, "betas": (0.2, 0.99), "eps": 1e-3}, True),
+    (AdamW, {"fused": True, "lr": torch.tensor(1e-2)}, True),
+    (AdamW, {"fused": True, "amsgrad": True}, False),
+    (AdamW, {"fused": True, "maximize": True}, False),
+    (AdamW, {}, False),
+    (AdamW, {"foreach": True}, False),
+    (Adam, {"fused": True}, True),
+    (Adam, {"fused": True, "weight_decay": 0.1}, True),
+    (Adam, {}, False),
+    (SGD, {"fused": True, "momentum": 0.9, "nesterov": True}, False),
+    (SGD, {}, False),
+    (Adagrad, {}, False),
+    (RMSprop, {"centered": True}, False),
+    (Lion, {"weight_decay": 0.1}, False),
+]
+_CASES = [
+    pytest.param(cls, options, is_fused, id=f"{cls.__name__}-{options}".replace(" ", ""))
+    for cls, options, is_fused in _OPTIMIZERS
+]
+
+
+class _Rig:
+    """One parameter in halves, updated in pieces; and the same in plain torch."""
+
+    def __init__(self, cls: type[Optimizer], options: dict[str, Any], numel: int) -> None:
+        generator = torch.Generator().manual_seed(numel)
+        initial = torch.randn(numel, generator=generator)
+        make: Any = cls
+        arguments = {"lr": 3e-3, **options}
+        self.main = nn.Parameter(initial.clone())
+        self.plain = make([self.main], **arguments)
+        stand_in = nn.Parameter(initial.clone())
+        self.template: Template = build_template(make([stand_in], **arguments), [("weight", stand_in)], "cpu")
+        pieces = PieceUpdater(self.template)
+        self.updater = RemainderUpdater(pieces, FusedAdam.of(self.template))
+        self.weight = torch.empty(numel, dtype=torch.bfloat16)
+        self.remainder = torch.empty(numel, dtype=torch.int16)
+        split(initial, self.weight, self.remainder)
+        # What lies there before the first step means nothing.
+        self.state = {name: torch.full((numel,), 7.0) for name in pieces.state_names(0)}
+        self.names: tuple[str, ...] = ()
+        self.scalars: dict[str, Any] = {}
+        self.is_first = True
+
+    def step(self, gradient: Tensor, scale: Tensor | None, seed: int) -> None:
+        self.main.grad = gradient.float() if scale is None else gradient.float() * scale
+        self.plain.step()
+        before, kept = dict(self.scalars), gradient.clone()
+        for span in cut(self.weight.numel(), 3, seed):
+            self.names, self.scalars = self.updater.update(
+                self.template.snapshot(0),
+                self.weight[span],
+                self.remainder[span],
+                gradient[span],
+                scale,
+                {name: values[span] for name, values in self.state.items()},
+                before,
+                is_first=self.is_first,
+            )
+        self.is_first = False
+        assert torch.equal(gradient.view(torch.int16), kept.view(torch.int16)), (
+            "the gradient is not the updater's to change"
+        )
+
+    def require_equal(self) -> None:
+        joined = torch.empty(self.weight.numel())
+        join(self.weight, self.remainder, joined)
+        assert equal_bits(joined, self.main.detach())
+        expected = self.plain.state[self.main]
+        assert set(self.names) | set(self.scalars) == set(expected)
+        for name in self.names:
+            assert equal_bits(self.state[name], expected[name]), name
+        for name, value in self.scalars.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name])), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("cls", "options", "is_fused"), _CASES)
+def test_pieces_in_halves_have_the_bits_of_torch(
+    cls: type[Optimizer], options: dict[str, Any], is_fused: bool, dtype: torch.dtype
+) -> None:
+    for numel in _NUMELS:
+        rig = _Rig(cls, options, numel)
+        generator = torch.Generator().manual_seed(numel + 1)
+        for step in range(_NUM_STEPS):
+            gradient = (torch.randn(numel, generator=generator) * 10.0 ** (-2 * step)).to(dtype)
+            scale = torch.tensor(0.37 / (step + 1)) if step % 2 else None
+            rig.step(gradient, scale, seed=step)
+            for group in (*rig.plain.param_groups, *rig.template.param_groups):
+                group["lr"] = group["lr"] * 0.75
+            rig.require_equal()
+        runs = rig.updater.is_fused and FusedAdam.runs(rig.template.snapshot(0))
+        assert runs == (is_fused and _machine_has_kernel())
+
+
+def _machine_has_kernel() -> bool:
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def test_extreme_values_take_the_same_way() -> None:
+    edges = torch.tensor([0.0, -0.0, 1e-45, -1e-38, 1e38, -3e38, 1e-20, 65504.0])
+    numel = 4096
+    rig = _Rig(AdamW, {"fused": True, "weight_decay": 0.3}, numel)
+    for step in range(3):
+        rig.step(edges.repeat(numel // len(edges)).roll(step), None, seed=step)
+        rig.require_equal()
+
+
+def test_not_a_number_comes_through_as_one() -> None:
+    rig = _Rig(AdamW, {"fused": True}, 64)
+    gradient = torch.zeros(64)
+    gradient[3], gradient[5] = float("nan"), float("inf")
+    rig.step(gradient, None, seed=0)
+    joined = torch.empty(64)
+    join(rig.weight, rig.remainder, joined)
+    assert torch.equal(joined.isnan(), rig.main.detach().isnan())
+    assert bool(joined.isnan()[3])
+    assert equal_bits(joined[6:], rig.main.detach()[6:])
+
+
+def test_hyperparameters_that_change_take_another_way_and_back() -> None:
+    """A group may be set to maximize, or lose `fused`, between two steps."""
+    rig = _Rig(AdamW, {"fused": True}, 1000)
+    generator = torch.Generator().manual_seed(0)
+    for step, changes in enumerate(({}, {"maximize": True}, {"maximize": False, "weight_decay": 0.5}, {"eps": 1e-4})):
+        for group in (*rig.plain.param_groups, *rig.template.param_groups):
+            group.update(changes)
+        rig.step(torch.randn(1000, generator=generator), None, seed=step)
+        rig.require_equal()
+
+
+def test_a_kernel_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = FusedAdam.update
+
+    def spoiled(self: FusedAdam, group: Any, weight: Tensor, *rest: Any) -> Any:
+        scalars = update(self, group, weight, *rest)
+        weight.view(torch.int16)[100] += 1
+        return scalars
+
+    monkeypatch.setattr(FusedAdam, "update", spoiled)
+    rig = _Rig(AdamW, {"fused": True}, 1000)
+    assert not rig.updater.is_fused
+    rig.step(torch.ones(1000), None, seed=0)
+    rig.require_equal()
+
+
+def test_a_subclass_has_rules_of_its_own() -> None:
+    class Own(AdamW):
+        pass
+
+    assert not _Rig(Own, {"fused": True}, 64).updater.is_fused
+
+
+def test_it_runs_beside_another_thread() -> None:
+    """The kernels release the GIL, and two updaters may run at a time."""
+    rigs = [_Rig(AdamW, {"fused": True}, 100_003) for _ in range(2)]
+
+    def train(rig: _Rig) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for step in range(5):
+            rig.step(torch.randn(100_003, generator=generator), None, seed=step)
+
+    threads = [threading.Thread(target=train, args=(rig,)) for rig in rigs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rig in rigs:
+        rig.require_equal()
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_vector_width_of_torch(capability: str) -> None:
+    """torch chooses its code by the processor; a variable takes it down to an older one."""
+    code = (
+        "import torch, pytest\n"
+        "from tests.unit.optim.test_remainder_updater import _Rig\n"
+        "from torch.optim import AdamW\n"
+        "torch.set_num_threads(2)\n"
+        "for numel in (23, 4096, 100_003):\n"
+        "    rig = _Rig(AdamW, {'fused': True, 'weight_decay': 0.1}, numel)\n"
+        "    generator = torch.Generator().manual_seed(0)\n"
+        "    for step in range(3):\n"
+        "        rig.step(torch.randn(numel, generator=generator), None, seed=step)\n"
+        "    rig.require_equal()\n"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(_REPOSITORY)}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
