@@ -146,9 +146,7 @@ class GradientStore:
             name_of = gradient_contents(
                 unit.layout, lambda: self._spilled_dtypes.get(unit.index, torch.float32).itemsize
             )
-            self._extents[unit.index] = self._swapper.allocate(
-                num_bytes, f"gradients of {unit.name}", name_of=name_of
-            )
+            self._extents[unit.index] = self._swapper.allocate(num_bytes, f"gradients of {unit.name}", name_of=name_of)
         return self._swapper, self._extents[unit.index]
 
     @property

@@ -57,7 +57,8 @@ def measure(num_bytes: int, page_bytes: int, request_bytes: int, num_repetitions
             piece = memory[start : start + request_bytes].data
             backend.submit(IORequest(direction, start, piece, address + start, _raise))
 
-    write, read = (_seconds(lambda: run(direction), num_repetitions) for direction in (Direction.WRITE, Direction.READ))
+    write = _seconds(lambda: run(Direction.WRITE), num_repetitions)
+    read = _seconds(lambda: run(Direction.READ), num_repetitions)
     backend.close(1.0)
     return write / num_bytes * 1e9, read / num_bytes * 1e9
 

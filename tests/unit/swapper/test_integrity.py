@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swapper import ALIGNMENT
+from swapper import ALIGNMENT, AlignedRegion
 from swapper.backends import (
     CorruptedDataError,
     Direction,
@@ -279,7 +279,7 @@ def test_requests_in_one_page_may_end_in_any_order(seed: int, block_bytes: int) 
         inner.complete_all()
         assert isinstance(completion.error, CorruptedDataError), address
         _flip(inner, address)
-    assert not backend._num_requests and not backend._num_preparing
+    assert not backend._num_requests and not backend._preparing
 
 
 def test_segments_are_joined_only_by_who_is_alone_in_the_page() -> None:
@@ -336,6 +336,22 @@ def test_close_completes_what_is_still_read_back_for() -> None:
     assert backend.close(20.0)
     for completion in completions:
         completion.require_whole(50)
+
+
+def test_close_does_not_wait_for_what_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, inner = _over_memory()
+    write(backend, 0, random_bytes(_PAGE, 0))
+
+    def interrupt(request: IORequest) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inner, "submit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start(backend, _WRITE, 10, random_bytes(50, 1))
+    monkeypatch.undo()
+    started = time.monotonic()
+    assert backend.close(60.0)
+    assert time.monotonic() - started < 30
 
 
 def test_close_does_not_wait_for_ever_for_what_hangs() -> None:
@@ -492,6 +508,24 @@ def test_what_goes_wrong_while_a_page_is_read_back_is_the_requests_outcome(
     completion = start(backend, direction, 100, random_bytes(100, 1))
     completion.require_whole(100)
     assert not _is_damaged(backend, 0, _PAGE)
+
+
+def test_no_memory_for_what_is_read_back_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = IntegrityBackend(MemoryBackend(4 * _PAGE, 1), _PAGE)
+    write(backend, 0, random_bytes(4 * _PAGE, 0))
+    regions = iter([AlignedRegion(_PAGE)])
+
+    def allocate(num_bytes: int) -> AlignedRegion:
+        for region in regions:
+            return region
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("swapper.backends.integrity.AlignedRegion", allocate)
+    error = _outcome(backend, _READ, 100, 2 * _PAGE + 100)  # two pages are read back, one on a worker's thread
+    assert error is not None and "MemoryError: none left" in str(error)
+    monkeypatch.undo()
+    assert not _is_damaged(backend, 0, 4 * _PAGE)
+    assert backend.close(5.0)
 
 
 def test_bits_flipped_on_the_way_are_found_and_the_next_read_is_right() -> None:
