@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.contents import gradient_contents
 from infinity.device import ComputeDevice, FlatBuffer, gradient_norm
 from infinity.flat_pool import FlatPool
 from infinity.gradient_sources import (
@@ -142,7 +143,10 @@ class GradientStore:
             # As large as they may become.
             itemsize = self._waiting.dtype.itemsize if self._waiting.rounds else FP32_BYTES
             num_bytes = unit.layout.trainable_numel * itemsize
-            self._extents[unit.index] = self._swapper.allocate(num_bytes, f"gradients of {unit.name}")
+            name_of = gradient_contents(
+                unit.layout, lambda: self._spilled_dtypes.get(unit.index, torch.float32).itemsize
+            )
+            self._extents[unit.index] = self._swapper.allocate(num_bytes, f"gradients of {unit.name}", name_of=name_of)
         return self._swapper, self._extents[unit.index]
 
     @property

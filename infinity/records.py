@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.contents import record_contents
 from infinity.layout import Chunk
 from infinity.unit import Unit
 from infinity.workspace import RecordFormat, Workspace
@@ -152,15 +153,17 @@ class PagedRecords:
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
         num_in_memory = sum(chunk.stop <= numel_in_memory for chunk in chunks)
         sizes = [self._format.record_bytes(chunk.numel, len(names)) for chunk in chunks]
-        in_memory, on_drive = sizes[:num_in_memory], sizes[num_in_memory:]
+        in_memory = list(itertools.accumulate(sizes[:num_in_memory], initial=0))
+        on_drive = list(itertools.accumulate(sizes[num_in_memory:], initial=0))
         extent: Extent | None = None
-        if sum(on_drive):
+        if on_drive[-1]:
             if self._swapper is None:
                 raise RuntimeError(f"unit {unit.name} has records that rest nowhere")
-            extent = self._swapper.allocate(sum(on_drive), f"optimizer state of {unit.name}")
+            name_of = record_contents(chunks[num_in_memory:], on_drive, names)
+            extent = self._swapper.allocate(on_drive[-1], f"optimizer state of {unit.name}", name_of=name_of)
         memory: torch.Tensor | None = None
         if num_in_memory:
-            region = AlignedRegion(max(sum(in_memory), 1))  # zeros, and no memory before they are written
+            region = AlignedRegion(max(in_memory[-1], 1))  # zeros, and no memory before they are written
             self._regions.append(region)
             memory = torch.from_numpy(region.array())
         self._records[unit.index] = _UnitRecords(
@@ -169,7 +172,7 @@ class PagedRecords:
             num_in_memory=num_in_memory,
             memory=memory,
             extent=extent,
-            offsets=[*itertools.accumulate([0, *in_memory])][:-1] + [*itertools.accumulate([0, *on_drive])][:-1],
+            offsets=[*in_memory[:-1], *on_drive[:-1]],
             valid_bytes=[0] * len(chunks),
         )
 

@@ -4,11 +4,10 @@ Knows gradients, the update stream and the optimizer's groups; must not know mod
 calls.
 
 [Note: the order of updates]
-Updates that are pending when a step ends run beside the next forward, and that is all that keeps the drive busy in it. So
-those should be left over that the forward needs last. Backward delivers them first: where all weights fit into memory, the
-unit that the next forward needs soonest is always updated next, and the others wait as far as there is room for their
-gradients. Where weights have to make room for each other, a pending update keeps its unit's buffer from the units that are
-needed sooner: there updates run as they come, and only what is left at the end of the step is put into the forward's order.
+Updates that are pending when a step ends run beside the next forward, and nothing else keeps the drive busy in it. So those
+should be left over that the forward needs last. Backward delivers them first: therefore, of the updates that are due, the
+one whose unit the next forward needs soonest always comes next, and the others wait as far as there is room for their
+gradients. Whoever waits for a unit, because the forward takes another path or its memory is needed, gets it updated first.
 """
 
 from __future__ import annotations
@@ -84,6 +83,7 @@ class Stepper:
         self._template = template
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        self._ranks: dict[int, int] = {}
         self._groups: list[dict[str, Any]] | None = None
         self.updated: set[int] = set()
         """Units that were updated in the backward of the present step."""
@@ -146,8 +146,7 @@ class Stepper:
         groups = {slot.index: self._groups[self._group_of[unit.index, slot.index]] for slot in source.slots()}
         job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
         job.is_held = is_held and job.accepts_buffer
-        if self._pager.holds_all:  # see [Note: the order of updates]
-            job.rank = self._ranks()[unit.index]
+        job.rank = self._rank_of(unit)
         unit.update = job
         unit.version += 1
         try:
@@ -182,7 +181,6 @@ class Stepper:
             source = self.gradients.source(unit)
             self._submit(unit, source, coefficient, is_held=is_held)
             self.updated.add(unit.index)
-        self._stream.arrange(self._ranks())
         self._forget()
         if self.rules.update == "step":
             with self._pager.clock.waiting("update"):
@@ -190,9 +188,11 @@ class Stepper:
         if not was_in_backward:
             self._pager.pump()
 
-    def _ranks(self) -> dict[int, int]:
-        """Unit index -> its place in the next forward. See [Note: the order of updates]."""
-        return {index: rank for rank, index in enumerate(self._pager.forward_order())}
+    def _rank_of(self, unit: Unit) -> int:
+        """The unit's place in the next forward. See [Note: the order of updates]."""
+        if not self._ranks:
+            self._ranks = {index: rank for rank, index in enumerate(self._pager.forward_order())}
+        return self._ranks[unit.index]
 
     def _in_forward_order(self) -> list[Unit]:
         return [self.units[index] for index in self._pager.forward_order()]
@@ -223,6 +223,7 @@ class Stepper:
 
     def _forget(self) -> None:
         self._norms.clear()
+        self._ranks.clear()
         self._groups = None
         self.updated.clear()
         self._waiting.clear()

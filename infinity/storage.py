@@ -61,6 +61,7 @@ class Storage:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
         """
         self._config = config
+        self._device = device
         self._placement = placement
         self._request = request
         self._sizes = list(sizes)
@@ -99,9 +100,16 @@ class Storage:
     def _open(self, key: _TierKey, num_bytes: int) -> Swapper:
         _, directories = key
         settings = _swapper_config(self._config.io)
+        capacity = max(num_bytes, 4096)  # even if nothing is to rest there: a directory that cannot be used is told
         try:
-            # Even if nothing is to rest there: a directory that cannot be used is told at start.
-            return Swapper.open(directories, max(num_bytes, 4096), settings, busy=self._busy)
+            if self._config.io.use_gds and not self._device.shares_host_memory:
+                try:
+                    return Swapper.open(
+                        directories, capacity, dataclasses.replace(settings, backend="gds"), busy=self._busy
+                    )
+                except BackendUnavailableError as error:
+                    logger.warning("aio.use_gds has no effect, data goes through host memory: %s", error.reason)
+            return Swapper.open(directories, capacity, settings, busy=self._busy)
         except VolumeError as error:
             raise StorageError(
                 _names(directories),
@@ -247,4 +255,5 @@ def _swapper_config(io: IOSection) -> SwapperConfig:
         deadline_seconds=io.deadline_seconds,
         direct=io.direct,
         backend=io.backend,
+        verify_checksums=io.verify_checksums,
     )

@@ -20,7 +20,7 @@ from infinity.errors import EngineClosedError
 from infinity.layout import Chunk, Piece
 from infinity.records import Lease, RecordStore
 from infinity.telemetry.timeline import Row, Timeline
-from infinity.update_job import POLL_SECONDS, PROMOTED, ParameterState, UpdateJob
+from infinity.update_job import POLL_SECONDS, ParameterState, UpdateJob
 from infinity.update_rules import HalvesUpdater, PieceUpdater
 from infinity.weights import WeightStore
 from infinity.workspace import Workspace
@@ -109,13 +109,6 @@ class UpdateStream:
             for job in self._jobs:
                 job.is_held = False
             self._changed.notify_all()
-
-    def arrange(self, ranks: Mapping[int, int]) -> None:
-        """Jobs that have not begun go in the order of ``ranks`` (by unit index) from now on, but for promoted ones."""
-        with self._changed:
-            for job in self._jobs:
-                if job.rank != PROMOTED:
-                    job.rank = ranks[job.unit.index]
 
     def drain(self) -> None:
         """Return when every job is done; raises the error of the first that failed."""

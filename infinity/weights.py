@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from infinity.device import ComputeDevice, Fence, FlatBuffer
+from infinity.contents import weight_contents
+from infinity.device import ComputeDevice, FlatBuffer
+from infinity.direct_reader import DirectReader
+from infinity.host_block import HostBlock
 from infinity.layout import Chunk
 from infinity.unit import Arrival, Unit
-from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
+from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
 
 
 class ReadArrival:
@@ -48,58 +51,6 @@ class LandedRead:
         self._target.copy_(self._landing)
 
 
-class HostBlock:
-    """One unit's weights at rest in host memory, laid out like its flat buffer, for a device with a memory of its own."""
-
-    def __init__(self, num_bytes: int, device: ComputeDevice) -> None:
-        self._device = device
-        self._region = AlignedRegion(num_bytes)
-        self._unpin = device.pin(self._region.address, self._region.num_bytes) if device.pin is not None else None
-        self.tensor: torch.Tensor | None = torch.from_numpy(self._region.array())
-        self._fence: Fence = None
-
-    def fetch(self, flat: FlatBuffer) -> Arrival:
-        """Start the copy into ``flat``."""
-        self._fence = self._device.upload(flat.tensor(), self.present, self._device.mark())
-        return _Copied(self._device, self._fence)
-
-    @property
-    def present(self) -> torch.Tensor:
-        """uint8, the whole block."""
-        if self.tensor is None:
-            raise RuntimeError("the memory of the weights has been released")
-        return self.tensor
-
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        """Replace bytes from ``offset`` on by those of ``source`` (host memory), when no copy reads them any more."""
-        self._device.synchronize(self._fence)
-        raw = source.view(torch.uint8)
-        self.present[offset : offset + raw.numel()].copy_(raw)
-
-    def release(self) -> None:
-        self._device.synchronize(self._fence)
-        if self._unpin is not None:
-            self._unpin()
-        self.tensor = None
-        self._region.release()
-
-
-class _Copied:
-    """Weights that a copy brings, in the order of the device's streams."""
-
-    def __init__(self, device: ComputeDevice, fence: Fence) -> None:
-        self._device = device
-        self._fence = fence
-
-    def wait(self) -> None:
-        self._device.compute_waits_for(self._fence)
-
-    def done(self) -> bool:
-        return True
-
-    def promote(self) -> None: ...
-
-
 class WeightStore:
     """Where the model weights of units rest that do not stay resident, laid out byte for byte like their flat buffers."""
 
@@ -108,11 +59,14 @@ class WeightStore:
         Args:
             swapper: for those that rest on NVMe; None if none does.
             device: where they are needed.
-            arena: pages for the way from the swapper to a device that does not share host memory.
+            arena: pages for the way from the swapper to a device that does not share host memory, if it needs any.
         """
         self._swapper = swapper
         self._device = device
-        self._uploader = Uploader(swapper, device, arena) if arena is not None and swapper is not None else None
+        self._uploader: DirectReader | Uploader | None = None
+        if arena is not None and swapper is not None:
+            is_direct = swapper.accepts_device_memory
+            self._uploader = DirectReader(swapper, device) if is_direct else Uploader(swapper, device, arena)
         self._blocks: dict[int, HostBlock] = {}
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
@@ -122,7 +76,9 @@ class WeightStore:
         if in_host_memory:
             self._blocks[unit.index] = HostBlock(unit.num_bytes, self._device)
         else:
-            unit.extent = self.swapper.allocate(unit.num_bytes, f"weights of {unit.name}")
+            unit.extent = self.swapper.allocate(
+                unit.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout)
+            )
 
     @property
     def swapper(self) -> Swapper:

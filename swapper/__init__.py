@@ -40,6 +40,7 @@ Nothing is left in the directory, whatever ends the process:
 from swapper.backends.base import Direction, IOBackend
 from swapper.busy import BusySeconds, BusyTimes
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
+from swapper.device_bytes import DeviceBytes
 from swapper.directory import Directory
 from swapper.errors import (
     ArenaClosedError,
@@ -69,7 +70,7 @@ from swapper.errors import (
     VolumeTooSmallError,
     WrongDataError,
 )
-from swapper.extent import Extent
+from swapper.extent import Extent, NameOf
 from swapper.file_system import Drive, describe_drive
 from swapper.handle import Handle
 from swapper.observer import TransferRecord
@@ -92,6 +93,7 @@ __all__ = [
     "BusySeconds",
     "BusyTimes",
     "ChecksumMismatchError",
+    "DeviceBytes",
     "Direction",
     "Directory",
     "Drive",
@@ -103,6 +105,7 @@ __all__ = [
     "IOBackend",
     "InvalidBufferError",
     "MissingDirectoryError",
+    "NameOf",
     "NotCopyableError",
     "NotDirectoryError",
     "OutOfSpaceError",

@@ -4,7 +4,7 @@
 The address space is cut into pages of equal size, and each page holds segments: ranges that were written in one piece, or
 what is left of such a range, with the crc32c of their bytes. Segments of a page are sorted and do not overlap; bytes
 between them were never written, and nothing is known of them. A write that covers whole pages, which is nearly all that
-happens when requests are large, leaves one segment per page: those cost four bytes of memory each, in an array. Only
+happens when requests are large, leaves one segment per page: those cost five bytes of memory each, in arrays. Only
 pages with other segments have a list of them.
 """
 

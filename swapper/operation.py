@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from swapper.backends.base import Direction, IORequest
 from swapper.config import ALIGNMENT, Priority
+from swapper.device_bytes import DeviceBytes
 from swapper.errors import SwapperError
 from swapper.extent import Extent
 
@@ -88,7 +89,7 @@ class Operation:
         direction: Direction,
         extent: Extent,
         offset: int,
-        array: npt.NDArray[np.uint8],
+        array: npt.NDArray[np.uint8] | DeviceBytes,
         priority: Priority,
         block_bytes: int,
     ) -> None:
@@ -98,9 +99,9 @@ class Operation:
         self.num_bytes = num_bytes = array.size
         self.stop = offset + num_bytes
         self.start = extent.start + offset
-        self.array: npt.NDArray[np.uint8] | None = array
+        self.array: npt.NDArray[np.uint8] | DeviceBytes | None = array
         self.memory: memoryview | None = array.data
-        self.address: int = array.__array_interface__["data"][0]
+        self.address: int = array.address if isinstance(array, DeviceBytes) else array.__array_interface__["data"][0]
         self.priority = priority
         self.hazard_start = offset - offset % block_bytes
         self.hazard_stop = -(-(offset + num_bytes) // block_bytes) * block_bytes

@@ -12,7 +12,7 @@ from swapper.backends.base import Direction, IOBackend, register_memory
 from swapper.backends.choice import open_backend
 from swapper.backends.integrity import IntegrityBackend
 from swapper.backends.memory import MemoryBackend
-from swapper.buffer import Buffer, bytes_of
+from swapper.buffer import Buffer, memory_of
 from swapper.busy import BusyTimes
 from swapper.config import Priority, SwapperConfig
 from swapper.directory import DirectoryLike
@@ -39,6 +39,10 @@ class Swapper(Uncopyable):
         backend: Moves the bytes; closed together with the swapper.
         config: How to use it.
         busy: Counts when this swapper is at work as well: one for all that are to be counted together.
+
+    Attributes:
+        accepts_device_memory: CUDA tensors may be read and written as well. The backend does not know CUDA streams: no kernel
+            may be using the memory when a request is started, nor be started before it is over.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Swapper(Uncopyable):
         self._allocator_lock = threading.Lock()
         self._scheduler = IOScheduler(backend, self.config, busy)
         self._block_bytes = backend.block_bytes
+        self.accepts_device_memory: bool = getattr(backend, "accepts_device_memory", False)
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -211,7 +216,9 @@ class Swapper(Uncopyable):
         self._check_usable()
         self._scheduler.pending.raise_first()
         self._check_owned(extent)
-        array = bytes_of(buffer, for_read=direction is Direction.READ)
+        array = memory_of(
+            buffer, for_read=direction is Direction.READ, accepts_device_memory=self.accepts_device_memory
+        )
         if num_bytes is not None and num_bytes != array.size:
             if not 0 <= num_bytes <= array.size:
                 raise InvalidBufferError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")

@@ -137,6 +137,7 @@ class InfinityBlock(Block):
     direct_io: Flag = True
     io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"
     autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
+    verify_checksums: Flag = False
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
 
 

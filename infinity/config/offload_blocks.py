@@ -21,7 +21,6 @@ _DEBUGGING = "no effect: it switches on DeepSpeed's own diagnostics"
 _UNITS = "no effect: repeated blocks are found by themselves; infinity.units overrides that"
 _QUANTIZED = "quantized weights and gradients are not implemented"
 _BACKEND = "no effect: requests are handed out by threads of the engine"
-_GDS = 'no effect: infinity.io_backend says what moves the bytes ("gds" for straight to the GPU)'
 
 
 def _lower(value: object) -> object:
@@ -136,4 +135,4 @@ class AioBlock(Block):
     intra_op_parallelism: Annotated[Count | None, Field(gt=0)] = None
     single_submit: Annotated[Flag, NoEffect(_BACKEND)] = False
     overlap_events: Annotated[Flag, NoEffect(_BACKEND)] = True
-    use_gds: Annotated[Flag, NoEffect(_GDS, silent=(False,))] = False
+    use_gds: Flag = False

@@ -206,8 +206,14 @@ def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book
     book.note("aio.intra_op_parallelism", num_threads)
     book.note("aio.queue_depth", f"{max_inflight} requests in flight")
     book.note("infinity.io_backend", infinity.io_backend)
+    book.note("infinity.verify_checksums", infinity.verify_checksums)
     who = "config" if measures_once or "autotune_io" in infinity.model_fields_set else "default"
     book.decisions.append(Decision("infinity.autotune_io", autotune, who))
+    if aio.use_gds:
+        if infinity.verify_checksums:
+            findings.note("aio.use_gds", "no effect: infinity.verify_checksums needs the bytes in host memory")
+        elif infinity.io_backend not in ("auto", "gds"):
+            findings.note("aio.use_gds", "no effect: infinity.io_backend says what moves the bytes")
     written = {
         "request_bytes": aio.block_size is not None,
         "num_threads": aio.intra_op_parallelism is not None,
@@ -223,6 +229,8 @@ def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book
         backend=infinity.io_backend,
         autotune=autotune,
         given=frozenset(name for name, is_given in written.items() if is_given),
+        verify_checksums=infinity.verify_checksums,
+        use_gds=aio.use_gds and infinity.io_backend == "auto" and not infinity.verify_checksums,
     )
 
 

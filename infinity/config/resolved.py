@@ -69,6 +69,8 @@ class IOSection:
         backend: what moves the bytes; "auto" takes the fastest one that proves to work.
         autotune: whether a measurement replaces those of the values above that nobody wrote into the config.
         given: the names of the values above that somebody did write.
+        verify_checksums: whether what is read from drives is compared with what was written.
+        use_gds: whether weights go straight to the GPU if that works here; else `backend` is used.
     """
 
     request_bytes: int
@@ -79,6 +81,8 @@ class IOSection:
     backend: BackendName = "auto"
     autotune: AutotuneMode = "off"
     given: frozenset[str] = frozenset()
+    verify_checksums: bool = False
+    use_gds: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def check_writable(path: Path) -> None:
         ConfigValueError: it cannot; says why. Nothing is left behind.
     """
     cure = "Name a file in a directory that exists and may be written to, or set it to null"
-    if path.is_dir():
+    if os.path.isdir(path):  # never raises, unlike `Path.is_dir`
         raise ConfigValueError(KEY, str(path), "it is a directory", cure="Name a file in it")
     try:
         # The very thing that will happen in the end: permissions, read-only file systems and quotas all show up.
@@ -46,7 +46,7 @@ def check_writable(path: Path) -> None:
         _beside(path).unlink()
     except OSError as error:
         raise ConfigValueError(KEY, str(path), f"it cannot be written: {error.strerror or error}", cure=cure) from error
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigValueError(KEY, str(path), "it is no regular file", cure=cure)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.base import IOBackend
+from swapper.backends.gds import open_gds
 from swapper.backends.self_test import find_fault
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring import MAX_QUEUE_DEPTH, UringBackend
@@ -57,7 +58,7 @@ def _open_aiofiles(volume: Volume, config: SwapperConfig) -> AiofilesBackend:
 
 
 def _open_gds(volume: Volume, config: SwapperConfig) -> IOBackend:
-    raise BackendUnavailableError("gds", "this version does not have it", "take a version that does")
+    return open_gds(volume, config.num_threads)
 
 
 def _open_automatically(volume: Volume, config: SwapperConfig) -> IOBackend:

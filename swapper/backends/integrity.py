@@ -108,7 +108,7 @@ class IntegrityBackend(BackendWrapper):
         self._changed = threading.Condition(threading.Lock())  # guards all that follows, and the table
         self._num_requests: Counter[int] = Counter()  # by page, of which they cover a part
         self._joiners: dict[int, _Job] = {}  # by page, the write that will join its segments if it stays alone
-        self._num_preparing = 0
+        self._preparing: set[_Job] = set()  # what is still read back for
         if not is_fast():
             logger.warning("checksums are computed in Python, which is slow; reinstall google-crc32c from its wheel")
 
@@ -135,18 +135,22 @@ class IntegrityBackend(BackendWrapper):
         if not job.edges:
             self._transfer(job)
             return
-        with self._changed:
-            self._num_preparing += 1
-            for page in job.edges:
-                self._num_requests[page] += 1
-                self._plan(job, page)
-        self._go_on(job)
+        try:
+            with self._changed:
+                self._preparing.add(job)
+                for page in job.edges:
+                    self._num_requests[page] += 1
+                    self._plan(job, page)
+            self._go_on(job)
+        except BaseException:  # a KeyboardInterrupt, say: then close must not wait for it
+            self._is_prepared(job)
+            raise
 
     def close(self, timeout_seconds: float) -> bool:
         """Let requests go on for which something is read back, and close the inner backend."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_preparing, timeout_seconds)
+            self._changed.wait_for(lambda: not self._preparing, timeout_seconds)
         return self.inner.close(max(0.0, deadline - time.monotonic()))
 
     # -- the way of a request ----------------------------------------------------------------------------------------
@@ -177,19 +181,22 @@ class IntegrityBackend(BackendWrapper):
             if job.request.direction is Direction.WRITE:
                 for page in job.edges:
                     self._cut(job, page)
-            self._is_prepared()
         self._transfer(job)
+        self._is_prepared(job)
 
-    def _is_prepared(self) -> None:
-        self._num_preparing -= 1
-        self._changed.notify_all()
+    def _is_prepared(self, job: _Job) -> None:
+        with self._changed:
+            self._preparing.discard(job)
+            self._changed.notify_all()
 
     def _on_read_back(self, job: _Job, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         if error is None and transferred_bytes == len(request.memory):
-            self._go_on(job)
-            return
-        with self._changed:
-            self._is_prepared()
+            try:
+                self._go_on(job)
+                return
+            except Exception as found:  # no memory for one more page: whoever waits must hear of it
+                error = OSError(None, f"{type(found).__name__}: {found}")
+        self._is_prepared(job)
         self._finish(job, 0, error)  # without an error this is a short transfer, to be tried again
 
     def _transfer(self, job: _Job) -> None:
@@ -270,7 +277,7 @@ class IntegrityBackend(BackendWrapper):
         if written_bytes < stop - start:
             with self._changed:
                 for page in self._table.pages(start, stop):
-                    if False:  # there, _cut has done it
+                    if page not in job.edges:  # there, _cut has done it
                         self._table.replace(page, ())
             # The next attempt starts at the last whole block, and should not find a segment cut there.
             stop = max(start, (start + written_bytes) // ALIGNMENT * ALIGNMENT)

@@ -159,7 +159,7 @@ def test_a_drive_that_hangs_is_an_error_within_the_deadline(direction: Direction
 
 
 def test_flipped_bits_are_seen_by_the_suite(tmp_path: Path) -> None:
-    """There are no checksums yet; what must not happen is that a wrong bit passes for exact training."""
+    """Without checksums nobody else sees them: what must not happen is that a wrong bit passes for exact training."""
     with faulty_drives() as backends, Lockstep.start(tmp_path) as both:
         both.engine_step(0)
         for backend in backends:

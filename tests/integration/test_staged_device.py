@@ -17,6 +17,7 @@ import pytest
 from infinity import placement
 from infinity.errors import BudgetTooSmallError
 from infinity.placement import Placement
+from infinity.prediction import best_placement
 from infinity.sizes import Request, UnitSize
 from infinity.storage import Storage
 from tests.exactness.families import FAMILIES
@@ -80,10 +81,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     lazy = LazyDevice()
     open_storage = Storage.__init__
 
-    def place(units: Sequence[UnitSize], request: Request) -> Placement:
+    def place(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
         if request.param_tier != "none":
             request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
-        return placement.place(units, request)
+        return best_placement(units, request, order, backward_start)
 
     def opened(self: Storage, *args: Any, **kwargs: Any) -> None:
         open_storage(self, *args, **kwargs)
@@ -92,7 +93,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     # The function of the same name hides the module in the package's namespace.
     module = importlib.import_module("infinity.initialize")
     monkeypatch.setattr(module, "device_for", lambda torch_device: lazy)
-    monkeypatch.setattr(module, "place", place)
+    monkeypatch.setattr(module, "best_placement", place)
     monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
     monkeypatch.setattr(Storage, "__init__", opened)
     return lazy

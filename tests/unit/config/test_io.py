@@ -113,9 +113,15 @@ def test_a_rounded_block_size_is_said() -> None:
     assert _decided(_load({"block_size": 8192}))["aio.block_size"] == (8192, "config")
 
 
-def test_deepspeeds_switch_for_gds_names_ours() -> None:
-    (notice,) = _load({"use_gds": True}).notices
-    assert "aio.use_gds" in notice and "infinity.io_backend" in notice
+def test_deepspeeds_switch_for_gds() -> None:
+    config = _load({"use_gds": True})
+    assert config.io.use_gds and config.notices == () and config.io.backend == "auto"
+    assert not _load().io.use_gds
+    assert _load({"use_gds": True}, io_backend="gds").io.backend == "gds"
+    for ours, reason in (({"io_backend": "threads"}, "infinity.io_backend"), ({"verify_checksums": True}, "checksums")):
+        config = _load({"use_gds": True}, **ours)
+        (notice,) = config.notices
+        assert not config.io.use_gds and "aio.use_gds" in notice and reason in notice
 
 
 def test_misspelt_keys_are_known() -> None:
@@ -128,3 +134,16 @@ def test_the_table_names_capacities(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": [{"path": str(tmp_path), "capacity": "1MiB"}]}
     config = load_config(BASE | {"zero_optimization": {"offload_param": offload}})
     assert f"{tmp_path} (at most 1048576 bytes)" in config.describe()
+
+
+def test_checksums_are_off_unless_asked_for() -> None:
+    assert _load().io.verify_checksums is False
+    assert _decided(_load())["infinity.verify_checksums"] == (False, "default")
+    for written in (True, "true"):
+        config = _load(verify_checksums=written)
+        assert config.io.verify_checksums is True
+        assert _decided(config)["infinity.verify_checksums"] == (True, "config")
+    assert _load(verify_checksums="auto").io.verify_checksums is False
+    with pytest.raises(ConfigValueError) as caught:
+        _load(verify_checksums="crc32c")
+    assert caught.value.key == "infinity.verify_checksums"

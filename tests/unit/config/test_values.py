@@ -21,8 +21,9 @@ def test_defaults() -> None:
     assert config.optimizer is None and config.scheduler is None
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
     assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
-    assert config.infinity == InfinitySection(
-        *(None, None, None, True, True, (), True), *("deferred", "fp32", "fp32", False)
+    assert dataclasses.astuple(config.infinity) == (
+        *(None, None, None, True, True, (), True),
+        *("deferred", "fp32", "fp32", False, None),
     )
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last

@@ -6,13 +6,14 @@ import errno
 import logging
 import random
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from swapper import ALIGNMENT
+from swapper import ALIGNMENT, AlignedRegion
 from swapper.backends import (
     CorruptedDataError,
     Direction,
@@ -20,10 +21,12 @@ from swapper.backends import (
     FaultRule,
     IntegrityBackend,
     IOBackend,
+    IORequest,
     LatencyBackend,
     MemoryBackend,
     ThreadsBackend,
 )
+from swapper.backends.workers import WorkerPool
 from swapper.checksum import PAGE_BYTES, ChecksumTable, Segment, crc32c, is_fast
 from swapper.errors import ArgumentError
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
@@ -189,6 +192,18 @@ def test_a_page_in_thousands_of_pieces_is_joined() -> None:
     assert not _is_damaged(backend, 0, _PAGE)
 
 
+def test_what_is_damaged_is_not_joined_with_anything() -> None:
+    backend, inner = _over_memory()
+    for address in range(64):
+        write(backend, address, random_bytes(1, address))
+    for address in (0, 30, 31):
+        _flip(inner, address)
+    write(backend, 100, random_bytes(1, 1))
+    assert not _is_damaged(backend, 1, 30) and not _is_damaged(backend, 32, _PAGE)
+    for address in (0, 30, 31):
+        assert _is_damaged(backend, address, address + 1)
+
+
 # --------------------------------------------------------------------------------------------------- what is in flight
 
 
@@ -264,7 +279,7 @@ def test_requests_in_one_page_may_end_in_any_order(seed: int, block_bytes: int) 
         inner.complete_all()
         assert isinstance(completion.error, CorruptedDataError), address
         _flip(inner, address)
-    assert not backend._num_requests and not backend._num_preparing
+    assert not backend._num_requests and not backend._preparing
 
 
 def test_segments_are_joined_only_by_who_is_alone_in_the_page() -> None:
@@ -291,6 +306,7 @@ def test_segments_are_joined_only_by_who_is_alone_in_the_page() -> None:
     assert len(backend._table.segments(0)) == 73
     start(backend, _WRITE, 3001, random_bytes(1, 1))
     inner.fail(errno.EIO)
+    assert not backend._joiners
     writing = start(backend, _WRITE, 3000, random_bytes(10, 1))
     inner.complete_all()
     writing.require_whole(10)
@@ -300,14 +316,42 @@ def test_segments_are_joined_only_by_who_is_alone_in_the_page() -> None:
     assert len(backend._table.segments(0)) == 4
 
 
+class _SlowBackend(MemoryBackend):
+    """Takes its time on a thread of its own."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._pool = WorkerPool("slow", self._slowly, 1)
+        self._copy = self._transfer
+
+    def _slowly(self, request: IORequest) -> int:
+        time.sleep(0.01)
+        return self._copy(request)
+
+
 def test_close_completes_what_is_still_read_back_for() -> None:
-    inner = MemoryBackend(4 * _PAGE, 1)
-    backend = IntegrityBackend(LatencyBackend(inner, 0.002, 0.002), _PAGE)
+    backend = IntegrityBackend(_SlowBackend(4 * _PAGE), _PAGE)
     write(backend, 0, random_bytes(_PAGE, 0))
-    completions = [start(backend, _WRITE, 64 * index, random_bytes(50, index)) for index in range(20)]
-    assert backend.close(10.0)
+    completions = [start(backend, _WRITE, 64 * index, random_bytes(50, index)) for index in range(10)]
+    assert backend.close(20.0)
     for completion in completions:
         completion.require_whole(50)
+
+
+def test_close_does_not_wait_for_what_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, inner = _over_memory()
+    write(backend, 0, random_bytes(_PAGE, 0))
+
+    def interrupt(request: IORequest) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inner, "submit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start(backend, _WRITE, 10, random_bytes(50, 1))
+    monkeypatch.undo()
+    started = time.monotonic()
+    assert backend.close(60.0)
+    assert time.monotonic() - started < 30
 
 
 def test_close_does_not_wait_for_ever_for_what_hangs() -> None:
@@ -464,6 +508,24 @@ def test_what_goes_wrong_while_a_page_is_read_back_is_the_requests_outcome(
     completion = start(backend, direction, 100, random_bytes(100, 1))
     completion.require_whole(100)
     assert not _is_damaged(backend, 0, _PAGE)
+
+
+def test_no_memory_for_what_is_read_back_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = IntegrityBackend(MemoryBackend(4 * _PAGE, 1), _PAGE)
+    write(backend, 0, random_bytes(4 * _PAGE, 0))
+    regions = iter([AlignedRegion(_PAGE)])
+
+    def allocate(num_bytes: int) -> AlignedRegion:
+        for region in regions:
+            return region
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("swapper.backends.integrity.AlignedRegion", allocate)
+    error = _outcome(backend, _READ, 100, 2 * _PAGE + 100)  # two pages are read back, one on a worker's thread
+    assert error is not None and "MemoryError: none left" in str(error)
+    monkeypatch.undo()
+    assert not _is_damaged(backend, 0, 4 * _PAGE)
+    assert backend.close(5.0)
 
 
 def test_bits_flipped_on_the_way_are_found_and_the_next_read_is_right() -> None:

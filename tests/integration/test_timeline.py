@@ -1,0 +1,274 @@
+"""The trace of a training run: it opens, its rows do not overlap, and what it shows is what the reports say."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.device import SeparateHostDevice
+from infinity.errors import ConfigValueError
+from tests.exactness.case import Case, loss_of
+from tests.exactness.families import FAMILIES
+from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+
+_LLAMA = next(case for case in FAMILIES if case.name == "llama")
+_NUM_STEPS = 6
+_ROWS = ["steps", "compute", "waiting", "reads", "writes", "optimizer", "copies"]
+# Two moments that belong together are a few lines of Python apart, and somebody else may run between them.
+_SLACK_SECONDS = 0.05
+
+Event = dict[str, Any]
+
+
+def _config(directory: Path, changes: Mapping[str, Any] | None = None, **own: Any) -> dict[str, Any]:
+    settings = {"timeline": str(directory / "trace.json"), **own}
+    return everything_on_nvme(directory, {**(changes or {}), "infinity": settings})
+
+
+def _train(config: dict[str, Any], case: Case = _LLAMA, num_steps: int = _NUM_STEPS) -> list[infinity.StepReport]:
+    engine, *_ = infinity.initialize(model=case.make("none"), config=config)
+    reports = []
+    with engine:
+        for step in range(num_steps):
+            for micro_batch in range(engine.gradient_accumulation_steps()):
+                batch = make_batch(step, micro_batch, case=case, dtype=engine.config.compute_dtype)
+                engine.backward(loss_of(engine(**batch)))
+                engine.step()
+            reports.append(engine.report)
+        engine.flush()
+    return reports
+
+
+def _rows(path: Path) -> dict[str, list[Event]]:
+    """Events by row, after checks that hold for every trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [names[number] for number in sorted(names)] == _ROWS
+    rows: dict[str, list[Event]] = {name: [] for name in _ROWS}
+    for event in events:
+        if event["ph"] == "X":
+            rows[names[event["tid"]]].append(event)
+        else:
+            assert event["ph"] == "M"
+    for name, row in rows.items():
+        for before, after in itertools.pairwise(row):
+            assert round((before["ts"] + before["dur"]) * 1e3) <= round(after["ts"] * 1e3), name
+    return rows
+
+
+def _within(row: Sequence[Event], step: Event) -> float:
+    """Seconds of a row inside a step."""
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    return sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(begin, e["ts"])) for e in row) / 1e6
+
+
+def _bytes(row: Sequence[Event], step: int) -> int:
+    return sum(event["args"]["bytes"] for event in row if event["args"].get("step") == step)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_clipping": 0.1},
+        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
+    ],
+    ids=["in backward", "deferred", "micro-batches"],
+)
+def test_the_trace_shows_what_the_reports_say(changes: dict[str, Any], tmp_path: Path) -> None:
+    reports = _train(_config(tmp_path, changes))
+    rows = _rows(tmp_path / "trace.json")
+    assert [event["name"] for event in rows["steps"]] == [f"step {report.step}" for report in reports]
+    assert rows["copies"] == []
+    for report, step in zip(reports, rows["steps"], strict=True):
+        assert step["dur"] / 1e6 == pytest.approx(report.seconds, abs=1e-5)
+        for row, seconds in (
+            ("compute", report.compute_busy_seconds),
+            ("waiting", report.wait_seconds),
+            ("reads", report.read_busy_seconds),
+            ("writes", report.write_busy_seconds),
+            ("optimizer", report.optimizer_seconds),
+        ):
+            assert _within(rows[row], step) == pytest.approx(seconds, abs=_SLACK_SECONDS), row
+        both = _union([*rows["reads"], *rows["writes"]])
+        assert _within(both, step) == pytest.approx(report.drive_busy_seconds, abs=_SLACK_SECONDS)
+        assert max(report.read_busy_seconds, report.write_busy_seconds) <= report.drive_busy_seconds + 1e-9
+        assert report.drive_busy_seconds <= report.read_busy_seconds + report.write_busy_seconds + 1e-9
+        assert report.drive_busy_seconds <= report.seconds + _SLACK_SECONDS
+        assert 0 <= report.compute_busy_seconds <= report.compute_seconds
+    for row, name in (("reads", "read_bytes"), ("writes", "write_bytes")):
+        moved = [getattr(report, name) for report in reports]
+        # A transfer that ends while a report is made may count on either side.
+        largest = max(event["args"]["bytes"] / event["args"]["transfers"] for event in rows[row])
+        for report, expected in zip(reports, moved, strict=True):
+            assert abs(_bytes(rows[row], report.step) - expected) <= 8 * largest
+        counted = sum(_bytes(rows[row], report.step) for report in reports)
+        assert abs(counted - sum(moved)) <= 8 * largest
+        assert all(event["args"]["queued_ms"] >= 0 for event in rows[row])
+
+
+def _union(events: Sequence[Event]) -> list[Event]:
+    result: list[Event] = []
+    for event in sorted(events, key=lambda event: event["ts"]):
+        until = result[-1]["ts"] + result[-1]["dur"] if result else -1.0
+        begin, end = max(event["ts"], until), event["ts"] + event["dur"]
+        if end > begin:
+            result.append({"ts": begin, "dur": end - begin})
+    return result
+
+
+def test_rows_name_units_phases_and_extents(tmp_path: Path) -> None:
+    _train(_config(tmp_path), PLAIN)
+    rows = _rows(tmp_path / "trace.json")
+    last = [event["name"] for event in rows["compute"] if event["args"]["step"] == _NUM_STEPS]
+    forward = list(dict.fromkeys(name.split()[1] for name in last if name.startswith("forward ")))
+    backward = list(dict.fromkeys(name.split()[1] for name in last if name.startswith("backward ")))
+    assert len(forward) > 1
+    assert set(backward) <= set(forward), "an embedding's backward needs no weights"
+    assert len(backward) > 1
+    assert last[-1] == "step"
+    for unit in forward:
+        assert any(event["name"] == f"update of {unit}" for event in rows["optimizer"])
+        assert any(event["name"] == f"optimizer state of {unit}" for event in rows["writes"])
+
+
+def test_two_drives_have_one_row_for_reads_and_one_for_writes(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for directory in (first, second):
+        directory.mkdir()
+    places = {
+        "offload_param": {"device": "nvme", "nvme_path": str(first)},
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(second)},
+    }
+    reports = _train(_config(tmp_path, {"zero_optimization": {"stage": 3, **places}}))
+    rows = _rows(tmp_path / "trace.json")
+    names = {event["name"].split(" of ")[0] for event in rows["reads"]}
+    assert names == {"weights", "optimizer state"}
+    for report, step in zip(reports, rows["steps"], strict=True):
+        assert report.drive_busy_seconds <= report.seconds + _SLACK_SECONDS
+        assert _within(rows["reads"], step) == pytest.approx(report.read_busy_seconds, abs=_SLACK_SECONDS)
+
+
+def test_copies_have_their_row_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("infinity.initialize")
+    monkeypatch.setattr(module, "device_for", lambda torch_device: SeparateHostDevice(torch_device))
+    reports = _train(_config(tmp_path))
+    rows = _rows(tmp_path / "trace.json")
+    assert {event["name"] for event in rows["copies"]} == {"upload", "download"}
+    assert all(event["args"]["bytes"] > 0 for event in rows["copies"])
+    for report, step in zip(reports, rows["steps"], strict=True):
+        assert report.copy_busy_seconds > 0
+        assert "copies" in report.describe()
+        assert _within(rows["copies"], step) == pytest.approx(report.copy_busy_seconds, abs=_SLACK_SECONDS)
+
+
+def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
+    with engine:
+        for step in range(2):
+            engine.backward(engine(**make_batch(step)))
+            engine.step()
+            engine.save_timeline(tmp_path / "now.json")
+            assert len(_rows(tmp_path / "now.json")["steps"]) == step + 1
+        assert not (tmp_path / "trace.json").exists()
+        with pytest.raises(ConfigValueError, match="missing"):
+            engine.save_timeline(tmp_path / "missing" / "now.json")
+        engine.backward(engine(**make_batch(2)))
+        engine.step()
+    assert len(_rows(tmp_path / "trace.json")["steps"]) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["now.json", "trace.json"]
+
+
+def test_off_by_default(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    with engine:
+        engine.backward(engine(**make_batch(0)))
+        engine.step()
+        with pytest.raises(ConfigValueError, match="no timeline is recorded"):
+            engine.save_timeline(tmp_path / "now.json")
+        assert engine.report.drive_busy_seconds > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["missing/trace.json", "."])
+def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_touched(name: str, tmp_path: Path) -> None:
+    model = PLAIN.make("none")
+    before = {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
+    with pytest.raises(ConfigValueError, match=r"infinity\.timeline") as refused:
+        infinity.initialize(model=model, config=_config(tmp_path, timeline=str(tmp_path / name)))
+    assert str(tmp_path) in str(refused.value)
+    assert not list(tmp_path.iterdir())
+    for fqn, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[fqn])
+
+
+def test_a_failed_forward_is_no_computing_for_ever(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("as the test wants it")
+
+    with engine:
+        engine.backward(engine(**make_batch(0)))
+        engine.step()
+        handle = engine.module.register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            engine(**make_batch(1))
+        handle.remove()
+        engine.reset()
+        with torch.no_grad():
+            engine(**make_batch(1))
+        for _ in range(2):
+            engine.backward(engine(**make_batch(1)))
+            engine.step()
+    rows = _rows(tmp_path / "trace.json")
+    for step in rows["steps"]:
+        assert _within(rows["compute"], step) <= step["dur"] / 1e6
+
+
+def test_a_plain_loop_is_shown_too(tmp_path: Path) -> None:
+    engine, optimizer, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
+    with engine:
+        for step in range(3):
+            engine.module(**make_batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = _rows(tmp_path / "trace.json")
+    phases = {event["name"].split()[0] for event in rows["compute"] if event["args"].get("step") == 3}
+    assert phases == {"forward", "backward", "step"}
+
+
+def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
+    engine = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))[0]
+    engine.backward(engine(**make_batch(0)))
+    engine.step()
+    engine.flush()
+    del engine
+    gc.collect()
+    assert len(_rows(tmp_path / "trace.json")["steps"]) == 1
+
+
+def test_a_script_that_ends_without_closing_writes_it(tmp_path: Path) -> None:
+    code = (
+        "import infinity\n"
+        "from pathlib import Path\n"
+        "from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch\n"
+        f"directory = Path({str(tmp_path)!r})\n"
+        "config = everything_on_nvme(directory, {'infinity': {'timeline': str(directory / 'trace.json')}})\n"
+        "engine, *_ = infinity.initialize(model=PLAIN.make('none'), config=config)\n"
+        "engine.backward(engine(**make_batch(0)))\n"
+        "engine.step()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).resolve().parents[2])
+    assert len(_rows(tmp_path / "trace.json")["steps"]) == 1

@@ -1,0 +1,238 @@
+"""Spans and the trace made of them: rows without overlap, nothing lost but what is said to be, files whole or untouched."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.errors import ConfigValueError
+from infinity.telemetry import Recording, StepReport
+from infinity.telemetry.chrome_trace import check_writable, write_trace
+from infinity.telemetry.timeline import Row, Span, Timeline
+from swapper import Direction, TransferRecord
+
+_TITLES = ["steps", "compute", "waiting", "reads", "writes", "optimizer", "copies"]
+
+
+def report(step: int, **changes: Any) -> StepReport:
+    """A step of one second."""
+    values: dict[str, Any] = {
+        "step": step,
+        "seconds": 1.0,
+        "compute_seconds": 0.5,
+        "read_wait_seconds": 0.5,
+        "update_wait_seconds": 0.0,
+        "optimizer_seconds": 0.0,
+        "read_bytes": 0,
+        "write_bytes": 0,
+        "predicted_read_bytes": 0,
+        "predicted_write_bytes": 0,
+        "loss": None,
+        "grad_norm": None,
+    }
+    return StepReport(**values | changes)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def require_disjoint(spans: list[Span]) -> None:
+    """Each begins where the one before has ended, or later."""
+    for before, after in itertools.pairwise(spans):
+        assert before.begin_seconds <= before.end_seconds <= after.begin_seconds <= after.end_seconds
+
+
+_INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.sampled_from("abc")), max_size=40)
+
+
+@given(_INTERVALS, st.lists(st.integers(1, 50), max_size=4, unique=True))
+def test_cut_rows_cover_the_same_time_and_hold_the_same_bytes(
+    intervals: list[tuple[int, int, str]], step_ends: list[int]
+) -> None:
+    timeline = Timeline()
+    for step, end in enumerate(sorted(step_ends), 1):
+        timeline.add_step(end - 1.0, end, report(step))
+    for number, (begin, length, name) in enumerate(intervals):
+        timeline.add(Row.READS, name, begin, begin + length, num_bytes=1 << number)
+    spans = timeline.spans()[Row.READS]
+    require_disjoint(spans)
+    assert sum(span.num_bytes for span in spans) == (1 << len(intervals)) - 1
+    assert sum(span.num_parts for span in spans) == len(intervals)
+    expected = covered([(begin, begin + length) for begin, length, _ in intervals])
+    assert covered([(span.begin_seconds, span.end_seconds) for span in spans]) == expected
+    for step, end in enumerate(sorted(step_ends), 1):
+        start = ([-math.inf, *sorted(step_ends)])[step - 1]
+        in_step = [1 << n for n, (begin, length, _) in enumerate(intervals) if start < begin + length <= end]
+        assert sum(span.num_bytes for span in spans if span.step == step) == sum(in_step)
+
+
+def test_transfers_that_overlap_share_the_time_and_those_of_one_extent_are_joined() -> None:
+    timeline = Timeline()
+    for begin, end, name in [(0, 4, "x"), (1, 5, "x"), (2, 6, "y"), (3, 3.5, "z"), (9, 10, "y")]:
+        timeline.add(Row.WRITES, name, begin, end, num_bytes=10, queued_seconds=begin)
+    assert timeline.spans()[Row.WRITES] == [
+        Span(Row.WRITES, "x", 0, 5, 20, 2, 0),
+        Span(Row.WRITES, "y", 5, 6, 20, 2, 2),
+        Span(Row.WRITES, "y", 9, 10, 10, 1, 9),
+    ]
+
+
+def test_a_full_ring_drops_the_oldest_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timeline = Timeline(max_spans=10)
+    for number in range(25):
+        timeline.add(Row.COMPUTE, f"n{number}", number, number + 0.5)
+        timeline.add_step(number, number + 1, report(number))
+    assert [span.name for span in timeline.spans()[Row.COMPUTE]] == [f"n{number}" for number in range(15, 25)]
+    assert timeline.num_dropped == 15
+    assert [step.report.step for step in timeline.steps()] == list(range(15, 25)), (
+        "of the others nothing could be shown"
+    )
+    recording = Recording(tmp_path / "trace.json")
+    recording.timeline = timeline
+    recording.save()
+    assert "oldest 15 spans were dropped" in caplog.text
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"]["dropped_spans"] == 15
+    (process,) = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert "the oldest 15 spans were dropped" in process["args"]["name"]
+
+
+def test_any_thread_may_add() -> None:
+    timeline = Timeline()
+
+    def add(row: Row) -> None:
+        for number in range(500):
+            timeline.add(row, f"{row.name} {number}", number, number + 0.5, num_bytes=1)
+
+    threads = [threading.Thread(target=add, args=(row,)) for row in Row if row is not Row.STEPS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row, spans in timeline.spans().items():
+        assert [span.name for span in spans] == [f"{row.name} {number}" for number in range(500)]
+
+
+def test_a_recording_takes_transfers_in_their_rows(tmp_path: Path) -> None:
+    recording = Recording(tmp_path / "trace.json")
+    recording.note_transfer(TransferRecord(Direction.READ, "weights", 5, 0.25, 1.0, 2.0))
+    recording.note_transfer(TransferRecord(Direction.WRITE, "state", 7, 0.0, 1.5, 2.5))
+    spans = recording.timeline.spans()
+    assert spans[Row.READS] == [Span(Row.READS, "weights", 1.0, 2.0, 5, 1, 0.25)]
+    assert spans[Row.WRITES] == [Span(Row.WRITES, "state", 1.5, 2.5, 7)]
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    def refuse(text: str) -> None:
+        raise ValueError(f"{text} is no JSON")
+
+    events: list[dict[str, Any]] = json.loads(path.read_text(), parse_constant=refuse)["traceEvents"]
+    return events
+
+
+def test_the_file_has_a_named_thread_for_each_row_and_events_that_do_not_overlap(tmp_path: Path) -> None:
+    timeline = Timeline()
+    zero = timeline.began_seconds
+    timeline.add_step(
+        zero, zero + 1, report(1, loss=math.nan, read_bytes=600, compute_busy_seconds=0.5, read_busy_seconds=0.9)
+    )
+    for number in range(200):
+        begin = zero + number / 300  # thirds of a microsecond, which no rounding leaves as they are
+        for row in Row:
+            if row is not Row.STEPS:
+                timeline.add(row, f"part {number}", begin, begin + 1 / 300, num_bytes=3)
+    path = tmp_path / "trace.json"
+    write_trace(timeline, path)
+    events = _events(path)
+    assert {event["ph"] for event in events} == {"M", "X"}
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [threads[number] for number in sorted(threads)] == _TITLES
+    for thread, title in threads.items():
+        row = [event for event in events if event["ph"] == "X" and event["tid"] == thread]
+        assert row, title
+        assert {event["cat"] for event in row} == {title}
+        for before, after in itertools.pairwise(row):
+            assert before["ts"] >= 0
+            assert before["dur"] >= 0
+            # Perfetto counts whole nanoseconds.
+            assert round((before["ts"] + before["dur"]) * 1e3) <= round(after["ts"] * 1e3)
+    (step,) = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+    assert (step["name"], step["args"]["loss"], step["args"]["bound_by"]) == ("step 1", "nan", "read")
+    reads = [event for event in events if event["ph"] == "X" and threads[event["tid"]] == "reads"]
+    assert sum(event["args"]["bytes"] for event in reads) == 600
+    assert {event["args"]["step"] for event in reads} == {1}
+
+
+def test_an_empty_timeline_is_a_valid_file(tmp_path: Path) -> None:
+    write_trace(Timeline(), tmp_path / "trace.json")
+    assert all(event["ph"] == "M" for event in _events(tmp_path / "trace.json"))
+
+
+def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("old")
+    timeline = Timeline()
+    timeline.add(Row.COMPUTE, "x", 0, 1)
+
+    def full(self: Timeline) -> dict[Row, list[Span]]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Timeline, "spans", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_trace(timeline, path)
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_the_end_of_a_training_does_not_fail_for_a_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    recording = Recording(folder / "trace.json")
+    folder.rmdir()
+    recording.save_at_end()
+    assert str(folder / "trace.json") in caplog.text
+    with pytest.raises(OSError, match="No such file"):
+        recording.save()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "it is a directory"),
+        ("missing/trace.json", "No such file or directory"),
+        ("a_file/trace.json", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("fifo", "no regular file"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_in_words(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "a_file").write_text("")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigValueError, match=words) as refused:
+        check_writable(tmp_path / name)
+    assert refused.value.key == "infinity.timeline"
+    assert str(tmp_path) in str(refused.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a_file", "fifo"]
+
+
+def test_a_path_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new.json")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "old.json").write_text("old")
+    check_writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "old"
