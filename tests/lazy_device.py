@@ -37,7 +37,7 @@ class LazyDevice(SeparateHostDevice):
         super().__init__(torch.device("cpu"))
         self._lock = threading.RLock()
         self._clock = itertools.count(1)
-        self._copies: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._num_copies = 0
         self._acquired: dict[int, int] = {}
         self._trains_in = threading.get_ident()
@@ -69,27 +69,27 @@ class LazyDevice(SeparateHostDevice):
             )
         with self._lock:
             number, self._num_copies = self._num_copies, self._num_copies + 1
-            self._copies.append((number, target, source))
+            self._pending.append((number, target, source))
         return LazyFence(next(self._clock), number)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
         self.synchronize(after)
         with self._lock:
-            pending = {copied.untyped_storage().data_ptr() for _, copied, _ in self._copies}
+            pending = {copied.untyped_storage().data_ptr() for _, copied, _ in self._pending}
         if source.untyped_storage().data_ptr() in pending:
             self.violations.append("a buffer is read while weights are still on their way into it")
         target.copy_(source)
 
     def is_done(self, fence: LazyFence | None) -> bool:
         with self._lock:
-            return fence is None or not self._copies or self._copies[0][0] > fence.copy
+            return fence is None or not self._pending or self._pending[0][0] > fence.copy
 
     def synchronize(self, fence: LazyFence | None) -> None:
         if fence is None:
             return
         with self._lock, torch.no_grad():
-            while self._copies and self._copies[0][0] <= fence.copy:
-                _, target, source = self._copies.popleft()
+            while self._pending and self._pending[0][0] <= fence.copy:
+                _, target, source = self._pending.popleft()
                 target.copy_(source)
                 self.num_lazy += 1
 
