@@ -20,10 +20,13 @@ import torch
 from torch import nn
 
 from infinity.errors import BudgetTooSmallError
-from infinity.host_memory import free_bytes
+from infinity.host_memory import free_share
 from infinity.layout import UnitLayout
-from infinity.placement import Request, UnitSize, place, predict
+from infinity.placement import place
+from infinity.prediction import best_placement, predict
+from infinity.sizes import Request, UnitSize
 from infinity.unit import spec_of
+from infinity.workspace import RecordFormat
 from infinity.wrapping import partition
 
 EXAMPLE = "7B"
@@ -57,7 +60,7 @@ class ModelFacts:
         name: for sentences.
         num_parameters: all of them.
         least: bytes with as little host memory as works.
-        roomy: bytes with half of the memory that is free here, the engine's own choice; None if that is too little.
+        roomy: bytes with as much memory as the engine takes here of its own accord; None if that is too little.
     """
 
     name: str
@@ -94,18 +97,21 @@ def facts_of(name: str, model: nn.Module) -> ModelFacts:
         device_budget_bytes=None,
         param_tier="nvme",
         optimizer_tier="nvme",
-        weight_itemsize=_DTYPE.itemsize,
+        record_format=RecordFormat.of(_DTYPE, has_remainder=True),
         shares_host_memory=True,
-        updates_in_backward=True,
+        update="in_backward",
         num_micro_batches=1,
         page_bytes=None,
         prefetches=True,
         can_spill=True,
+        gradient_itemsize=_DTYPE.itemsize,
         used_together=used_together,
     )
     minimum = place(sizes, request).minimum_bytes
     try:
-        roomy = _step_bytes(sizes, dataclasses.replace(request, budget_bytes=free_bytes() // 2))
+        roomy = _step_bytes(
+            sizes, dataclasses.replace(request, budget_bytes=free_share(holds_activations=True).budget_bytes)
+        )
     except BudgetTooSmallError:
         roomy = None
     return ModelFacts(
@@ -119,7 +125,8 @@ def facts_of(name: str, model: nn.Module) -> ModelFacts:
 def _step_bytes(sizes: Sequence[UnitSize], request: Request) -> StepBytes:
     forward = list(range(len(sizes)))
     order = [*forward, *reversed(forward)]
-    prediction = predict(sizes, request, place(sizes, request), order, len(sizes))
+    placement = best_placement(sizes, request, order, len(sizes))
+    prediction = predict(sizes, request, placement, order, len(sizes))
     return StepBytes(prediction.read_bytes, prediction.write_bytes, request.budget_bytes)
 
 
