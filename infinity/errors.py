@@ -312,6 +312,18 @@ class LateUseError(StepError):
         )
 
 
+class ScheduleError(StepError):
+    """A step that goes unit by unit over all micro-batches met something in backward that forbids it, too late to begin anew."""
+
+    def __init__(self, reason: str, *, step: int) -> None:
+        self.reason = reason
+        super().__init__(
+            f"step {step} cannot go on unit by unit over all micro-batches: {reason}. Earlier steps could, and some units "
+            "have been updated already. Set config key 'infinity.schedule' to \"ordinary\"",
+            step=step,
+        )
+
+
 class PartialUpdateError(StepError):
     """Some units hold the weights of the next step and others those of this one."""
 

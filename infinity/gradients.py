@@ -90,6 +90,8 @@ class GradientStore:
         self._present: dict[int, set[int]] = {}
         self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
         self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
+        self._sums: dict[int, GradientBuffer] = {}
+        """Of units to be spilled, while several micro-batches' gradients come one after the other."""
 
     def reserve(self) -> Swapper:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
@@ -160,8 +162,26 @@ class GradientStore:
         self._loans.append((source, None))
         return source
 
+    def open_sum(self, unit: Unit) -> None:
+        """What is added to a unit from now on is summed in memory until `close_sum` or `hand_over`, or room gets scarce."""
+        if unit.index not in self._in_memory and unit.index not in self._sums:
+            self._sums[unit.index] = self._sum(unit, {}, self._present.get(unit.index, set()))
+
+    def close_sum(self, unit: Unit) -> None:
+        """Spill what `open_sum` kept in memory, if it did."""
+        buffer = self._sums.pop(unit.index, None)
+        if buffer is not None:
+            swapper, extent = self._spill(unit)
+            for slot in self.slots_with_gradient(unit):
+                self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
+            self._loans.append((_Write(swapper.write(extent, buffer.values)), buffer.flat))
+
     def _sum(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> GradientBuffer:
         """What is spilled of the unit plus ``gradients``, in fresh memory."""
+        known = self._sums.pop(unit.index, None)
+        if known is not None:
+            known.add(gradients, present, self._device)
+            return known
         buffer = GradientBuffer(unit, self._take(unit.layout.trainable_numel * FP32_BYTES))
         try:
             if present:
@@ -180,6 +200,9 @@ class GradientStore:
         return self._buffers[unit.index]
 
     def _add_spilled(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> None:
+        if unit.index in self._sums:
+            self._sums[unit.index].add(gradients, present, self._device)
+            return
         swapper, extent = self._spill(unit)
         buffer = self._sum(unit, gradients, present)
         for slot in gradients:
@@ -195,7 +218,9 @@ class GradientStore:
             flat = self._pool.allocate(num_bytes)
             if flat is not None:
                 return flat
-            if not self._loans:
+            if not self._loans and self._sums:
+                self.close_sum(self._units[next(iter(self._sums))])
+            elif not self._loans:
                 raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
             self._retire_oldest()
 
@@ -251,16 +276,20 @@ class GradientStore:
         """Forget all main gradients; the memory stays reserved."""
         self._present.clear()
         self._spilled_norms.clear()
+        for buffer in self._sums.values():
+            self._pool.give_back(buffer.flat)
+        self._sums.clear()
 
     def close(self) -> None:
         """Give the memory back."""
         for _, flat in self._loans:
             if flat is not None:
                 self._pool.give_back(flat)
-        for buffer in self._buffers.values():
+        for buffer in [*self._buffers.values(), *self._sums.values()]:
             self._pool.give_back(buffer.flat)
         self._loans.clear()
         self._buffers.clear()
+        self._sums.clear()
 
 
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,9 +24,8 @@ from infinity.host_memory import HeapTrimmer, free_bytes, give_back_freed_memory
 from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
 from infinity.optim import PieceUpdater, Template, build_template
-from infinity.pager import Pager
 from infinity.parameter import hold
-from infinity.placement import Request, UnitSize, place, predict
+from infinity.placement import Request, UnitSize, predict
 from infinity.plan import Plan
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
@@ -36,6 +35,7 @@ from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit, spec_of
 from infinity.update import UpdateStream
 from infinity.update_job import ParameterState
+from infinity.vertical import SharedPager, SpillSpace, Surroundings, place_for_schedule
 from infinity.wrapping import find_blocks, partition
 
 logger = logging.getLogger(__name__)
@@ -232,12 +232,12 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         used_together=_used_together(model, config, places),
         can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
     )
-    placement = place(sizes, request)
+    guess = _guess(units)
+    placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
     storage = Storage(config, device, placement, request, sizes)
     clock = StepClock()
     try:
-        guess = _guess(units)
-        pager = Pager(
+        pager = SharedPager(
             units,
             storage.pool,
             storage.weights,
@@ -325,6 +325,17 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         clock=clock,
         plan=plan,
         device=device.torch_device,
+        vertical=Surroundings(
+            holding=holding,
+            pager=pager,
+            stepper=stepper,
+            clock=clock,
+            device=device,
+            space=SpillSpace(storage.open_more),
+            activation_bytes=placement.activation_bytes if device.shares_host_memory else None,
+            blocks=tuple(find_blocks(model, config.infinity.units)),
+            suitability=suitability,
+        ),
     )
     engine = Engine(config, parts)
     cast_buffers(model, config.compute_dtype, device.torch_device)
@@ -335,7 +346,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
 def _take_over(
     units: Sequence[Unit],
     access: StateAccess,
-    pager: Pager,
+    pager: SharedPager,
     storage: Storage,
     residence: Residence,
     device: ComputeDevice,

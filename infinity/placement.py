@@ -30,6 +30,8 @@ _LARGEST_CHUNK = 1024 * CHUNK_GRANULE
 _UPLOAD_PAGE_BYTES = 4 << 20
 _FEWEST_UPLOAD_PAGES = 2
 _PREFERRED_UPLOAD_PAGES = 8
+_ACTIVATIONS_SHARE = 4
+"""One part in so many of what is left after the pages."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Request:
     prefetches: bool
     can_spill: bool
     """Whether there is an NVMe tier that gradients could be spilled to."""
+    keeps_activations: bool = False
+    """Whether all micro-batches may go through a unit together."""
     used_together: tuple[frozenset[int], ...] = ()
     """For each block, the units in which its parameters lie."""
 
@@ -82,6 +86,8 @@ class Placement:
     """Units whose main gradients stay in RAM; those of the others are spilled."""
     fixed_bytes: int
     minimum_bytes: int
+    activation_bytes: int = 0
+    """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
 
     @property
     def spills(self) -> bool:
@@ -151,6 +157,8 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         upload_pages = min(_FEWEST_UPLOAD_PAGES + left // 2 // _UPLOAD_PAGE_BYTES, _PREFERRED_UPLOAD_PAGES)
         left -= (upload_pages - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
 
+    activations = left // _ACTIVATIONS_SHARE if request.keeps_activations else 0
+    left -= activations
     wished = (
         2 * largest_numel * _FP32_BYTES
         if request.updates_in_backward and request.num_micro_batches == 1
@@ -180,6 +188,7 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
         gradients_in_memory=in_memory,
         fixed_bytes=fixed,
         minimum_bytes=minimum,
+        activation_bytes=activations,
     )
 
 

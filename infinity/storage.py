@@ -18,6 +18,7 @@ from infinity.placement import HOST_KEY, Placement, Request, UnitSize, predict
 from infinity.plan import Plan
 from infinity.records import PagedRecords, RecordStore, ResidentRecords, record_bytes
 from infinity.trace import Trace
+from infinity.traffic import Traffic
 from infinity.weights import WeightStore
 from swapper import StagingArena, Swapper, SwapperConfig, VolumeError
 
@@ -52,8 +53,9 @@ class Storage:
         self._request = request
         self._sizes = list(sizes)
         self._swappers: dict[tuple[str, tuple[Path, ...]], Swapper] = {}
+        self._more: list[Swapper] = []
         self._arenas: list[StagingArena] = []
-        self._predicted: tuple[tuple[int, ...], Plan] | None = None
+        self._predicted: tuple[tuple[tuple[int, ...], Traffic], Plan] | None = None
         weight_bytes = sum(size.weight_bytes for size in sizes)
         state_bytes = sum(record_bytes(s.trainable_numel, s.num_states, request.weight_itemsize) for s in sizes)
         self.gradient_bytes = sum(
@@ -130,12 +132,26 @@ class Storage:
             )
         return self._swappers[self._spill_key]
 
+    def open_more(self, num_bytes: int) -> Swapper:
+        """Open another volume in the directories to which gradients are spilled.
+
+        Raises:
+            BudgetTooSmallError: there is no NVMe tier.
+            StorageError: there is no room.
+        """
+        self.spill_swapper()
+        if self._spill_key is None:
+            raise RuntimeError("there is a swapper for spilling, but it has no key")
+        self._more.append(self._open(self._spill_key, num_bytes))
+        return self._more[-1]
+
     def _all(self) -> list[Swapper]:
-        return list(self._swappers.values())
+        return [*self._swappers.values(), *self._more]
 
     def counters(self) -> tuple[int, int]:
         """Bytes read and written so far in the NVMe tier."""
-        found = [swapper.statistics() for key, swapper in self._swappers.items() if key[0] == "nvme"]
+        on_drives = [swapper for key, swapper in self._swappers.items() if key[0] == "nvme"] + self._more
+        found = [swapper.statistics() for swapper in on_drives]
         return sum(s.read_bytes for s in found), sum(s.write_bytes for s in found)
 
     def flush(self) -> None:
@@ -160,16 +176,19 @@ class Storage:
             result["nvme"] += self.gradient_bytes
         return result
 
-    def replan(self, plan: Plan, trace: Trace) -> Plan:
-        """``plan`` with the predictions that follow from the recorded trace."""
-        if self._predicted is None or self._predicted[0] != trace.order:
-            prediction = predict(self._sizes, self._request, self._placement, trace.order, trace.backward_start)
+    def replan(self, plan: Plan, trace: Trace, traffic: Traffic) -> Plan:
+        """``plan`` with the predictions that follow from the recorded trace and the order of the last step."""
+        if self._predicted is None or self._predicted[0] != (trace.order, traffic):
+            request = self._request
+            if traffic.is_vertical:  # the trace is that of a whole step
+                request = dataclasses.replace(request, num_micro_batches=1)
+            prediction = predict(self._sizes, request, self._placement, trace.order, trace.backward_start)
             self._predicted = (
-                trace.order,
+                (trace.order, traffic),
                 dataclasses.replace(
                     plan,
-                    predicted_read_bytes_per_step=prediction.read_bytes,
-                    predicted_write_bytes_per_step=prediction.write_bytes,
+                    predicted_read_bytes_per_step=prediction.read_bytes + traffic.spilled_bytes,
+                    predicted_write_bytes_per_step=prediction.write_bytes + traffic.spilled_bytes,
                 ),
             )
         return self._predicted[1]

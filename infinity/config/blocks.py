@@ -118,6 +118,7 @@ class InfinityBlock(Block):
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     update: Literal["auto", "in_backward", "step"] = "auto"
+    schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     io_deadline_seconds: Annotated[Number, Field(gt=0)] = 120.0
     direct_io: Flag = True
 

@@ -194,6 +194,7 @@ def _resolve_infinity(block: InfinityBlock, book: _Book) -> InfinitySection:
         shown = "chosen at start" if value is None else value
         book.note(f"infinity.{name}", shown)
     book.note("infinity.update", block.update)
+    book.note("infinity.schedule", block.schedule)
     return InfinitySection(
         host_memory_budget=block.host_memory_budget,
         device_memory_budget=block.device_memory_budget,
@@ -202,6 +203,7 @@ def _resolve_infinity(block: InfinityBlock, book: _Book) -> InfinitySection:
         units=block.units,
         strict=block.strict,
         update=block.update,
+        schedule=block.schedule,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["auto", "in_backward", "step"]
+ScheduleMode = Literal["auto", "vertical", "ordinary"]
 
 
 class Decision(NamedTuple):
@@ -75,6 +76,7 @@ class InfinitySection:
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
+        schedule: in which order `Engine.train_batch` goes through units and micro-batches.
     """
 
     host_memory_budget: int | None
@@ -84,6 +86,7 @@ class InfinitySection:
     units: tuple[str, ...]
     strict: bool
     update: UpdateMode
+    schedule: ScheduleMode
 
 
 @dataclass(frozen=True)

@@ -30,3 +30,7 @@ class StepReport:
     loss: float | None
     """Mean of the step's micro-batch losses; None when the engine did not see them (plain loop)."""
     grad_norm: float | None
+    schedule: str = "ordinary"
+    """"vertical" when all micro-batches went through each unit together, else "ordinary"."""
+    schedule_reason: str = ""
+    """Why the step of `Engine.train_batch` did not go vertically; empty if it did, and for the user's own loop."""

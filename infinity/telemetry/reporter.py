@@ -48,6 +48,7 @@ class Reporter:
         self._has_begun = False
         self._counted = (0, 0)
         self._busy_seconds = 0.0
+        self._schedule = ("ordinary", "")
 
     def begin(self) -> None:
         """Something happens in the present step; the first time, counting begins."""
@@ -62,6 +63,10 @@ class Reporter:
         self._losses.append(detached)
         if detached.device.type == "cpu":
             _warn_if_not_finite(float(detached), step)
+
+    def note_schedule(self, schedule: str, reason: str) -> None:
+        """In which order the present step goes, and why not vertically."""
+        self._schedule = (schedule, reason)
 
     def forget_losses(self) -> None:
         """The micro-batches so far do not count."""
@@ -91,7 +96,10 @@ class Reporter:
             predicted_write_bytes=predicted[1],
             loss=sum(losses) / len(losses) if losses else None,
             grad_norm=grad_norm,
+            schedule=self._schedule[0],
+            schedule_reason=self._schedule[1],
         )
+        self._schedule = ("ordinary", "")
         self._counted, self._busy_seconds = counted, busy_seconds
         if self._steps_per_print and step % self._steps_per_print == 0:
             logger.info("step %d: loss %s, %.2f s, gradient norm %s", step, report.loss, seconds, grad_norm)
