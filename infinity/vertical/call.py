@@ -151,9 +151,9 @@ class UnitCall:
         tree.forget()
         if trace() is not None and not self.site.leaves_cycles:
             gc.collect()
-            self.site.leaves_cycles = self._is_trial
             if trace() is not None:
                 raise NotVertical(f"{self.site.name} gives tensors away other than by returning them")
+            self.site.leaves_cycles = self._is_trial
         if not self._results:
             self.drop()
         return returned
