@@ -101,6 +101,11 @@ class Boundary:
 
         return self._pack, unpack_with
 
+    def hooks_are_innermost(self) -> bool:
+        """Whether no hooks for saved tensors are active but the pager's: activation checkpointing has its own."""
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is None or top[0] == self._pack
+
     def without_weights(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy of it if it is a view of a unit's weights, which move."""
         return tensor if isinstance(self._pack(tensor), tuple) else tensor.clone()

@@ -176,6 +176,10 @@ class UnitCall:
 
     def _note_written_buffers(self) -> None:
         self.site.buffers.are_written = True
+        if not self._boundary.hooks_are_innermost():
+            raise NotVertical(
+                f"{self.site.name} writes to its buffers, and would do so again under its own checkpointing"
+            )
         if self._buffer_values is None:
             raise NotVertical(f"{self.site.name} begins to write to its buffers")
 

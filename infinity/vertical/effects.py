@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.vertical.ambient import RandomState
 
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "_is_full_backward_hook"}
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "gradient_checkpointing"}
 _COPIED = (list, dict, set, deque)
 _MOST_COPIED_BYTES = 1 << 26
+_SMALL_BYTES = 1 << 16
+"""Up to this size, copying costs less than trusting a tensor's version: batch norms write past it."""
 
 
 class Buffers:
@@ -36,9 +39,14 @@ class Buffers:
                 if buffer is not None:
                     yield module._buffers, name, buffer
 
-    def marks(self) -> list[tuple[int, int]]:
+    def marks(self) -> list[object]:
         """Something that differs after a buffer was replaced or written to."""
-        return [(id(buffer), buffer._version) for _, _, buffer in self]
+        marks: list[object] = [(id(buffer), buffer._version) for _, _, buffer in self]
+        if any(
+            isinstance(module, _NormBase) and module.training and module.track_running_stats for module in self._modules
+        ):
+            marks.append(object())  # their kernels write past the version
+        return marks
 
     def capture(self) -> BufferValues:
         """Their present values."""
@@ -82,7 +90,7 @@ class StepStart:
         self._tensors: dict[tuple[int, str], _Tensor] = {}
         for home, name, value in self._present_tensors():
             known = earlier.get((id(home), name))
-            is_known = known is not None and known.is_same(value)
+            is_known = known is not None and known.is_copy_of(value)
             self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
         self._attributes = [
             (module, {name: (value, _copy(value)) for name, value in _others_of(module)}) for module in self._modules
@@ -143,9 +151,13 @@ class _Tensor:
         """Whether ``value`` is this very tensor, and nobody has written to it."""
         return value is self._value and value._version == self._version
 
+    def is_copy_of(self, value: torch.Tensor) -> bool:
+        """Whether the copy of ``value`` is certain to be up to date."""
+        return self.is_same(value) and value.nbytes > _SMALL_BYTES
+
     def restore(self, name: str) -> None:
         """The tensor is in its place again, with its values."""
-        if self._value._version != self._version:
+        if self._value._version != self._version or self._value.nbytes <= _SMALL_BYTES:
             if self._clone is None:
                 raise RuntimeError(f"the model's forward writes to '{name}', which is too large to be restored")
             with torch.no_grad():

@@ -26,6 +26,7 @@ class Interception:
 
     def __init__(self, holding: ModelHolding, blocks: Sequence[str]) -> None:
         """``blocks``: FQNs of the modules that were made units of their own."""
+        self._model = holding.model
         self._sites: list[Site] = []
         modules = dict(holding.model.named_modules())
         for block in blocks:
@@ -50,7 +51,10 @@ class Interception:
     def active(self, handler: Handler) -> Iterator[None]:
         """Inside the ``with`` block ``handler`` is called in place of the modules' forwards, which it gets."""
         before: list[tuple[nn.Module, Any]] = []
+        relieved = [module for module in self._model.modules() if _checkpoints_itself(module)]
         try:
+            for module in relieved:
+                _set_checkpointing(module, is_on=False)
             for site in self._sites:
                 attributes = site.module.__dict__
                 before.append((site.module, attributes.get("forward", _ABSENT)))
@@ -62,6 +66,8 @@ class Interception:
                     module.__dict__.pop("forward", None)
                 else:
                     module.__dict__["forward"] = forward
+            for module in relieved:
+                _set_checkpointing(module, is_on=True)
 
 
 def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,6 +86,20 @@ def _home(holding: ModelHolding, block: nn.Module) -> Unit | None:
         if all(id(other) in inside for other in unit.parameters):
             return unit
     return None
+
+
+def _checkpoints_itself(module: Any) -> bool:
+    """Whether a layer of transformers would be recomputed once more inside a recomputation.
+
+    The reentrant kind is left as it is: it gives other gradients where no input needs one.
+    """
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    use_reentrant = getattr(function, "keywords", {}).get("use_reentrant")
+    return getattr(module, "gradient_checkpointing", None) is True and use_reentrant is False
+
+
+def _set_checkpointing(module: Any, *, is_on: bool) -> None:
+    module.gradient_checkpointing = is_on
 
 
 def _can_wrap(module: nn.Module) -> bool:
