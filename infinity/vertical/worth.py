@@ -30,7 +30,9 @@ def place_for_schedule(
     """
     if asked == "ordinary" or (asked == "auto" and request.num_micro_batches == 1):
         return place(units, request), Suitability(asked, "a step has one micro-batch")
-    placement = place(units, replace(request, keeps_activations=request.shares_host_memory))
+    # Gradients take what they take with one micro-batch: they are summed before they go anywhere.
+    vertical = replace(request, keeps_activations=request.shares_host_memory, num_micro_batches=1)
+    placement = place(units, vertical)
     reason = reason_against(asked, units, request, placement, order)
     return placement if reason is None else place(units, request), Suitability(asked, reason)
 
