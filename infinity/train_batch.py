@@ -69,15 +69,27 @@ class TrainBatch:
                 loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
             reason = found
+        taken_anew = bool(taken)
         self._note_schedule("ordinary", reason)
         losses: list[torch.Tensor] = []
-        for _ in range(num_micro_batches):
+        try:
+            self._run_in_order(iterator, taken, loss_fn, losses)
+        except Exception:
+            if taken_anew:
+                self._vertical.forgive()  # it was not the order's fault
+            raise
+        return torch.stack(losses).mean()
+
+    def _run_in_order(
+        self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]
+    ) -> None:
+        loop = self._loop
+        for _ in range(loop.gradient_accumulation_steps()):
             batch = taken.pop(0) if taken else move(next(iterator), loop.device)
             loss = _loss(call_with(loop, batch), batch, loss_fn)
             losses.append(loss.detach().float())
             loop.backward(loss)
             loop.step()
-        return torch.stack(losses).mean()
 
     def _obstacle(self) -> str | None:
         if self._loop.micro_steps % self._loop.gradient_accumulation_steps():

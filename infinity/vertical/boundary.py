@@ -142,9 +142,10 @@ class Boundary:
         staying = self._held_bytes - sum(kept.num_bytes for kept in self._writing)
         while staying > capacity_bytes and self._oldest_first:
             kept = self._oldest_first.popleft()
-            if kept.num_users <= 1:  # what several units use stays
-                self._start_write(kept)
-                staying -= kept.num_bytes
+            if kept.token is None or kept.num_users > 1:
+                continue  # not needed any more; or by several units: that stays
+            self._start_write(kept)
+            staying -= kept.num_bytes
         while self._writing and self._held_bytes > capacity_bytes + self._slack_bytes:
             self._end_write(self._writing.popleft())
 

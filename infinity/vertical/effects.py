@@ -6,7 +6,7 @@ Knows modules' buffers and attributes, and random generators; must not know unit
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.vertical.ambient import RandomState
 
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward", "gradient_checkpointing"}
-_COPIED = (list, dict, set, deque)
+_IGNORED = frozenset({"_parameters", "_buffers", "_modules", "forward", "gradient_checkpointing"})
+"""Attributes that are compared elsewhere, or that the schedule itself sets."""
+_COPIED = (list, dict, set, deque, OrderedDict)
 _MOST_COPIED_BYTES = 1 << 26
 _SMALL_BYTES = 1 << 16
 """Up to this size, copying costs less than trusting a tensor's version: batch norms write past it."""
@@ -168,7 +169,7 @@ class _Tensor:
 
 def _others_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in list(module.__dict__.items()):
-        if name not in _OF_TORCH and not isinstance(value, torch.Tensor):
+        if name not in _IGNORED and not isinstance(value, torch.Tensor):
             yield name, value
 
 

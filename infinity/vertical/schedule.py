@@ -142,6 +142,10 @@ class VerticalSchedule:
         self._on.space.tidy()
         return losses
 
+    def forgive(self) -> None:
+        """The ordinary order failed as well: see `Suitability.forgive`."""
+        self._suitability.forgive()
+
     def close(self) -> None:
         """End the threads."""
         self._lanes.close()

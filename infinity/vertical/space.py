@@ -60,9 +60,13 @@ class SpillSpace:
                 swapper = self._open_swapper(wished)
             except StorageError:
                 swapper = self._open_swapper(rounded)  # little room is better than none
-        except (StorageError, BudgetTooSmallError) as error:
-            logger.warning("no room on NVMe for the inputs of units: %s", error)
-            raise NotVertical(f"the inputs of units find no room in RAM and on NVMe: {error}") from error
+        except BudgetTooSmallError as error:
+            raise NotVertical(
+                "the inputs of units need more memory than infinity.host_memory_budget leaves, and no NVMe tier takes them"
+            ) from error
+        except StorageError as error:
+            logger.warning("no room for the inputs of units: %s", error)
+            raise NotVertical(f"the inputs of units need more memory than the budget leaves, and {error}") from error
         self._swappers.append(swapper)
         return swapper
 

@@ -24,6 +24,7 @@ class Suitability:
         self._num_failures = 0
         self._num_successes = 0
         self._said: set[str] = set()
+        self._failed_last = False
         if asked == "ordinary":
             self._against = "the config asks for it"
 
@@ -40,9 +41,11 @@ class Suitability:
     def note_success(self) -> None:
         """A step went vertically."""
         self._num_successes += 1
+        self._failed_last = False
 
     def note_failure(self, reason: str) -> None:
         """A step had to be begun anew in the ordinary order."""
+        self._failed_last = True
         self._num_failures += 1
         if self._num_failures > _FREE_FAILURES + self._num_successes // _SUCCESSES_PER_FAILURE:
             self._against = reason
@@ -50,3 +53,10 @@ class Suitability:
             self._said.add(reason)
             level = logging.WARNING if self._asked == "vertical" else logging.INFO
             logger.log(level, "a step is done in the ordinary order: %s", reason)
+
+    def forgive(self) -> None:
+        """The last failure, if the last step was one, does not count: the ordinary order failed as well."""
+        if self._failed_last:
+            self._failed_last = False
+            self._num_failures -= 1
+            self._against = None

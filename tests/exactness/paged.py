@@ -56,12 +56,16 @@ class PagedTrainer:
             arguments["model_parameters"] = parameter_groups(named)
         elif row.optimizer == "instance":
             arguments["optimizer"] = torch_optimizer("instance", named)
-        budget_bytes = _ROOMY_BYTES
+        config = config_of(row, directory, budget_bytes=_ROOMY_BYTES)
+        self.configure(config)
         if row.budget == "tight":
             # The failure must leave model, groups and optimizer as they were: the same ones are used again.
-            budget_bytes = smallest_budget(arguments, config_of(row, directory, budget_bytes=1))
-        config = config_of(row, directory, budget_bytes=budget_bytes)
+            config["infinity"]["host_memory_budget"] = 1
+            config["infinity"]["host_memory_budget"] = smallest_budget(arguments, config)
         self.engine, self.optimizer, _, _ = infinity.initialize(**arguments, config=config)
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Change what the row says."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -52,7 +52,10 @@ class VerticalTorch(PlainTorch):
         """Forward and backward of a step's micro-batches; returns their losses."""
         turns = _Turns(len(batches))
         runs = [_Run(index, turns) for index in range(len(batches))]
-        threads = [threading.Thread(target=self._run, args=pair) for pair in zip(runs, batches, strict=True)]
+        settings = torch.get_num_threads()
+        threads = [
+            threading.Thread(target=self._run, args=(*pair, settings)) for pair in zip(runs, batches, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -73,7 +76,8 @@ class VerticalTorch(PlainTorch):
                 main, gradient = self.main[fqn], alias.grad.float()
                 main.grad = gradient if main.grad is None else main.grad + gradient
 
-    def _run(self, run: _Run, batch: dict[str, Any]) -> None:
+    def _run(self, run: _Run, batch: dict[str, Any], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # is kept per thread, and decides how sums are split
         self._present.run = run
         try:
             with run.turns.taken(run.index), _Aliases(run):
