@@ -23,6 +23,7 @@
     │   ├── StepOrderError                     a call at the wrong moment
     │   ├── LateGradientError                  a gradient came after its update began
     │   ├── LateUseError                       backward needs weights that were updated already
+    │   ├── ScheduleError                      a vertical step cannot go on, and units are updated already
     │   └── PartialUpdateError                 some units are updated, others are not
     └── EngineClosedError (RuntimeError)       a call after `close()`
 

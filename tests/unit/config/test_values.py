@@ -21,7 +21,7 @@ def test_defaults() -> None:
     assert config.optimizer is None and config.scheduler is None
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
     assert dataclasses.astuple(config.io) == (1 << 20, 4, 32, 120.0, True)
-    assert dataclasses.astuple(config.infinity) == (None, None, None, True, (), True, "auto")
+    assert dataclasses.astuple(config.infinity) == (None, None, None, True, (), True, "auto", "auto")
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last
     assert config.notices == ()
@@ -43,6 +43,7 @@ def test_our_block() -> None:
                 "prefetch": False,
                 "units": ["LlamaDecoderLayer", "model.layers.*"],
                 "update": "in_backward",
+                "schedule": "vertical",
                 "io_deadline_seconds": 5,
                 "direct_io": "false",
             },
@@ -56,6 +57,7 @@ def test_our_block() -> None:
         ("LlamaDecoderLayer", "model.layers.*"),
         True,
         "in_backward",
+        "vertical",
     )
     assert (config.io.deadline_seconds, config.io.direct) == (5.0, False)
 
