@@ -92,6 +92,8 @@ class GradientStore:
         self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
         self._sums: dict[int, GradientBuffer] = {}
         """Of units to be spilled, while several micro-batches' gradients come one after the other."""
+        self.resumed_bytes = 0
+        """Bytes read so far to add to sums that had been spilled before."""
 
     def reserve(self) -> Swapper:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
@@ -188,6 +190,7 @@ class GradientStore:
                 swapper, extent = self._spill(unit)
                 with self._clock.waiting("read"):
                     swapper.read(extent, buffer.values).wait()
+                self.resumed_bytes += buffer.flat.num_bytes
             buffer.add(gradients, present, self._device)
         except BaseException:
             self._pool.give_back(buffer.flat)

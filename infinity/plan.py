@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.placement import Placement
+from infinity.traffic import Traffic
 
 _MEGABYTE = 1_000_000
 
@@ -30,6 +31,8 @@ class Plan:
     placement: Placement
     predicted_read_bytes_per_step: int
     predicted_write_bytes_per_step: int
+    traffic: Traffic = Traffic()
+    """The order of the last step, which the predictions are for."""
 
     def rows(self) -> list[tuple[str, str]]:
         """The table as (what, value)."""

@@ -187,8 +187,9 @@ class Storage:
                 (trace.order, traffic),
                 dataclasses.replace(
                     plan,
-                    predicted_read_bytes_per_step=prediction.read_bytes + traffic.spilled_bytes,
-                    predicted_write_bytes_per_step=prediction.write_bytes + traffic.spilled_bytes,
+                    predicted_read_bytes_per_step=prediction.read_bytes + traffic.extra_bytes,
+                    predicted_write_bytes_per_step=prediction.write_bytes + traffic.extra_bytes,
+                    traffic=traffic,
                 ),
             )
         return self._predicted[1]

@@ -13,3 +13,10 @@ class Traffic:
     """Whether all micro-batches went through a unit together."""
     spilled_bytes: int = 0
     """Bytes of units' inputs that were written to NVMe, and read again."""
+    resumed_bytes: int = 0
+    """Bytes of sums of gradients, of units used at several places, that were written before they were complete."""
+
+    @property
+    def extra_bytes(self) -> int:
+        """What is written and read besides weights, states and complete gradients."""
+        return self.spilled_bytes + self.resumed_bytes

@@ -119,6 +119,7 @@ class VerticalSchedule:
         loop = _Loop(self._backwards, self._guard, self._step(), self._note_loss)
         is_trial = not self._suitability.is_proven
         step = _Step(self._on, loop, self._interception, len(compute_losses), is_trial=is_trial)
+        resumed_bytes = self._on.stepper.gradients.resumed_bytes
         try:
             with self._interception.active(step.on_call):
                 losses = step.run(self._lanes, compute_losses, self._anchor.to(torch_device), self._start)
@@ -138,7 +139,9 @@ class VerticalSchedule:
             step.undo(error)
             raise
         self._suitability.note_success()
-        self.traffic = Traffic(is_vertical=True, spilled_bytes=step.boundary.spilled_bytes)
+        # In a trial all gradients wait for the end, which is not how it goes on.
+        resumed_bytes = 0 if is_trial else self._on.stepper.gradients.resumed_bytes - resumed_bytes
+        self.traffic = Traffic(is_vertical=True, spilled_bytes=step.boundary.spilled_bytes, resumed_bytes=resumed_bytes)
         self._on.space.tidy()
         return losses
 

@@ -75,7 +75,9 @@ class UnitSums:
             return
         if gradients:
             self._stepper.deliver(unit, gradients, updates_now=False)
-        self._stepper.gradients.close_sum(unit)
+        if is_complete:
+            self._stepper.gradients.close_sum(unit)
+        # Else more is to come: it stays in memory until somebody else needs the room.
 
 
 def _add_up(sums: dict[Slot, torch.Tensor], gradients: Mapping[Slot, torch.Tensor]) -> None:
