@@ -18,7 +18,7 @@ too. One that fires after it was delivered is an error: the gradient that was de
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -64,6 +64,8 @@ class GradientCollector:
         self._never_early: set[Key] = set()
         self._expected: dict[int, frozenset[int] | None] = {}
         self._used_late: set[int] = set()
+        self.hands_out = False
+        """Gradients are not delivered: somebody takes them with `take`."""
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(unit, slot))
             for unit in self._units
@@ -121,6 +123,8 @@ class GradientCollector:
         key = (unit.index, slot.index)
         fired = self._fired.setdefault(unit.index, {})
         fired[slot.index] = fired.get(slot.index, 0) + 1
+        if self.hands_out:
+            return
         if key in self._delivered:
             self._never_early.add(key)
             raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
@@ -154,18 +158,24 @@ class GradientCollector:
             expected.append(slot.index)
         return frozenset(expected)
 
-    def _complete(self, unit: Unit) -> None:
+    def take(self) -> list[tuple[Unit, dict[Slot, torch.Tensor]]]:
+        """The gradients that have come since the last time, by unit. They belong to the caller."""
+        fired, self._fired = self._fired, {}
+        return [(self._units[unit], self._take_from(self._units[unit], slots)) for unit, slots in fired.items()]
+
+    def _take_from(self, unit: Unit, slots: Iterable[int]) -> dict[Slot, torch.Tensor]:
         gradients: dict[Slot, torch.Tensor] = {}
-        for index in self._fired.get(unit.index, {}):
-            slot, parameter = unit.layout.slots[index], unit.parameters[index]
-            gradient = plain_grad(parameter)
+        for index in slots:
+            gradient = plain_grad(unit.parameters[index])
             if gradient is not None:
-                gradients[slot] = gradient.detach()
+                gradients[unit.layout.slots[index]] = gradient.detach()
+                set_plain_grad(unit.parameters[index], None)
+        return gradients
+
+    def _complete(self, unit: Unit) -> None:
+        gradients = self._take_from(unit, self._fired.get(unit.index, {}))
         if gradients:
-            delivered = list(gradients)
-            for slot in delivered:
-                set_plain_grad(unit.parameters[slot.index], None)
-                self._delivered.add((unit.index, slot.index))
+            self._delivered.update((unit.index, slot.index) for slot in gradients)
             self._deliver(unit, gradients)
 
     @property

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from swapper import AlignedRegion
 
@@ -329,3 +330,16 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     else:
         norm = torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32)
     return norm
+
+
+def choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """What ``device`` says; None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU."""
+    if device is not None:
+        chosen = torch.device(device)
+    else:
+        chosen = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
+        if chosen.type == "cpu" and torch.cuda.is_available():
+            chosen = torch.device("cuda", torch.cuda.current_device())
+    if str(chosen) == "cuda":
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen

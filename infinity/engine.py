@@ -18,14 +18,11 @@ from torch import nn
 
 from infinity.access import StateAccess
 from infinity.backwards import Backwards
-from infinity.batches import call_with, endless, loss_of, move
 from infinity.config import InfinityConfig
-from infinity.errors import StepOrderError
 from infinity.export import save_safetensors
 from infinity.holding import ModelHolding
 from infinity.loop_guard import LoopGuard, Phase
 from infinity.optim import PagedOptimizer, PieceUpdater, Template
-from infinity.pager import Pager
 from infinity.parameter_gradients import ParameterGradients
 from infinity.plan import Plan
 from infinity.residence import Residence
@@ -34,7 +31,9 @@ from infinity.step_backend import EngineBackend
 from infinity.stepper import Stepper
 from infinity.storage import Storage
 from infinity.telemetry import Recording, Reporter, StepClock, StepReport
+from infinity.train_batch import LossFunction, TrainBatch
 from infinity.update import UpdateStream
+from infinity.vertical import SharedPager, Surroundings, VerticalSchedule
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Parts:
 
     holding: ModelHolding
     residence: Residence
-    pager: Pager
+    pager: SharedPager
     storage: Storage
     stream: UpdateStream
     stepper: Stepper
@@ -55,6 +54,7 @@ class Parts:
     recording: Recording | None
     plan: Plan
     device: torch.device
+    vertical: Surroundings
 
 
 class Engine:
@@ -81,7 +81,6 @@ class Engine:
         self._pager = parts.pager
         self._stepper = parts.stepper
         self._reporter = parts.reporter
-        self._iterator: Iterator[Any] | None = None
         self._is_in_step = False
         self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
         self._backwards = Backwards(
@@ -92,6 +91,10 @@ class Engine:
             is_boundary=self.is_gradient_accumulation_boundary,
             step=lambda: self.global_steps,
         )
+        self._vertical = VerticalSchedule(
+            parts.vertical, self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss
+        )
+        self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
         parts.residence.gradients = ParameterGradients(
             parts.holding, self._pager, self._stepper, self._backwards.before_gradient_access
         )
@@ -154,34 +157,23 @@ class Engine:
                 self.lr_scheduler.step()
         self.micro_steps += 1
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Run all micro-batches of one step, forward, backward and step.
+
+        With several of them the step goes unit by unit over all micro-batches, if config and model allow (see
+        ``infinity.schedule``); ``report.schedule`` says how it went.
 
         Args:
             data_iter: gives one batch per micro-batch; a mapping is passed as keyword arguments, a tuple or list as
                 arguments. None: the loader made from ``training_data``, epoch after epoch.
+            loss_fn: takes the model's output and the batch, and gives the loss. None: the loss is in the output.
 
         Returns:
             The mean of the micro-batches' losses: 0-dim fp32 tensor, detached.
         """
-        iterator = data_iter if data_iter is not None else self._own_iterator()
-        losses: list[torch.Tensor] = []
-        for _ in range(self.config.gradient_accumulation_steps):
-            loss = loss_of(call_with(self, move(next(iterator), self.device)))
-            losses.append(loss.detach().float())
-            self.backward(loss)
-            self.step()
-        return torch.stack(losses).mean()
-
-    def _own_iterator(self) -> Iterator[Any]:
-        if self.training_dataloader is None:
-            raise StepOrderError(
-                "engine.train_batch()",
-                "there is no data iterator",
-                cure="Pass one, or give training_data to infinity.initialize",
-            )
-        self._iterator = self._iterator or endless(self.training_dataloader)
-        return self._iterator
+        self._check_usable()
+        self._guard.check_whole()
+        return self._train_batch(data_iter, loss_fn)
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode, as ``module.train``."""
@@ -315,7 +307,13 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """What rests where and what a step moves; predictions follow the recorded trace."""
-        return self._parts.storage.replan(self._parts.plan, self._pager.training_trace)
+        return self._parts.storage.replan(self._parts.plan, self._pager.training_trace, self._vertical.traffic)
+
+    @property
+    def predicted_bytes(self) -> tuple[int, int]:
+        """Bytes that a step reads and writes, as in `plan`."""
+        plan = self.plan
+        return plan.predicted_read_bytes_per_step, plan.predicted_write_bytes_per_step
 
     @property
     def waiting_for(self) -> str:
@@ -360,6 +358,7 @@ class Engine:
             rest.callback(self._pager.close)
             rest.callback(self._parts.stream.close)
             rest.callback(self._pager.abandon_forward)
+            rest.callback(self._vertical.close)
             rest.callback(self._parts.holding.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)

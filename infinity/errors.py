@@ -23,6 +23,7 @@
     │   ├── StepOrderError                     a call at the wrong moment
     │   ├── LateGradientError                  a gradient came after its update began
     │   ├── LateUseError                       backward needs weights that were updated already
+    │   ├── ScheduleError                      a vertical step cannot go on, and units are updated already
     │   └── PartialUpdateError                 some units are updated, others are not
     └── EngineClosedError (RuntimeError)       a call after `close()`
 
@@ -308,6 +309,18 @@ class LateUseError(StepError):
             f"backward of step {step} uses the weights of unit '{unit}' again, after its gradients were complete and its "
             "update had begun. The model took another path than before. The engine has taken note: call engine.reset() "
             "and repeat the step, or set config key 'infinity.update' to \"step\"",
+            step=step,
+        )
+
+
+class ScheduleError(StepError):
+    """A step that goes unit by unit over all micro-batches met something in backward that forbids it, too late to begin anew."""
+
+    def __init__(self, reason: str, *, step: int) -> None:
+        self.reason = reason
+        super().__init__(
+            f"step {step} cannot go on unit by unit over all micro-batches: {reason}. Earlier steps could, and some units "
+            "have been updated already. Set config key 'infinity.schedule' to \"ordinary\"",
             step=step,
         )
 

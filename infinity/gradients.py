@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +27,7 @@ from infinity.layout import Slot
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 from infinity.update_job import POLL_SECONDS, GradientSource
+from infinity.waiting_dtype import WaitingDtype
 from swapper import Extent, Handle, Swapper
 
 _MOST_UNITS_ON_DEVICE = 2
@@ -55,25 +55,6 @@ class _Write:
 
     def tell(self, on_release: Callable[[], None]) -> None:
         self._handle.add_done_callback(lambda _: on_release())
-
-
-@dataclass(frozen=True)
-class WaitingDtype:
-    """In which dtype gradients wait for their update."""
-
-    dtype: torch.dtype = torch.float32
-    """fp32, or bf16 if that is the compute dtype."""
-    rounds: bool = False
-    """Whether the sum of several gradients may be rounded to ``dtype``. Without, it is kept as fp32."""
-
-    def after(
-        self, current: torch.dtype, gradients: Mapping[Slot, torch.Tensor], present: Container[int]
-    ) -> torch.dtype:
-        """What a unit's gradients of dtype ``current`` have to become when ``gradients`` are added to them."""
-        if self.rounds or current == torch.float32:
-            return current
-        is_exact = all(g.dtype == current and slot.index not in present for slot, g in gradients.items())
-        return current if is_exact else torch.float32
 
 
 class GradientStore:
@@ -129,6 +110,10 @@ class GradientStore:
         self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
         self._ended = threading.Event()
         """Set when a loan ends."""
+        self._sums: dict[int, GradientBuffer] = {}
+        """Of units to be spilled, while several micro-batches' gradients come one after the other."""
+        self.resumed_bytes = 0
+        """Bytes read so far to add to sums that had been spilled before."""
 
     def reserve(self) -> None:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
@@ -253,16 +238,39 @@ class GradientStore:
         self._lend(source, None)
         return source
 
-    def _sum(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> GradientBuffer:
+    def open_sum(self, unit: Unit) -> None:
+        """What is added to a unit from now on is summed in memory until `close_sum` or `hand_over`, or room gets scarce."""
+        if unit.index not in self._in_memory and unit.index not in self._sums:
+            is_wide = not self._waiting.rounds  # several gradients will be added
+            self._sums[unit.index] = self._sum(unit, {}, self._present.get(unit.index, set()), is_wide=is_wide)
+
+    def close_sum(self, unit: Unit) -> None:
+        """Spill what `open_sum` kept in memory, if it did."""
+        buffer = self._sums.pop(unit.index, None)
+        if buffer is not None:
+            swapper, extent = self._spill(unit)
+            for slot in self.slots_with_gradient(unit):
+                self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
+            self._spilled_dtypes[unit.index] = buffer.dtype
+            self._lend(_Write(swapper.write(extent, buffer.values)), buffer.flat)
+
+    def _sum(
+        self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int], *, is_wide: bool = False
+    ) -> GradientBuffer:
         """What is spilled of the unit plus ``gradients``, in fresh memory."""
+        known = self._sums.pop(unit.index, None)
+        if known is not None:
+            known.add(gradients, present, self._device)
+            return known
         stored = self._spilled_dtypes[unit.index] if present else self._waiting.dtype
-        dtype = self._waiting.after(stored, gradients, present)
+        dtype = torch.float32 if is_wide else self._waiting.after(stored, gradients, present)
         buffer = GradientBuffer(unit, self._take(unit.layout.trainable_numel * dtype.itemsize), dtype)
         try:
             if present:
                 swapper, extent = self._spill(unit)
                 with self._clock.waiting("read"):
                     buffer.fill(lambda target: swapper.read(extent, target), stored)
+                self.resumed_bytes += buffer.flat.num_bytes
             buffer.add(gradients, present, self._device)
         except BaseException:
             self._pool.give_back(buffer.flat)
@@ -276,6 +284,9 @@ class GradientStore:
         return self._buffers[unit.index]
 
     def _add_spilled(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> None:
+        if unit.index in self._sums:
+            self._sums[unit.index].add(gradients, present, self._device)
+            return
         swapper, extent = self._spill(unit)
         buffer = self._sum(unit, gradients, present)
         for slot in gradients:
@@ -289,7 +300,9 @@ class GradientStore:
             flat = self._pool.allocate(num_bytes)
             if flat is not None:
                 return flat
-            if not self._loans:
+            if not self._loans and self._sums:
+                self.close_sum(self._units[next(iter(self._sums))])
+            elif not self._loans:
                 raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
             self._await_loan()
 
@@ -355,16 +368,20 @@ class GradientStore:
         self._present.clear()
         self._spilled_dtypes.clear()
         self._spilled_norms.clear()
+        for buffer in self._sums.values():
+            self._pool.give_back(buffer.flat)
+        self._sums.clear()
 
     def close(self) -> None:
         """Give the memory back."""
         for _, flat in self._loans:
             if flat is not None:
                 self._pool.give_back(flat)
-        for buffer in self._buffers.values():
+        for buffer in [*self._buffers.values(), *self._sums.values()]:
             self._pool.give_back(buffer.flat)
         self._loans.clear()
         self._buffers.clear()
+        self._sums.clear()
 
 
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,19 +16,18 @@ from infinity.access import StateAccess
 from infinity.autotune import tune_io
 from infinity.collectives import check_single_process
 from infinity.config import InfinityConfig, load_config
-from infinity.device import ComputeDevice, device_for
+from infinity.device import ComputeDevice, choose_device, device_for
 from infinity.engine import Engine, Parts
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
-from infinity.gradients import GradientStore, WaitingDtype
+from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
 from infinity.optim import FusedAdam, PieceUpdater, RemainderUpdater, Template, build_template
-from infinity.pager import Pager
 from infinity.parameter import hold
 from infinity.plan import Plan
-from infinity.prediction import best_placement, predict
+from infinity.prediction import predict
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
 from infinity.sizes import Request, UnitSize
@@ -38,6 +37,8 @@ from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.unit import Unit, spec_of
 from infinity.update import UpdateStream
 from infinity.update_job import ParameterState
+from infinity.vertical import SharedPager, SpillSpace, Surroundings, place_for_schedule
+from infinity.waiting_dtype import WaitingDtype
 from infinity.workspace import RecordFormat
 from infinity.wrapping import find_blocks, partition
 
@@ -96,7 +97,7 @@ def initialize(
     check_single_process()
     resolved = load_config(source)
     check_model(model)
-    torch_device = _choose_device(model, device)
+    torch_device = choose_device(model, device)
     named = list(model.named_parameters())
     template = _template(optimizer, resolved, named, model_parameters, torch_device)
     if training_data is not None and resolved.train_micro_batch_size_per_gpu is None:
@@ -125,18 +126,6 @@ def initialize(
     logger.info("config:\n%s", resolved.describe())
     logger.info("plan:\n%s", engine.plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        chosen = torch.device(device)
-    else:
-        chosen = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
-        if chosen.type == "cpu" and torch.cuda.is_available():
-            chosen = torch.device("cuda", torch.cuda.current_device())
-    if str(chosen) == "cuda":
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
 
 
 def _template(
@@ -244,13 +233,13 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         keeps_in_memory=config.infinity.keep_in_memory,
     )
     guess = _guess(units)
-    placement = best_placement(sizes, request, guess, len(units))
+    placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
     storage = Storage(config, device, placement, request, sizes)
     clock = StepClock(device)
     try:
-        pager = Pager(
+        pager = SharedPager(
             units,
             storage.pool,
             storage.weights,
@@ -344,10 +333,21 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         template=template,
         updater=updater,
         clock=clock,
-        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: _predicted(storage, plan, pager)),
+        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: engine.predicted_bytes),
         recording=recording,
         plan=plan,
         device=device.torch_device,
+        vertical=Surroundings(
+            holding=holding,
+            pager=pager,
+            stepper=stepper,
+            clock=clock,
+            device=device,
+            space=SpillSpace(storage.open_more),
+            activation_bytes=placement.activation_bytes if device.shares_host_memory else None,
+            blocks=tuple(find_blocks(model, config.infinity.units)),
+            suitability=suitability,
+        ),
     )
     engine = Engine(config, parts)
     cast_buffers(model, config.compute_dtype, device.torch_device)
@@ -373,15 +373,10 @@ def _reporter(
     )
 
 
-def _predicted(storage: Storage, plan: Plan, pager: Pager) -> tuple[int, int]:
-    present = storage.replan(plan, pager.training_trace)
-    return present.predicted_read_bytes_per_step, present.predicted_write_bytes_per_step
-
-
 def _take_over(
     units: Sequence[Unit],
     access: StateAccess,
-    pager: Pager,
+    pager: SharedPager,
     storage: Storage,
     residence: Residence,
     device: ComputeDevice,

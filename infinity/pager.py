@@ -282,7 +282,8 @@ class Pager(Residency):
         unit = self._by_address.get(tensor.untyped_storage().data_ptr())
         if unit is not None and unit.flat is not None:
             return _SavedView(unit, tensor)
-        return tensor, tensor._version
+        # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
+        return tensor.detach(), tensor._version
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Autograd needs what `pack` got."""

@@ -68,6 +68,8 @@ class Placement:
     minimum_bytes: int
     spills: bool
     """Whether some main gradients go to NVMe."""
+    activation_bytes: int = 0
+    """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
 
     def weights_on_nvme(self, num_units: int) -> frozenset[int]:
         """Units whose weights rest on NVMe."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infinity.placement import Placement
+from infinity.traffic import Traffic
 
 _MEGABYTE = 1_000_000
 
@@ -31,6 +32,8 @@ class Plan:
     placement: Placement
     predicted_read_bytes_per_step: int
     predicted_write_bytes_per_step: int
+    traffic: Traffic = field(default_factory=Traffic)
+    """The order of the last step, which the predictions are for."""
 
     def rows(self) -> list[tuple[str, str]]:
         """The table as (what, value)."""

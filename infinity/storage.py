@@ -20,6 +20,7 @@ from infinity.records import PagedRecords, RecordStore, ResidentRecords
 from infinity.sizes import Request, UnitSize
 from infinity.telemetry.counters import DriveCounters
 from infinity.trace import Trace
+from infinity.traffic import Traffic
 from infinity.weights import WeightStore
 from swapper import (
     BackendUnavailableError,
@@ -66,9 +67,10 @@ class Storage:
         self._request = request
         self._sizes = list(sizes)
         self._swappers: dict[_TierKey, Swapper] = {}
+        self._more: list[Swapper] = []
         self._arenas: list[StagingArena] = []
         self._busy = BusyTimes()
-        self._predicted: tuple[tuple[int, ...], Plan] | None = None
+        self._predicted: tuple[tuple[tuple[int, ...], Traffic], Plan] | None = None
         self._resting = rest(sizes, request, placement)
         # Sums that are too wide to stay in RAM are spilled, too.
         widens = request.gradient_itemsize < _FP32_BYTES and not request.rounds_gradients
@@ -162,11 +164,24 @@ class Storage:
             )
         return self._swappers[self._spill_key]
 
+    def open_more(self, num_bytes: int) -> Swapper:
+        """Open another volume in the directories to which gradients are spilled.
+
+        Raises:
+            BudgetTooSmallError: there is no NVMe tier.
+            StorageError: there is no room.
+        """
+        self.spill_swapper()
+        if self._spill_key is None:
+            raise RuntimeError("there is a swapper for spilling, but it has no key")
+        self._more.append(self._open(self._spill_key, num_bytes))
+        return self._more[-1]
+
     def _all(self) -> list[Swapper]:
-        return list(self._swappers.values())
+        return [*self._swappers.values(), *self._more]
 
     def _on_drives(self) -> list[Swapper]:
-        return [swapper for key, swapper in self._swappers.items() if key[0] == "nvme"]
+        return [swapper for key, swapper in self._swappers.items() if key[0] == "nvme"] + self._more
 
     def counters(self) -> DriveCounters:
         """What the NVMe tier has done so far."""
@@ -193,16 +208,20 @@ class Storage:
         spilled = self.gradient_bytes if self._spill_key is not None else 0
         return {**self._resting, "nvme": {**self._resting["nvme"], "gradients": spilled}}
 
-    def replan(self, plan: Plan, trace: Trace) -> Plan:
-        """``plan`` with the predictions that follow from the recorded trace."""
-        if self._predicted is None or self._predicted[0] != trace.order:
-            prediction = predict(self._sizes, self._request, self._placement, trace.order, trace.backward_start)
+    def replan(self, plan: Plan, trace: Trace, traffic: Traffic) -> Plan:
+        """``plan`` with the predictions that follow from the recorded trace and the order of the last step."""
+        if self._predicted is None or self._predicted[0] != (trace.order, traffic):
+            request = self._request
+            if traffic.is_vertical:  # the trace is that of a whole step
+                request = dataclasses.replace(request, num_micro_batches=1)
+            prediction = predict(self._sizes, request, self._placement, trace.order, trace.backward_start)
             self._predicted = (
-                trace.order,
+                (trace.order, traffic),
                 dataclasses.replace(
                     plan,
-                    predicted_read_bytes_per_step=prediction.read_bytes,
-                    predicted_write_bytes_per_step=prediction.write_bytes,
+                    predicted_read_bytes_per_step=prediction.read_bytes + traffic.extra_bytes,
+                    predicted_write_bytes_per_step=prediction.write_bytes + traffic.extra_bytes,
+                    traffic=traffic,
                 ),
             )
         return self._predicted[1]

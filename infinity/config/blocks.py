@@ -133,6 +133,7 @@ class InfinityBlock(Block):
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
     main_weights: Literal["auto", "remainder", "fp32"] = "auto"
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     io_deadline_seconds: Annotated[Number, Field(gt=0)] = 120.0
     direct_io: Flag = True
     io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"

@@ -248,6 +248,7 @@ def _resolve_infinity(
         shown = "chosen at start" if value is None else value
         book.note(f"infinity.{name}", shown)
     gradient_dtype, rounds_gradients = _resolve_gradient_dtype(root, compute_dtype, num_micro_batches, book)
+    book.note("infinity.schedule", block.schedule)
     return InfinitySection(
         host_memory_budget=block.host_memory_budget,
         device_memory_budget=block.device_memory_budget,
@@ -260,6 +261,7 @@ def _resolve_infinity(
         main_weights=_resolve_main_weights(block, compute_dtype, book),
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,
+        schedule=block.schedule,
         timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
     )
 

@@ -17,6 +17,7 @@ MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
 AutotuneMode = Literal["off", "once", "always"]
 """Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
+ScheduleMode = Literal["auto", "vertical", "ordinary"]
 
 
 class Decision(NamedTuple):
@@ -103,6 +104,7 @@ class InfinitySection:
         rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32
             as soon as there is more than one.
         timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
+        schedule: in which order `Engine.train_batch` goes through units and micro-batches.
     """
 
     host_memory_budget: int | None
@@ -116,6 +118,7 @@ class InfinitySection:
     main_weights: MainWeights
     gradient_dtype: GradientDtype
     rounds_gradients: bool
+    schedule: ScheduleMode
     timeline: Path | None = None
 
 

@@ -46,6 +46,10 @@ class StepReport:
     """With at least one read or write at a drive."""
     copy_busy_seconds: float = 0.0
     """With at least one copy between host and device under way; 0 where the model computes in host memory."""
+    schedule: str = "ordinary"
+    """"vertical" when all micro-batches went through each unit together, else "ordinary"."""
+    schedule_reason: str = ""
+    """Why the step of `Engine.train_batch` did not go vertically; empty if it did, and for the user's own loop."""
 
     @property
     def compute_share(self) -> float:

@@ -71,6 +71,7 @@ class Reporter:
         self._optimizer_seconds = 0.0
         self._copies_end = 0.0
         self._copy_seconds = 0.0
+        self._schedule = ("ordinary", "")
 
     def begin(self) -> None:
         """Something happens in the present step; the first time, counting begins."""
@@ -87,6 +88,10 @@ class Reporter:
         self._losses.append(detached)
         if detached.device.type == "cpu":
             _warn_if_not_finite(float(detached), step)
+
+    def note_schedule(self, schedule: str, reason: str) -> None:
+        """In which order the present step goes, and why not vertically."""
+        self._schedule = (schedule, reason)
 
     def forget_losses(self) -> None:
         """The micro-batches so far do not count."""
@@ -126,7 +131,10 @@ class Reporter:
             write_busy_seconds=moved.write_busy_seconds,
             drive_busy_seconds=moved.busy_seconds,
             copy_busy_seconds=copy_busy_seconds,
+            schedule=self._schedule[0],
+            schedule_reason=self._schedule[1],
         )
+        self._schedule = ("ordinary", "")
         self._counted, self._optimizer_seconds = counted, optimizer_seconds
         if self._recording is not None:
             self._recording.timeline.add_step(began, began + seconds, report)

@@ -68,12 +68,18 @@ class PagedTrainer:
         budget_bytes = _ROOMY_BYTES
         if row.budget in ("tight", "half"):
             # The failure must leave model, groups and optimizer as they were: the same ones are used again.
-            budget_bytes = smallest_budget(arguments, config_of(row, directory, budget_bytes=1))
+            refused = config_of(row, directory, budget_bytes=1)
+            self.configure(refused)
+            budget_bytes = smallest_budget(arguments, refused)
         if row.budget == "half":
             # Of what is left beyond the least, up to half may go into fetching ahead.
             budget_bytes += _STATE_BYTES * sum(param.numel() for param in self.model.parameters())
         config = config_of(row, directory, budget_bytes=budget_bytes)
+        self.configure(config)
         self.engine, self.optimizer, _, _ = infinity.initialize(**arguments, config=config)
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Change what the row says."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -68,6 +68,11 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
     (errors.LateGradientError("w", unit="layers.3", step=5), errors.StepError, ["'w'", "'layers.3'", "step 5"]),
     (errors.LateUseError("layers.3", step=5), errors.StepError, ["'layers.3'", "step 5", "engine.reset()"]),
     (
+        errors.ScheduleError("blocks differ", step=5),
+        errors.StepError,
+        ["blocks differ", "step 5", "'infinity.schedule'"],
+    ),
+    (
         errors.PartialUpdateError(step=6, num_updated=2, num_units=9, problem="forward raised"),
         errors.StepError,
         ["step 6", "2 of 9", "forward raised", "infinity.update"],

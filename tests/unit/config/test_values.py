@@ -23,7 +23,7 @@ def test_defaults() -> None:
     assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
     assert dataclasses.astuple(config.infinity) == (
         *(None, None, None, True, True, (), True),
-        *("deferred", "fp32", "fp32", False, None),
+        *("deferred", "fp32", "fp32", False, "auto", None),
     )
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last
@@ -90,6 +90,7 @@ def test_our_block() -> None:
                 "keep_in_memory": False,
                 "units": ["LlamaDecoderLayer", "model.layers.*"],
                 "update": "in_backward",
+                "schedule": "vertical",
                 "io_deadline_seconds": 5,
                 "direct_io": "false",
             },
@@ -107,6 +108,7 @@ def test_our_block() -> None:
         "fp32",
         "fp32",
         False,
+        "vertical",
     )
     assert (config.io.deadline_seconds, config.io.direct) == (5.0, False)
 

@@ -11,11 +11,12 @@ from infinity import gradient_sources
 from infinity.device import ComputeDevice, SeparateHostDevice, gradient_norm
 from infinity.flat_pool import FlatPool
 from infinity.gradient_sources import in_slot_order
-from infinity.gradients import GradientStore, WaitingDtype, clip_coefficient, total_norm
+from infinity.gradients import GradientStore, clip_coefficient, total_norm
 from infinity.layout import CHUNK_GRANULE, Slot
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 from infinity.update_job import GradientSource
+from infinity.waiting_dtype import WaitingDtype
 from swapper import Swapper
 from tests.unit.core.stage import trainable_unit
 

@@ -1,0 +1,18 @@
+"""The vertical schedule: all micro-batches of a step go through a unit before it is let go.
+
+    forward     glue    unit 1  glue    unit 2   ...  glue + loss
+    batch 0     0 ───┐  4 ───┐  8 ───┐  ...           loss, and its gradient at once
+    batch 1     1    │  5    │  9    │                ...
+    batch 2     2    │  6    │ 10    │
+    batch 3     3    └─ 7    └─ ..   └─ ..
+    backward: the same table from right to left, each unit computed once more per micro-batch
+
+`VerticalSchedule` runs one step like that. Nothing of it is known to the rest of the package but its results.
+"""
+
+from infinity.vertical.schedule import Surroundings, VerticalSchedule
+from infinity.vertical.shared_pager import SharedPager
+from infinity.vertical.space import SpillSpace
+from infinity.vertical.worth import place_for_schedule
+
+__all__ = ["SharedPager", "SpillSpace", "Surroundings", "VerticalSchedule", "place_for_schedule"]

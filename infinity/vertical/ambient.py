@@ -1,0 +1,114 @@
+"""What torch keeps per thread, so that a computation can be repeated in another thread as it was.
+
+Knows autocast, contexts and random generators; must not know what is computed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+T = TypeVar("T")
+
+
+def obstacle() -> str | None:
+    """Why the calling thread's state cannot be carried over to other threads; None if it can."""
+    if torch.is_inference_mode_enabled():
+        return "inference mode is on"
+    if not torch.is_grad_enabled():
+        return "gradients are switched off"
+    if _get_current_dispatch_mode_stack():
+        return "a torch dispatch mode is active, and would not see the other threads"
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return "a torch function mode is active, and would not see the other threads"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func transform is active, and would not see the other threads"
+    return None
+
+
+class Ambient:
+    """The calling thread's autocast settings, default device and context variables, as they are now."""
+
+    def __init__(self, device_type: str) -> None:
+        """``device_type``: of the compute device."""
+        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(("cpu", device_type))]
+        self._devices = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+        self._context = contextvars.copy_context()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The settings hold in the calling thread inside the ``with`` block; context variables are left alone."""
+        with ExitStack() as stack:
+            for autocast in self._autocasts:
+                autocast.enter(stack)
+            present = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+            if self._devices and self._devices != present:
+                stack.enter_context(torch.device(self._devices[-1]))
+            yield
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call ``function`` under all of it, context variables included. Not while it runs already."""
+        return self._context.run(self._call, function)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        with self.entered():
+            return function()
+
+
+class _Autocast:
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._state = self._now()
+
+    def _now(self) -> tuple[bool, torch.dtype, bool]:
+        return (
+            torch.is_autocast_enabled(self.device_type),
+            torch.get_autocast_dtype(self.device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def enter(self, stack: ExitStack) -> None:
+        is_enabled, dtype, caches = self._state
+        if self._now() != self._state and (is_enabled or torch.is_autocast_enabled(self.device_type)):
+            stack.enter_context(torch.autocast(self.device_type, dtype, is_enabled, caches))
+
+
+class RandomState:
+    """The state of torch's global generators: of the CPU and of the compute device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._now()
+
+    def _now(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+    def is_present(self) -> bool:
+        """Whether nothing has been drawn since."""
+        return all(torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
+
+    def restore(self) -> None:
+        """The next draws are those that came next then."""
+        torch.set_rng_state(self._states[0])
+        if len(self._states) > 1:
+            torch.cuda.set_rng_state(self._states[1], self._device)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside the ``with`` block the draws are those that came next then; after it, those that would come now."""
+        present = RandomState(self._device)
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()

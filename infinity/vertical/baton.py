@@ -1,0 +1,206 @@
+"""Threads of which one runs at a time: whoever holds the baton.
+
+Knows threads and messages; must not know models. [Note: baton] Each micro-batch runs the user's forward in a thread of
+its own (a `Lane`), because only a thread can be stopped in the middle of somebody else's function. The training thread
+gives the baton to one lane at a time and waits until the lane parks; so nothing ever runs beside anything else, and
+neither the model nor the engine needs a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from infinity.vertical.errors import Abandoned
+
+_PATIENCE_SECONDS = 5.0
+"""How long to wait for a lane that was told to stop, before it is left to itself."""
+
+
+class _Mailbox:
+    """What a lane's thread and the training thread share."""
+
+    def __init__(self) -> None:
+        self.go = threading.Lock()
+        self.parked = threading.Lock()
+        self.go.acquire()
+        self.parked.acquire()
+        self.job: Callable[[], Any] | None = None
+        self.message: Any = None
+        self.is_abandoned = False
+        self.is_lost = False
+
+
+class Finished:
+    """A lane's message: its function has returned ``value``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Failed:
+    """A lane's message: its function has raised ``error``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Lane:
+    """A function in a thread of its own, which runs only between a `resume` and the moment when it parks or ends."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._mailbox = _Mailbox()
+        self._is_running = False
+        self.is_busy = False
+        """Whether a function was begun and has not ended."""
+        name = f"infinity-micro-batch-{index}"
+        self.thread = threading.Thread(target=_serve, args=(self._mailbox,), name=name, daemon=True)
+        self.thread.start()
+
+    # ---------------------------------------------------------------------------------------------- training thread
+
+    def begin(self, function: Callable[[], Any]) -> None:
+        """Have ``function`` run at the first `resume`, in a copy of the caller's context."""
+        context, num_threads = contextvars.copy_context(), torch.get_num_threads()
+
+        def job() -> Finished | Failed:
+            try:
+                if torch.get_num_threads() != num_threads:
+                    torch.set_num_threads(num_threads)  # is kept per thread
+                return Finished(context.run(function))
+            except BaseException as error:
+                return Failed(error)
+
+        self._mailbox.job = job
+        self._mailbox.is_abandoned = False
+        self.is_busy = True
+
+    def resume(self) -> Any:
+        """Let the function run on until it parks or ends.
+
+        Returns:
+            What it parked with, a `Finished`, or a `Failed`.
+        """
+        mailbox = self._mailbox
+        self._is_running = True
+        mailbox.go.release()
+        mailbox.parked.acquire()
+        self._is_running = False
+        message, mailbox.message = mailbox.message, None
+        if isinstance(message, Finished | Failed):
+            self.is_busy = False
+        return message
+
+    def abandon(self) -> bool:
+        """Have the function end with `Abandoned`. Returns whether the lane can be used again."""
+        mailbox = self._mailbox
+        mailbox.is_abandoned = True
+        if self._is_running:  # the training thread was interrupted while it waited
+            mailbox.is_lost = True
+            _raise_in(self.thread, Abandoned)
+            with contextlib.suppress(RuntimeError):
+                mailbox.go.release()  # it may have parked a moment ago
+            self.thread.join(_PATIENCE_SECONDS)
+            return False
+        if mailbox.job is not None:  # never resumed
+            mailbox.job = None
+        elif self.is_busy:
+            while not isinstance(mailbox.message, Finished | Failed):  # it may catch the exception, and go on
+                mailbox.go.release()
+                if not mailbox.parked.acquire(timeout=_PATIENCE_SECONDS):
+                    mailbox.is_lost = True
+                    return False
+        mailbox.message = None
+        self.is_busy = False
+        return True
+
+    def close(self) -> None:
+        """End the thread. Nothing may be running in it."""
+        _stop(self._mailbox)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_PATIENCE_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------ inside the lane
+
+    def park(self, message: Any) -> None:
+        """Give the baton back and wait for the next `resume`.
+
+        Raises:
+            Abandoned: nobody will wait for this lane any more.
+        """
+        mailbox = self._mailbox
+        if not mailbox.is_abandoned:
+            mailbox.message = message
+            mailbox.parked.release()
+            mailbox.go.acquire()
+        if mailbox.is_abandoned:
+            raise Abandoned
+
+
+def _serve(mailbox: _Mailbox) -> None:
+    """The thread: one job after the other. It holds nothing but the mailbox, so an engine that is dropped can be freed."""
+    with contextlib.suppress(Abandoned):  # of a lane that is lost, between two lines of this function
+        while True:
+            mailbox.go.acquire()
+            job, mailbox.job = mailbox.job, None
+            if job is None:
+                return
+            mailbox.message = job()
+            del job
+            if mailbox.is_lost:
+                return
+            mailbox.parked.release()
+
+
+def _stop(mailbox: _Mailbox) -> None:
+    if not mailbox.is_lost:
+        mailbox.job = None
+        with contextlib.suppress(RuntimeError):
+            mailbox.go.release()
+
+
+def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))
+
+
+class Lanes:
+    """As many lanes as there are micro-batches, kept from step to step."""
+
+    def __init__(self) -> None:
+        self._lanes: list[Lane] = []
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close_all, self._lanes)
+
+    def take(self, num_lanes: int) -> list[Lane]:
+        """``num_lanes`` idle lanes."""
+        if os.getpid() != self._pid:  # threads do not survive a fork
+            self._lanes.clear()
+            self._pid = os.getpid()
+        while len(self._lanes) < num_lanes:
+            self._lanes.append(Lane(len(self._lanes)))
+        return self._lanes[:num_lanes]
+
+    def abandon(self) -> None:
+        """End what still runs in any of them. A lane that does not end in time is replaced."""
+        self._lanes[:] = [lane for lane in self._lanes if lane.abandon()]
+
+    def close(self) -> None:
+        """End all threads."""
+        self.abandon()
+        self._finalizer()
+
+
+def _close_all(lanes: list[Lane]) -> None:
+    for lane in lanes:
+        lane.close()
+    lanes.clear()

@@ -1,0 +1,277 @@
+"""Inputs of units between their forward and their backward: in RAM as far as the budget goes, on NVMe beyond it.
+
+Knows tensors, bytes and extents; must not know what computes with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from infinity.telemetry.clock import StepClock
+from infinity.vertical.errors import NotVertical
+from swapper import Extent, Handle, Priority, Swapper, SwapperError
+
+_ALIGNMENT = 64
+"""Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
+
+
+class Space(Protocol):
+    """Room on NVMe."""
+
+    def take(self, num_bytes: int) -> tuple[Swapper, Extent]:
+        """An extent of at least ``num_bytes``. Raises `NotVertical` if there is no room, or no NVMe tier."""
+        ...
+
+    def give_back(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None:
+        """What `take` gave for ``num_bytes`` is free again."""
+        ...
+
+
+class Kept:
+    """A tensor that is needed again in backward."""
+
+    def __init__(self, tensor: torch.Tensor, token: Any) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.stride: tuple[int, ...] = ()
+        self.num_bytes = tensor.nbytes
+        self.can_leave = False
+        self.token = token
+        """What the pager's ``pack`` gave; None while the tensor is not in memory."""
+        self.num_users = 0
+        self.place: tuple[Swapper, Extent] | None = None
+        self.writing: Handle | None = None
+        self.reading: tuple[Handle, torch.Tensor] | None = None
+
+    def check_unchanged(self) -> None:
+        """Raise `NotVertical` if somebody has written to it."""
+        if isinstance(self.token, tuple) and self.token[0]._version != self.token[1]:
+            raise NotVertical("the input of a block is written to after the block has used it")
+
+
+class Boundary:
+    """All that is kept of one step."""
+
+    def __init__(
+        self,
+        space: Space,
+        clock: StepClock,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        capacity_bytes: int | None,
+    ) -> None:
+        """
+        Args:
+            space: where to put what exceeds the capacity.
+            clock: counts the waiting.
+            pack, unpack: of the pager, so that a view of a unit's weights is kept as a note of where it lies.
+            capacity_bytes: host memory to use; None: no limit, and nothing leaves memory.
+        """
+        self._space = space
+        self._clock = clock
+        self._pack = pack
+        self._unpack = unpack
+        self._capacity_bytes = capacity_bytes
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Kept]] = {}
+        self._oldest_first: deque[Kept] = deque()
+        self._writing: deque[Kept] = deque()
+        self._to_read: deque[Kept] = deque()
+        self._away: dict[Kept, None] = {}
+        self._held_bytes = 0
+        self._slack_bytes = 0
+        self.kept_bytes = 0
+        """Bytes kept so far."""
+        self.spilled_bytes = 0
+        """Bytes of it that went to NVMe."""
+
+    # ----------------------------------------------------------------------------------------------------- forward
+
+    def hooks_with(self, trail: object) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """The pager's pack and unpack; whatever is packed keeps ``trail`` alive."""
+        unpack = self._unpack
+
+        def unpack_with(saved: Any, trail: object = trail) -> torch.Tensor:
+            return unpack(saved)
+
+        return self._pack, unpack_with
+
+    def hooks_are_innermost(self) -> bool:
+        """Whether no hooks for saved tensors are active but the pager's: activation checkpointing has its own."""
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is None or top[0] == self._pack
+
+    def without_weights(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a copy of it if it is a view of a unit's weights, which move."""
+        return tensor if isinstance(self._pack(tensor), tuple) else tensor.clone()
+
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        """Keep ``tensor``, which nobody may write to until it is released."""
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            kept = known[1]
+            kept.check_unchanged()
+        else:
+            kept = Kept(tensor, self._pack(tensor.detach()))
+            self._known[id(tensor)] = weakref.ref(tensor), kept
+            if isinstance(kept.token, tuple):
+                self._admit(kept, tensor)
+        kept.num_users += 1
+        return kept
+
+    def _admit(self, kept: Kept, tensor: torch.Tensor) -> None:
+        self.kept_bytes += kept.num_bytes
+        if self._capacity_bytes is None or not _can_leave(tensor):
+            return
+        kept.can_leave = True
+        kept.stride = tensor.stride()
+        self._slack_bytes = max(self._slack_bytes, 2 * kept.num_bytes)
+        self._held_bytes += kept.num_bytes
+        self._oldest_first.append(kept)
+        self._make_room(self._capacity_bytes)
+
+    def _make_room(self, capacity_bytes: int) -> None:
+        """Write the oldest out until the rest fits. Only when too much is on its way, wait for the drive."""
+        while self._writing and self._is_written(self._writing[0]):
+            self._end_write(self._writing.popleft())
+        staying = self._held_bytes - sum(kept.num_bytes for kept in self._writing)
+        while staying > capacity_bytes and self._oldest_first:
+            kept = self._oldest_first.popleft()
+            if kept.token is None or kept.num_users > 1:
+                continue  # not needed any more; or by several units: that stays
+            self._start_write(kept)
+            staying -= kept.num_bytes
+        while self._writing and self._held_bytes > capacity_bytes + self._slack_bytes:
+            self._end_write(self._writing.popleft())
+
+    def _is_written(self, kept: Kept) -> bool:
+        return kept.writing is not None and kept.writing.done()
+
+    def _start_write(self, kept: Kept) -> None:
+        kept.check_unchanged()
+        kept.place = swapper, extent = self._space.take(kept.num_bytes)
+        self._away[kept] = None
+        kept.writing = swapper.write(extent, _flat(self._unpack(kept.token)))
+        self.spilled_bytes += kept.num_bytes
+        self._writing.append(kept)
+
+    def _end_write(self, kept: Kept) -> None:
+        kept.check_unchanged()
+        self._wait(kept.writing, "write")
+        kept.writing = None
+        kept.token = None
+        self._held_bytes -= kept.num_bytes
+
+    def _wait(self, handle: Handle | None, cause: str) -> None:
+        if handle is None:
+            return
+        if handle.done():
+            handle.wait()
+        else:
+            with self._clock.waiting(cause):
+                handle.wait()
+
+    def check_unchanged(self) -> None:
+        """Raise `NotVertical` if something that is in memory was written to."""
+        for _, kept in self._known.values():
+            kept.check_unchanged()
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    def begin_backward(self, order: Iterable[Kept]) -> None:
+        """Forward is over; what was kept will be loaded in ``order``."""
+        self._known.clear()
+        self._oldest_first.clear()
+        for kept in self._writing:
+            if self._is_written(kept):
+                self._end_write(kept)
+        self._writing.clear()  # what is still in memory stays there
+        self._to_read = deque(kept for kept in dict.fromkeys(order) if kept.token is None)
+        self._read_ahead()
+
+    def load(self, kept: Kept) -> torch.Tensor:
+        """The tensor again."""
+        if kept.token is None:
+            if kept.reading is None:
+                self._start_read(kept)
+            handle, tensor = kept.reading or (None, torch.empty(0))
+            self._wait(handle, "read")
+            kept.reading = None
+            kept.token = self._pack(tensor)
+        self._read_ahead()
+        return self._unpack(kept.token)
+
+    def _start_read(self, kept: Kept) -> None:
+        if kept.place is None:
+            raise RuntimeError("a tensor that was kept is gone")
+        swapper, extent = kept.place
+        tensor = torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype)
+        kept.reading = swapper.read(extent, _flat(tensor), priority=Priority.PREFETCH), tensor
+        self._held_bytes += kept.num_bytes
+
+    def _read_ahead(self) -> None:
+        limit = (self._capacity_bytes or 0) + self._slack_bytes
+        while self._to_read:
+            kept = self._to_read[0]
+            if kept.num_users and kept.token is None and kept.reading is None:
+                if self._held_bytes + kept.num_bytes > limit:
+                    return
+                self._start_read(kept)
+            self._to_read.popleft()
+
+    def release(self, kept: Kept) -> None:
+        """One user needs it no more."""
+        kept.num_users -= 1
+        if kept.num_users:
+            return
+        if kept.can_leave and (kept.token is not None or kept.reading is not None):
+            self._held_bytes -= kept.num_bytes
+        self._let_go(kept)
+
+    def _let_go(self, kept: Kept) -> None:
+        if kept.reading is not None:
+            self._wait(kept.reading[0], "read")
+        self._wait(kept.writing, "write")
+        kept.token = kept.reading = kept.writing = None
+        if kept.place is not None:
+            self._space.give_back(kept.num_bytes, kept.place)
+            self._away.pop(kept, None)
+            kept.place = None
+
+    def close(self) -> None:
+        """Let go of everything, after whatever went wrong."""
+        for kept in list(self._away):
+            with contextlib.suppress(SwapperError):  # an extent whose write failed is good for another write
+                self._let_go(kept)
+        self._known.clear()
+
+
+def _can_leave(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.data_ptr() % _ALIGNMENT == 0
+        and _is_dense(tensor)
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gap or overlap, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted(
+        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

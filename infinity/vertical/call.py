@@ -1,0 +1,312 @@
+"""One call of one unit by one micro-batch: its forward, and the same once more for backward.
+
+Knows a module's forward, its inputs and results; must not know threads, or the order in which calls are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from infinity.unit import Unit
+from infinity.vertical.ambient import Ambient, RandomState
+from infinity.vertical.boundary import Boundary, Kept
+from infinity.vertical.caches import without_caches
+from infinity.vertical.effects import Buffers, BufferValues
+from infinity.vertical.errors import NotVertical
+from infinity.vertical.glue import Edge, Returned, edge_of
+from infinity.vertical.tree import Built, Tree
+
+
+class Owner(Protocol):
+    """A micro-batch."""
+
+    is_forward_over: bool
+
+    def refuse(self, refusal: NotVertical) -> NoReturn:
+        """The micro-batch cannot go on like this."""
+        ...
+
+
+class Site:
+    """A module that is computed as a whole: all its parameters lie in one unit, or are shared with others."""
+
+    def __init__(self, name: str, module: nn.Module, unit: Unit) -> None:
+        self.name = name
+        self.module = module
+        self.unit = unit
+        self.buffers = Buffers(module)
+        self.leaves_cycles = False
+        """Whether its forward leaves garbage that only the collector finds."""
+
+
+class _Trail:
+    """Lives as long as anything of a call's own graph lives."""
+
+
+class Entered(torch.autograd.Function):
+    """An input as a call gets it: no leaf, so that it may be modified in place, which shows in its version."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, trail: _Trail) -> torch.Tensor:
+        ctx.trail = trail
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+_enter: Any = Entered.apply
+_return: Any = Returned.apply
+
+
+class UnitCall:
+    """Runs a module on detached inputs and keeps what it needs to do so again."""
+
+    def __init__(
+        self,
+        site: Site,
+        forward: Callable[..., Any],
+        owner: Owner,
+        boundary: Boundary,
+        device: torch.device,
+        *,
+        is_trial: bool,
+    ) -> None:
+        """
+        Args:
+            site: the module.
+            forward: its forward.
+            owner: the micro-batch.
+            boundary: keeps the inputs.
+            device: the compute device.
+            is_trial: look closely at everything that might differ the second time.
+        """
+        self.site = site
+        self.owner = owner
+        self._forward = forward
+        self._boundary = boundary
+        self._device = device
+        self._is_trial = is_trial
+        self._tree: Tree | None = None
+        self._inputs: list[Kept | nn.Parameter] = []
+        self._needs_gradient: list[bool] = []
+        self._edges: list[Edge | None] = []
+        self._results: list[int] = []
+        self._sums: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._ambient: Ambient | None = None
+        self._random: RandomState | None = None
+        self._buffer_values: BufferValues | None = None
+        self.is_over = False
+        """Whether no gradient may come any more."""
+
+    # ----------------------------------------------------------------------------------------------------- forward
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: torch.Tensor) -> Any:
+        """The call as the user's code makes it.
+
+        Args:
+            args, kwargs: of the module's forward.
+            anchor: a tensor that requires a gradient.
+
+        Returns:
+            What the module returns; tensors that have a gradient come from a `Returned` node.
+
+        Raises:
+            NotVertical: the call has effects that are not seen here.
+        """
+        tree = Tree(without_caches(args, kwargs))
+        trail = _Trail()
+        trace = weakref.ref(trail)
+        marks, random = self.site.buffers.marks(), RandomState(self._device)
+        if self._is_trial or self.site.buffers.are_written:
+            self._buffer_values = self.site.buffers.capture()
+        self._ambient = Ambient(self._device.type)
+        given, versions = self._enter(tree, trail)
+        built = Built()
+        form = tree.build(given, built)
+        with torch.autograd.graph.saved_tensors_hooks(*self._boundary.hooks_with(trail)):
+            result = Tree(self._forward(*form[0], **form[1]))
+        del trail, form
+        built.check_unchanged()
+        tree.check_unchanged()
+        if [_version(tensor) for tensor in given] != versions:
+            raise NotVertical(f"{self.site.name} writes to its input")
+        if self.site.buffers.marks() != marks:
+            self._note_written_buffers()
+        else:
+            self._buffer_values = None
+        self._random = None if random.is_present() else random
+        outputs = self._leave(tree, given, result, anchor)
+        returned = result.build(outputs)
+        del result, given, built
+        tree.forget()
+        if trace() is not None and not self.site.leaves_cycles:
+            gc.collect()
+            if trace() is not None:
+                raise NotVertical(f"{self.site.name} gives tensors away other than by returning them")
+            self.site.leaves_cycles = self._is_trial
+        if not self._results:
+            self.drop()
+        return returned
+
+    def _enter(self, tree: Tree, trail: _Trail) -> tuple[list[torch.Tensor], list[int]]:
+        given: list[torch.Tensor] = []
+        for tensor in tree.tensors:
+            if isinstance(tensor, nn.Parameter):
+                self._inputs.append(tensor)
+                self._needs_gradient.append(False)
+                self._edges.append(None)
+                given.append(tensor)
+                continue
+            self._inputs.append(self._boundary.keep(tensor))
+            self._needs_gradient.append(tensor.requires_grad)
+            self._edges.append(edge_of(tensor) if tensor.requires_grad else None)
+            given.append(_enter(tensor.detach().requires_grad_(), trail) if tensor.requires_grad else tensor)
+        self._tree = tree
+        return given, [_version(tensor) for tensor in given]
+
+    def _note_written_buffers(self) -> None:
+        self.site.buffers.are_written = True
+        if not self._boundary.hooks_are_innermost():
+            raise NotVertical(
+                f"{self.site.name} writes to its buffers, and would do so again under its own checkpointing"
+            )
+        if self._buffer_values is None:
+            raise NotVertical(f"{self.site.name} begins to write to its buffers")
+
+    def _leave(self, tree: Tree, given: Sequence[torch.Tensor], result: Tree, anchor: torch.Tensor) -> list[Any]:
+        passed = {id(tensor): original for tensor, original in zip(given, tree.tensors, strict=True)}
+        memory = {_address(tensor) for tensor in given}
+        outputs: list[Any] = []
+        carried: list[torch.Tensor] = []
+        for index, tensor in enumerate(result.tensors):
+            outputs.append(passed.get(id(tensor), tensor))
+            if id(tensor) in passed or not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+                continue
+            address = _address(tensor)
+            if address is not None and address in memory:
+                raise NotVertical(f"{self.site.name} returns views of one tensor")
+            memory.add(address)
+            self._results.append(index)
+            carried.append(self._boundary.without_weights(tensor.detach()))
+        if self._is_trial:
+            self._sums = [_checksum(tensor) for tensor in carried]
+        if carried:
+            self._gradients = [None] * len(carried)
+            for index, tensor in zip(self._results, _return(self, anchor, carried), strict=True):
+                outputs[index] = tensor
+        return outputs
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    @property
+    def edges(self) -> list[Edge]:
+        """Where the gradients of the inputs go."""
+        return [edge for edge in self._edges if edge is not None] if self._results else []
+
+    @property
+    def kept(self) -> list[Kept]:
+        """What is kept for backward."""
+        return [item for item in self._inputs if isinstance(item, Kept)]
+
+    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of the results have come; they add to those that came before."""
+        if not self.owner.is_forward_over:
+            self.owner.refuse(NotVertical("the model's forward differentiates through its blocks itself"))
+        if self.is_over:
+            raise RuntimeError(f"a gradient of {self.site.name} came after its backward")
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                before = self._gradients[index]
+                self._gradients[index] = gradient if before is None else before + gradient
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is anything to do in backward."""
+        return any(gradient is not None for gradient in self._gradients)
+
+    def backward(
+        self, recomputing: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> list[tuple[Edge, torch.Tensor]]:
+        """Compute once more, and differentiate. Gradients of parameters are accumulated in the parameters.
+
+        Args:
+            recomputing: surrounds the computation.
+
+        Returns:
+            The gradients of the inputs, and where they go.
+        """
+        gradients, self._gradients = self._gradients, []
+        leaves = [
+            item
+            if isinstance(item, nn.Parameter)
+            else self._boundary.load(item).detach().requires_grad_(needs_gradient)
+            for item, needs_gradient in zip(self._inputs, self._needs_gradient, strict=True)
+        ]
+        with contextlib.ExitStack() as stack:
+            if self._random is not None:
+                stack.enter_context(self._random.replayed())
+            if self._buffer_values is not None:
+                stack.enter_context(self._buffer_values.replayed(self.site.buffers))
+            with recomputing():
+                results = self._compute(leaves)
+            self._check_same(results)
+            roots = [(tensor, g) for tensor, g in zip(results, gradients, strict=True) if g is not None]
+            del results, gradients
+            torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+        pairs = zip(self._edges, leaves, strict=True)
+        found = [(edge, leaf.grad) for edge, leaf in pairs if edge is not None and leaf.grad is not None]
+        self.drop()
+        return found
+
+    def _compute(self, leaves: list[Any]) -> list[torch.Tensor]:
+        if self._tree is None or self._ambient is None:
+            raise RuntimeError(f"{self.site.name} has been computed again already")
+        args, kwargs = self._tree.build(leaves)
+        result = self._ambient.run(lambda: Tree(self._forward(*args, **kwargs)))
+        if self._results[-1] >= len(result.tensors):
+            raise NotVertical(f"{self.site.name} returns less when it is computed again")
+        return [result.tensors[index] for index in self._results]
+
+    def _check_same(self, results: Sequence[torch.Tensor]) -> None:
+        if self._is_trial and not all(torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)):
+            raise NotVertical(f"{self.site.name} gives another result when it is computed again")
+
+    def drop(self) -> None:
+        """Nothing will be computed any more."""
+        for kept in self.kept:
+            self._boundary.release(kept)
+        self._inputs.clear()
+        self._edges.clear()
+        self._gradients = []
+        self._sums.clear()
+        self._tree = self._ambient = self._random = self._buffer_values = None
+        self.is_over = True
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    return tensor.untyped_storage().data_ptr()
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes with any bit of the tensor."""
+    values = tensor.detach().contiguous()
+    if values.dtype.is_complex:
+        values = torch.view_as_real(values)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.flatten().view(integers).sum(dtype=torch.int64)

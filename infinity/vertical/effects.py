@@ -1,0 +1,205 @@
+"""What a forward leaves behind in a model besides its result, so that it can be undone or done again.
+
+Knows modules' buffers and attributes, and random generators; must not know units or schedules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from infinity.vertical.ambient import RandomState
+
+_IGNORED = frozenset({"_parameters", "_buffers", "_modules", "forward", "gradient_checkpointing"})
+"""Attributes that are compared elsewhere, or that the schedule itself sets."""
+_COPIED = (list, dict, set, deque, OrderedDict)
+_MOST_COPIED_BYTES = 1 << 26
+_SMALL_BYTES = 1 << 16
+"""Up to this size, copying costs less than trusting a tensor's version: batch norms write past it."""
+
+
+class Buffers:
+    """The buffers of a module and its descendants: their values at some moments, cloned only where they change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(dict.fromkeys(module.modules()))
+        self.are_written = False
+        """Whether a forward has been seen to change them."""
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module._buffers, name, buffer
+
+    def marks(self) -> list[object]:
+        """Something that differs after a buffer was replaced or written to."""
+        marks: list[object] = [(id(buffer), buffer._version) for _, _, buffer in self]
+        if any(
+            isinstance(module, _NormBase) and module.training and module.track_running_stats for module in self._modules
+        ):
+            marks.append(object())  # their kernels write past the version
+        return marks
+
+    def capture(self) -> BufferValues:
+        """Their present values."""
+        return BufferValues([(home, name, buffer, buffer.detach().clone()) for home, name, buffer in self])
+
+
+class BufferValues:
+    """Values of buffers at one moment."""
+
+    def __init__(self, entries: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]) -> None:
+        self._entries = entries
+
+    def restore(self) -> None:
+        """The buffers are the same tensors with the same values again."""
+        with torch.no_grad():
+            for home, name, buffer, values in self._entries:
+                buffer.copy_(values)
+                home[name] = buffer
+
+    @contextmanager
+    def replayed(self, buffers: Buffers) -> Iterator[None]:
+        """Inside the ``with`` block the values are those of then; after it, those of now."""
+        present = buffers.capture()
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()
+
+
+class StepStart:
+    """A model and the generators as they are before a step, to begin it anew."""
+
+    def __init__(self, model: nn.Module, device: torch.device, before: StepStart | None = None) -> None:
+        """``before``: of an earlier step; clones of what has not changed since are taken from it."""
+        self._random = RandomState(device)
+        self._python_random = random.getstate()
+        self._numpy_random: Any = np.random.get_state()
+        self._modules = list(model.modules())
+        earlier = {} if before is None else before._tensors
+        self._tensors: dict[tuple[int, str], _Tensor] = {}
+        for home, name, value in self._present_tensors():
+            known = earlier.get((id(home), name))
+            is_known = known is not None and known.is_copy_of(value)
+            self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
+        self._attributes = [
+            (module, {name: (value, _copy(value)) for name, value in _others_of(module)}) for module in self._modules
+        ]
+
+    def _present_tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        for module in self._modules:
+            for home in (module._buffers, module.__dict__):
+                for name, value in list(home.items()):
+                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                        yield home, name, value
+
+    def changed(self) -> str | None:
+        """An attribute of a module that a forward has changed since, by class and name; buffers do not count."""
+        for module, before in self._attributes:
+            now = dict(_others_of(module))
+            for name in {*now, *before}:
+                if name not in now or name not in before or not _is_same(now[name], *before[name]):
+                    return f"{type(module).__name__}.{name}"
+        for home, name, value in self._present_tensors():
+            known = self._tensors.get((id(home), name))
+            if "_buffers" in home and (known is None or not known.is_same(value)):
+                return f"the tensor '{name}' of a module"
+        return None
+
+    def restore(self) -> None:
+        """All is as it was.
+
+        Raises:
+            RuntimeError: a tensor too large to be copied beforehand has been written to.
+        """
+        self._random.restore()
+        random.setstate(self._python_random)
+        np.random.set_state(self._numpy_random)
+        for module, before in self._attributes:
+            for name in [name for name, _ in _others_of(module) if name not in before]:
+                del module.__dict__[name]
+            for name, (value, copy) in before.items():
+                _put_back(value, copy)
+                module.__dict__[name] = value
+        for home, name, _ in list(self._present_tensors()):
+            if (id(home), name) not in self._tensors:
+                del home[name]
+        for (_, name), tensor in self._tensors.items():
+            tensor.restore(name)
+
+
+class _Tensor:
+    """A tensor in a module's dictionary, with its values."""
+
+    def __init__(self, home: dict[str, Any], value: torch.Tensor) -> None:
+        self._home = home
+        self._value = value
+        self._version = value._version
+        self._clone = value.detach().clone() if value.nbytes <= _MOST_COPIED_BYTES else None
+
+    def is_same(self, value: torch.Tensor) -> bool:
+        """Whether ``value`` is this very tensor, and nobody has written to it."""
+        return value is self._value and value._version == self._version
+
+    def is_copy_of(self, value: torch.Tensor) -> bool:
+        """Whether the copy of ``value`` is certain to be up to date."""
+        return self.is_same(value) and value.nbytes > _SMALL_BYTES
+
+    def restore(self, name: str) -> None:
+        """The tensor is in its place again, with its values."""
+        if self._value._version != self._version or self._value.nbytes <= _SMALL_BYTES:
+            if self._clone is None:
+                raise RuntimeError(f"the model's forward writes to '{name}', which is too large to be restored")
+            with torch.no_grad():
+                self._value.copy_(self._clone)
+            self._version = self._value._version
+        self._home[name] = self._value
+
+
+def _others_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in list(module.__dict__.items()):
+        if name not in _IGNORED and not isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.copy() if type(value) in _COPIED else None
+
+
+def _is_same(now: Any, value: Any, copy: Any) -> bool:
+    if now is not value:
+        return type(now) is type(value) and isinstance(now, int | float | str | tuple) and bool(now == value)
+    if copy is None:
+        return True
+    if isinstance(value, torch.Generator):
+        return torch.equal(value.get_state(), copy)
+    if isinstance(value, dict):
+        return value.keys() == copy.keys() and all(value[key] is copy[key] for key in copy)
+    if isinstance(value, set):
+        return bool(value == copy)
+    return len(value) == len(copy) and all(a is b for a, b in zip(value, copy, strict=True))
+
+
+def _put_back(value: Any, copy: Any) -> None:
+    if copy is None:
+        return
+    if isinstance(value, torch.Generator):
+        value.set_state(copy)
+    elif isinstance(value, list):
+        value[:] = copy
+    else:
+        value.clear()
+        (value.update if isinstance(value, dict | set) else value.extend)(copy)

@@ -1,0 +1,182 @@
+"""What one micro-batch computes between its units, as autograd recorded it, and its backward piece by piece.
+
+Knows nodes, edges and gradients; must not know modules or parameters.
+
+[Note: glue] A unit's call is a node (`Returned`) at which backward stops: it hands the gradients of the call's results
+over and goes no further. So the graph of a micro-batch falls into pieces that hang together at the inputs of calls.
+A node belongs to the *earliest* call whose inputs depend on it: only when that call's backward has run have all
+gradients come that meet in the node. So each node runs once, and adds up what meets in it in the order in which autograd
+would have done that in one go: by calls from the last to the first. Where a piece borders on a node of an earlier one, the
+gradient is caught there and waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from infinity.vertical.errors import NotVertical
+
+Edge = tuple[Any, int]
+"""A node of autograd's graph and the number of one of its outputs in forward."""
+
+
+class Receiver(Protocol):
+    """The call of a unit that returned some tensors."""
+
+    owner: object
+    """Something that all calls of one micro-batch have in common, and no others."""
+
+    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of the results have come; they add to those that came before."""
+        ...
+
+
+class Returned(torch.autograd.Function):
+    """The node of a call: its outputs are results of a computation that is not in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Receiver, anchor: torch.Tensor, results: list[torch.Tensor]) -> Any:
+        """``anchor`` requires a gradient, so the outputs do. ``results`` is emptied."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = tuple(results)
+        results.clear()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.call.receive(gradients)
+        return None, None, None
+
+
+def edge_of(tensor: torch.Tensor) -> Edge:
+    """Where the gradient of ``tensor``, which requires one, goes."""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+class _Piece:
+    """The nodes that can run when one call's backward has run."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self.borders: dict[Edge, None] = {}
+        """Edges into nodes of earlier pieces."""
+        self.ends: dict[Edge, None] = {}
+        """Edges into calls and parameters."""
+
+
+class Glue:
+    """The graph of one micro-batch. Positions count its calls from 1; the loss comes after the last."""
+
+    def __init__(self, owner: object) -> None:
+        """``owner``: what its calls have in `Receiver.owner`."""
+        self._owner = owner
+        self._inputs: list[list[Edge]] = []
+        self._piece_of: dict[Any, int] = {}
+        self._pieces: dict[int, _Piece] = {}
+        self._waiting: dict[Edge, torch.Tensor] = {}
+
+    def note_inputs(self, edges: Sequence[Edge]) -> None:
+        """The next call has inputs with these edges."""
+        self._inputs.append(list(edges))
+
+    def seal(self, loss: torch.Tensor) -> None:
+        """Forward is complete, and ``loss`` is what backward starts from (0-dim, divided already).
+
+        Raises:
+            NotVertical: micro-batches share parts of their graphs.
+        """
+        loss_edge = edge_of(loss)
+        for position, edges in enumerate([*self._inputs, [loss_edge]], start=1):
+            piece = self._pieces[position] = _Piece()
+            for edge in edges:
+                self._claim(edge[0], position, piece)
+        self._inputs.clear()
+        self.add(loss_edge, torch.ones_like(loss))
+
+    def _claim(self, start: Any, position: int, piece: _Piece) -> None:
+        """All that ``start`` leads to and nobody owns yet belongs to ``piece``."""
+        if start in self._piece_of or self._is_call(start):
+            return
+        self._piece_of[start] = position
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            piece.nodes.append(node)
+            for edge in node.next_functions:
+                follower = edge[0]
+                if follower is None:
+                    continue
+                if self._is_call(follower) or not follower.next_functions:
+                    piece.ends[edge] = None
+                elif follower not in self._piece_of:
+                    self._piece_of[follower] = position
+                    stack.append(follower)
+                elif self._piece_of[follower] != position:
+                    piece.borders[edge] = None
+
+    def _is_call(self, node: Any) -> bool:
+        call = getattr(node, "call", None) if getattr(node, "_forward_cls", None) is Returned else None
+        if call is not None and call.owner is not self._owner:
+            raise NotVertical("micro-batches of one step use each other's results")
+        return call is not None
+
+    def add(self, edge: Edge, gradient: torch.Tensor) -> None:
+        """A gradient has come for ``edge``."""
+        if self._is_call(edge[0]):
+            _hand_over(edge, gradient)
+        else:
+            before = self._waiting.get(edge)
+            self._waiting[edge] = gradient if before is None else before + gradient
+
+    def run(self, position: int) -> None:
+        """The backward of the call at ``position`` has run: run what depended on it alone."""
+        piece = self._pieces.pop(position)
+        starts = [edge for edge in self._waiting if self._piece_of.get(edge[0]) == position]
+        gradients = [self._waiting.pop(edge) for edge in starts]
+        if starts and piece.borders:
+            self._run_to_borders(piece, starts, gradients)
+        elif starts:
+            torch.autograd.backward(_edges(starts), gradients)
+        for node in piece.nodes:
+            del self._piece_of[node]
+
+    def _run_to_borders(self, piece: _Piece, starts: list[Edge], gradients: list[torch.Tensor]) -> None:
+        # What waits at a border goes first: then the sum there has the order of one single backward.
+        for edge in piece.borders:
+            if edge in self._waiting:
+                starts.append(edge)
+                gradients.append(self._waiting.pop(edge))
+        wanted = [*piece.borders, *piece.ends]
+        found = torch.autograd.grad(_edges(starts), _edges(wanted), gradients, allow_unused=True)
+        gradients.clear()
+        for edge, gradient in zip(wanted, found, strict=True):
+            if gradient is None:
+                continue
+            if edge in piece.borders:
+                self._waiting[edge] = gradient
+            elif self._is_call(edge[0]):
+                _hand_over(edge, gradient)
+            else:
+                torch.autograd.backward(_edges([edge]), [gradient])
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        self._inputs.clear()
+        self._piece_of.clear()
+        self._pieces.clear()
+        self._waiting.clear()
+
+
+def _hand_over(edge: Edge, gradient: torch.Tensor) -> None:
+    node, number = edge
+    node.call.receive([None] * number + [gradient])
+
+
+def _edges(edges: Sequence[Edge]) -> Any:
+    return [GradientEdge(node, number) for node, number in edges]

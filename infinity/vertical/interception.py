@@ -1,0 +1,106 @@
+"""Which modules are computed as a whole, and how the schedule gets hold of their calls.
+
+Knows modules and units; must not know what is done with a call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.holding import ModelHolding
+from infinity.unit import Unit
+from infinity.vertical.call import Site
+
+Handler = Callable[[Site, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_ABSENT: Any = object()
+
+
+class Interception:
+    """Puts a handler in the place of the forwards of all modules that lie in a block."""
+
+    def __init__(self, holding: ModelHolding, blocks: Sequence[str]) -> None:
+        """``blocks``: FQNs of the modules that were made units of their own."""
+        self._model = holding.model
+        self._sites: list[Site] = []
+        modules = dict(holding.model.named_modules())
+        for block in blocks:
+            home = _home(holding, modules[block])
+            if home is None:
+                continue
+            for name, module in modules[block].named_modules(prefix=block):
+                if any(holding.locate(p)[0] is home for p in module.parameters()) and _can_wrap(module):
+                    self._sites.append(Site(name, module, home))
+        self._units = {site.unit.index for site in self._sites}
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """The modules, each before its descendants."""
+        return self._sites
+
+    def is_unit(self, unit: Unit) -> bool:
+        """Whether ``unit`` is that of a block."""
+        return unit.index in self._units
+
+    @contextmanager
+    def active(self, handler: Handler) -> Iterator[None]:
+        """Inside the ``with`` block ``handler`` is called in place of the modules' forwards, which it gets."""
+        before: list[tuple[nn.Module, Any]] = []
+        relieved = [module for module in self._model.modules() if _checkpoints_itself(module)]
+        try:
+            for module in relieved:
+                _set_checkpointing(module, is_on=False)
+            for site in self._sites:
+                attributes = site.module.__dict__
+                before.append((site.module, attributes.get("forward", _ABSENT)))
+                attributes["forward"] = _wrap(handler, site, site.module.forward)
+            yield
+        finally:
+            for module, forward in before:
+                if forward is _ABSENT:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = forward
+            for module in relieved:
+                _set_checkpointing(module, is_on=True)
+
+
+def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return handler(site, forward, args, kwargs)
+
+    return call
+
+
+def _home(holding: ModelHolding, block: nn.Module) -> Unit | None:
+    """The unit that holds parameters of this block only."""
+    inside = {id(parameter) for parameter in block.parameters()}
+    for parameter in block.parameters():
+        unit = holding.locate(parameter)[0]
+        if all(id(other) in inside for other in unit.parameters):
+            return unit
+    return None
+
+
+def _checkpoints_itself(module: Any) -> bool:
+    """Whether a layer of transformers would be recomputed once more inside a recomputation.
+
+    The reentrant kind is left as it is: it gives other gradients where no input needs one.
+    """
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    use_reentrant = getattr(function, "keywords", {}).get("use_reentrant")
+    return getattr(module, "gradient_checkpointing", None) is True and use_reentrant is False
+
+
+def _set_checkpointing(module: Any, *, is_on: bool) -> None:
+    module.gradient_checkpointing = is_on
+
+
+def _can_wrap(module: nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)

@@ -1,0 +1,137 @@
+"""One micro-batch on its way through the model: a lane, its calls of units, and its graph between them.
+
+Knows what happens inside the lane; must not know the other micro-batches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from infinity.vertical.ambient import Ambient
+from infinity.vertical.baton import Lane
+from infinity.vertical.boundary import Boundary
+from infinity.vertical.call import Site, UnitCall
+from infinity.vertical.errors import Abandoned, NotVertical
+from infinity.vertical.glue import Glue
+
+_present = threading.local()
+
+
+def present() -> MicroBatch | None:
+    """The micro-batch whose lane the calling thread is; None in any other thread."""
+    found: MicroBatch | None = getattr(_present, "micro_batch", None)
+    return found
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A message: the next call of a unit is due."""
+
+    site: Site
+    with_gradient: bool
+
+
+class Computed:
+    """A message: the call has been computed."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What all micro-batches of a step share."""
+
+    boundary: Boundary
+    device: torch.device
+    anchor: torch.Tensor
+    is_trial: bool
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+    """The pager's ``pack`` and ``unpack``."""
+
+
+class MicroBatch:
+    """Runs one forward, and stops before and after each call of a unit."""
+
+    def __init__(self, lane: Lane, compute_loss: Callable[[], torch.Tensor], tools: Tools) -> None:
+        """``compute_loss`` runs the user's forward."""
+        self._lane = lane
+        self._tools = tools
+        self.calls: list[UnitCall | None] = []
+        """By position from 0; None for a call without gradient."""
+        self.glue = Glue(self)
+        self.is_inside = False
+        """Whether a unit is being computed."""
+        self.is_forward_over = False
+        self.refusal: NotVertical | None = None
+        ambient = Ambient(tools.device.type)
+        lane.begin(lambda: self._run(compute_loss, ambient))
+
+    def resume(self) -> Any:
+        """Let it run on. See `Lane.resume`.
+
+        Raises:
+            NotVertical: it cannot go on like this.
+        """
+        message = self._lane.resume()
+        if self.refusal is not None:
+            raise self.refusal
+        return message
+
+    # ------------------------------------------------------------------------------------------------ inside the lane
+
+    def _run(self, compute_loss: Callable[[], torch.Tensor], ambient: Ambient) -> torch.Tensor:
+        _present.micro_batch = self
+        try:
+            with ambient.entered(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*self._tools.hooks):
+                return compute_loss()
+        finally:
+            _present.micro_batch = None
+
+    def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called by the user's code."""
+        with_gradient = torch.is_grad_enabled()
+        self._lane.park(Arrived(site, with_gradient))
+        self.is_inside = True
+        try:
+            result = self._compute(site, forward, args, kwargs, with_gradient)
+        except NotVertical as refusal:
+            self.refuse(refusal)
+        finally:
+            self.is_inside = False
+        self._lane.park(Computed())
+        return result
+
+    def _compute(
+        self,
+        site: Site,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        with_gradient: bool,
+    ) -> Any:
+        if not with_gradient:
+            self.calls.append(None)
+            self.glue.note_inputs([])
+            return forward(*args, **kwargs)
+        tools = self._tools
+        call = UnitCall(site, forward, self, tools.boundary, tools.device, is_trial=tools.is_trial)
+        self.calls.append(call)
+        result = call.run(args, kwargs, tools.anchor)
+        self.glue.note_inputs(call.edges)
+        return result
+
+    def refuse(self, refusal: NotVertical) -> NoReturn:
+        """This cannot go on vertically. The user's code must not catch that."""
+        self.refusal = refusal
+        raise Abandoned from refusal
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for call in self.calls:
+            if call is not None and not call.is_over:
+                call.drop()
+        self.calls.clear()
+        self.glue.clear()

@@ -1,0 +1,95 @@
+"""A pager whose forward is shared by several micro-batches, which take turns.
+
+Knows whose turn it is and at which moment of the step; must not know what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from infinity.pager import Pager, in_backward
+from infinity.unit import Unit
+
+
+class SharedPager(Pager):
+    """`Pager`, with one forward phase for all micro-batches of a step.
+
+    Without `open_step` it is an ordinary pager.
+    """
+
+    is_shared = False
+    """Whether a step is open."""
+    moment: int | None = None
+    """What runs now, counted from the start of forward; None outside of forward."""
+    first_moments: dict[int, int]
+    """Unit index -> the moment when the step's forward touched it first."""
+
+    _defers: Callable[[Unit], bool] | None = None
+
+    def _is_deferred(self, unit: Unit) -> bool:
+        return self._defers is not None and self._defers(unit)
+
+    @property
+    def is_in_forward(self) -> bool:
+        # One micro-batch's call of the model does not cut off another's.
+        return super().is_in_forward and not self.is_shared
+
+    def open_step(self, is_deferred: Callable[[Unit], bool]) -> None:
+        """All micro-batches begin their forward.
+
+        Args:
+            is_deferred: whether a unit must not be fetched now though its module is called: all have to arrive first.
+        """
+        self.begin_forward()
+        self.is_shared = True
+        self.first_moments = {}
+        self._defers = is_deferred
+
+    def close_forward(self) -> None:
+        """All micro-batches have ended their forward."""
+        self.moment = None
+        self.end_forward()
+
+    def close_step(self) -> None:
+        """The step is over, or was cut off."""
+        self.is_shared = False
+        self.moment = None
+        self._defers = None
+
+    @contextmanager
+    def in_between(self) -> Iterator[None]:
+        """Some micro-batch's backward begins while others are in forward: inside the ``with`` block no forward is open."""
+        depth, self._depth = self._depth, 0
+        moment, self.moment = self.moment, None
+        try:
+            yield
+        finally:
+            self._depth, self.moment = depth, moment
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A unit is computed once more, outside of autograd's backward."""
+        self._depth += 1
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self._depth -= 1
+
+    def enter(self, unit: Unit) -> None:
+        if not self._is_deferred(unit):
+            super().enter(unit)
+
+    def leave(self, unit: Unit) -> None:
+        if not self._is_deferred(unit):
+            super().leave(unit)
+
+    def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
+        if self.moment is not None:
+            self.first_moments.setdefault(unit.index, self.moment)
+        elif self.is_shared and not in_backward():
+            self.on_backward_use(unit, is_saved)
+        super().touch(unit, is_saved=is_saved)

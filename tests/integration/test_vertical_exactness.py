@@ -1,0 +1,29 @@
+"""``engine.train_batch`` over several micro-batches trains every model to the bits of plain torch in the same order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.exactness.case import Case
+from tests.exactness.families import FAMILIES
+from tests.exactness.grid import Row
+from tests.exactness.shapes import SHAPES
+from tests.exactness.vertical_training import require_exact_vertical_training, rows_of
+
+pytest.importorskip("transformers")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("--full-grid")
+    combinations = [
+        pytest.param(case, row, id=f"{case.name}-{row.name}")
+        for index, case in enumerate((*SHAPES, *FAMILIES))
+        for row in rows_of(index, case, full=full)
+    ]
+    metafunc.parametrize(("vertical_case", "setting"), combinations)
+
+
+def test_trains_to_the_bits_of_the_vertical_order(vertical_case: Case, setting: Row, tmp_path: Path) -> None:
+    require_exact_vertical_training(vertical_case, setting, tmp_path)

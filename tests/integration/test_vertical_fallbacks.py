@@ -1,0 +1,405 @@
+"""Models that cannot go vertically: the step is done in the ordinary order, exactly, and the report says why."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infinity.errors import BudgetTooSmallError, ScheduleError
+from tests.exactness.case import Case, loss_of
+from tests.exactness.lockstep import Lockstep
+from tests.exactness.shapes.blocks import WIDTH, Block, Net, token_batch
+
+_VERTICAL = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
+
+
+class WritesInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+class WritesMask(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            mask.add_(1.0)
+        return super().forward(x)
+
+
+class Masked(Net):
+    def body(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(WIDTH)
+        for block in self.blocks:
+            x = block(x, mask) + mask
+        return x
+
+
+class FillsList(Block):
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        y = super().forward(x)
+        seen.append(y.square().mean())
+        return y
+
+
+class Collecting(Net):
+    def body(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, seen)
+        return x + torch.stack(seen).sum()
+
+
+class Bag:
+    """Something that is no container."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+        self.count = 0
+
+
+class FillsBag(Block):
+    def forward(self, x: Tensor, bag: Bag) -> Tensor:
+        bag.count = bag.count + 1
+        return super().forward(x) * bag.count
+
+
+class Bagging(Net):
+    def body(self, x: Tensor) -> Tensor:
+        bag = Bag()
+        for block in self.blocks:
+            x = block(x, bag)
+        return x
+
+
+class CarriesBag(Net):
+    def body(self, x: Tensor) -> Tensor:
+        bag = Bag()
+        bag.items.append(x)
+        for block in self.blocks:
+            x = block(x, bag)
+        return x
+
+
+class ReadsBag(Block):
+    def forward(self, x: Tensor, bag: Bag) -> Tensor:
+        return super().forward(x + bag.items[0])
+
+
+class Hoards(Block):
+    """Keeps what it computed where others find it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.up(x)
+        return super().forward(x)
+
+
+class Hoarding(Net):
+    def body(self, x: Tensor) -> Tensor:
+        y = super().body(x)
+        return y + sum(block.seen.mean() for block in self.blocks)
+
+
+class TwoViews(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y[:, 0]
+
+
+class Viewing(Net):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, first = block(x)
+            first.mul_(0.5)
+        return x
+
+
+class WritesLater(Net):
+    """What a block was given is written to afterwards, which its first operation allows."""
+
+    def __init__(self) -> None:
+        super().__init__("none", make_block=Doubling)
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            x.add_(1.0)
+            x = y + x
+        return x
+
+
+class Doubling(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2)
+
+
+class Counts(Net):
+    """Counts its calls in an attribute, between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.calls = 0
+        self.history: list[int] = []
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        self.calls += 1
+        x = self.blocks[1](x)
+        self.history.append(self.calls)
+        return self.blocks[2](x * (1.0 + 0.1 * self.calls))
+
+
+class CountsInBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x * (1.0 + 0.01 * self.calls))
+
+
+class OtherSecondTime(Block):
+    """Draws from a generator that nobody replays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.random())
+
+
+class LayerDrop(Net):
+    """Skips blocks at random, each micro-batch others."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if np.random.rand() < 0.5 or random.random() < 0.3 or torch.rand(()) < 0.2:
+                continue
+            x = block(x)
+        return x
+
+
+class Statistics(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.float().mean((0, 1)), alpha=0.1)
+        return super().forward(x - self.mean.to(x.dtype))
+
+
+class StatisticsTwice(Net):
+    def body(self, x: Tensor) -> Tensor:
+        for index in (0, 1, 0, 2):
+            x = self.blocks[index](x)
+        return x
+
+
+class GradientInside(Net):
+    """Differentiates the loss by itself."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        loss = self.loss(self.body(x), labels)
+        (slope,) = torch.autograd.grad(loss, self.norm.weight, create_graph=True)
+        return loss + slope.square().sum()
+
+
+class Recomputes(Net):
+    """More than a block under one checkpoint."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(
+                lambda x, block=block: torch.exp(-block(x).square()), x, use_reentrant=False
+            )
+        return x
+
+
+def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
+    def build(checkpointing: str) -> nn.Module:
+        if block is not None:
+            return kind("none", make_block=block)
+        return kind("none") if kind.__init__ is Net.__init__ else kind()  # type: ignore[call-arg]
+
+    return build
+
+
+_CASES: dict[str, tuple[Any, str]] = {
+    "writes its input": (_net(Net, WritesInput), "blocks.0 writes to its input"),
+    "writes its mask": (_net(Masked, WritesMask), "blocks.0 writes to its input"),
+    "fills a list": (_net(Collecting, FillsList), "changes a list that it is given"),
+    "fills a bag": (_net(Bagging, FillsBag), "changes a Bag that it is given"),
+    "carries a bag": (_net(CarriesBag, ReadsBag), "is given a Bag that carries gradients"),
+    "hoards": (_net(Hoarding, Hoards), "blocks.0 gives tensors away"),
+    "two views": (_net(Viewing, TwoViews), "blocks.0 returns views of one tensor"),
+    "writes later": (_net(WritesLater), "written to after the block has used it"),
+    "counts": (_net(Counts), "the model's forward changes Counts."),
+    "counts in a block": (_net(Net, CountsInBlock), "changes CountsInBlock.calls"),
+    "other the second time": (_net(Net, OtherSecondTime), "gives another result when it is computed again"),
+    "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
+    "statistics twice": (_net(StatisticsTwice, Statistics), "writes to its buffers and is called several times"),
+    "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_the_ordinary_order_takes_over(name: str, tmp_path: Path) -> None:
+    build, reason = _CASES[name]
+    with Lockstep.start(tmp_path, case=Case(name, build, token_batch), changes=_VERTICAL) as both:
+        reasons = []
+        for step in range(4):
+            batches = [both.batch(step, index) for index in range(3)]
+            states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+            losses = []
+            for batch in batches:
+                loss = both.reference.forward(batch)
+                losses.append(loss.detach())
+                both.reference.backward(loss)
+            both.reference.step()
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])
+            mean = both.engine.train_batch(iter(batches))
+            report = both.engine.report
+            assert report.schedule == "ordinary"
+            reasons.append(report.schedule_reason)
+            both.note(f"loss {step}", torch.stack(losses).mean(), mean)
+        assert all(reason in said for said in reasons), reasons
+        both.require_equal()
+        for key in ("calls", "history"):
+            if hasattr(both.reference.model, key):
+                assert getattr(both.model, key) == getattr(both.reference.model, key)
+
+
+class Statistician(Net):
+    """Suitable: each block is called once, so its buffer is written in the same order."""
+
+
+def test_buffers_that_blocks_write_are_those_of_plain_torch(tmp_path: Path) -> None:
+    case = Case("statistics", _net(Statistician, Statistics), token_batch)
+    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
+        for step in range(3):
+            batches = [both.batch(step, index) for index in range(3)]
+            for batch in batches:
+                both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.train_batch(iter(batches))
+            assert both.engine.report.schedule == "vertical"
+        both.require_equal()
+
+
+class ChangesHisMind(Net):
+    """Suitable until the third step, in which a block computes something else the second time."""
+
+    def __init__(self) -> None:
+        super().__init__("none", make_block=Fickle)
+
+
+class Fickle(Block):
+    step = 0
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        y = super().forward(x)
+        if type(self).step == 2 and type(self).calls > 12:
+            return y.detach()
+        return y
+
+
+def test_too_late_to_begin_anew_is_an_error_and_a_reset_helps(tmp_path: Path) -> None:
+    Fickle.step = 0
+    with Lockstep.start(tmp_path, case=Case("fickle", _net(ChangesHisMind), token_batch), changes=_VERTICAL) as both:
+        for step in range(2):
+            Fickle.step, Fickle.calls = step, 0
+            both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
+            assert both.engine.report.schedule == "vertical"
+        Fickle.step, Fickle.calls = 2, 0
+        with pytest.raises((ScheduleError, RuntimeError)):
+            both.engine.train_batch(iter([both.batch(2, index) for index in range(3)]))
+        Fickle.step = 3
+        both.engine.reset()
+        both.engine.train_batch(iter([both.batch(3, index) for index in range(3)]))
+
+
+def test_what_the_config_and_the_loop_decide(tmp_path: Path) -> None:
+    cases = [
+        ({"infinity": {"schedule": "ordinary"}, "gradient_accumulation_steps": 3}, "the config asks for it"),
+        ({}, "a step has one micro-batch"),
+        (
+            {"gradient_accumulation_steps": 3, "zero_optimization": {"offload_param": {"device": "none"}}},
+            "hardly any bytes",
+        ),
+    ]
+    for changes, reason in cases:
+        with Lockstep.start(tmp_path, changes=changes) as both:
+            num = both.engine.gradient_accumulation_steps()
+            both.engine.train_batch(iter([both.batch(0, index) for index in range(num)]))
+            assert both.engine.report.schedule == "ordinary"
+            assert reason in both.engine.report.schedule_reason
+            assert both.engine.plan.placement.activation_bytes == 0
+
+
+def test_auto_goes_vertically_where_weights_are_read(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"host_memory_budget": 1}}
+    with pytest.raises(BudgetTooSmallError) as refused:
+        Lockstep.start(tmp_path, changes=changes)
+    changes["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        both.engine.train_batch(iter([both.batch(0, index) for index in range(3)]))
+        assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
+
+
+def test_what_lies_between_blocks_may_be_differentiated_in_forward(tmp_path: Path) -> None:
+    case = Case("gradient inside", _net(GradientInside), token_batch)
+    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
+        for step in range(3):
+            batches = [both.batch(step, index) for index in range(3)]
+            for batch in batches:
+                both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.train_batch(iter(batches))
+            assert both.engine.report.schedule == "vertical"
+        both.require_equal()
+
+
+def test_a_step_begun_by_hand_is_finished_in_order(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+        both.engine_step(0)
+        assert both.engine.report.schedule_reason == ""
+        batches = [both.batch(1, index) for index in range(3)]
+        for batch in batches:
+            both.reference.backward(both.reference.forward(batch))
+        both.reference.step()
+        both.engine.backward(loss_of(both.engine(**batches[0])))
+        both.engine.step()
+        both.engine.train_batch(iter([*batches[1:], both.batch(2, 0)]))
+        assert both.engine.global_steps == 2
+        assert "begun with engine.backward" in both.engine.report.schedule_reason
+
+
+def test_loss_function_and_batches_of_any_kind(tmp_path: Path) -> None:
+    class Logits(Net):
+        def forward(self, tokens: Tensor) -> Any:
+            return {"logits": self.head(self.norm(self.body(self.embedding(tokens))))}
+
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(output["logits"].flatten(0, -2), batch[0].flatten())
+
+    case = Case("logits", lambda _: Logits("none"), token_batch)
+    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
+        for step in range(2):
+            batches = [(both.batch(step, index)["tokens"],) for index in range(3)]
+            for batch in batches:
+                both.reference.backward(loss_fn(both.reference.model(*batch), batch))
+            both.reference.step()
+            both.engine.train_batch(iter(batches), loss_fn=loss_fn)
+            assert both.engine.report.schedule == "vertical"
+        both.require_equal()
