@@ -252,7 +252,7 @@ _CASES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", _CASES)
 def test_the_ordinary_order_takes_over(name: str, tmp_path: Path) -> None:
     build, reason = _CASES[name]
-    np.random.seed(1)
+    np.random.seed(2)
     random.seed(1)  # with which no step drops the same layers in all micro-batches
     torch.manual_seed(1)
     with Lockstep.start(tmp_path, case=Case(name, build, token_batch), changes=_VERTICAL) as both:
