@@ -295,6 +295,11 @@ class Residency:
         return [*first, *(unit.index for unit in self.units if unit.index not in first)]
 
     @property
+    def holds_all(self) -> bool:
+        """Whether all units can be resident together, so that none has to make room for another."""
+        return self._source is None or sum(self._sizes) <= self.pool.capacity_bytes
+
+    @property
     def fills(self) -> bool:
         """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
         return self._source is not None and self._prefetches

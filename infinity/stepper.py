@@ -5,9 +5,11 @@ calls.
 
 [Note: the order of updates]
 Updates that are pending when a step ends run beside the next forward, and nothing else keeps the drive busy in it. So those
-should be left over that the forward needs last. Backward delivers them first: therefore, of the updates that are due, the
-one whose unit the next forward needs soonest always comes next, and the others wait as far as there is room for their
-gradients. Whoever waits for a unit, because the forward takes another path or its memory is needed, gets it updated first.
+should be left over that the forward needs last. Backward delivers them first: therefore, where all weights fit into memory,
+the update whose unit the next forward needs soonest always comes next, and the others wait as far as there is room for their
+gradients. Where units have to make room for each other, updates run as they come: a pending one keeps its unit in memory,
+and those that the forward needs last would be kept at the expense of those that it needs first. Whoever waits for a unit gets
+it updated next in any case.
 """
 
 from __future__ import annotations
@@ -146,7 +148,8 @@ class Stepper:
         groups = {slot.index: self._groups[self._group_of[unit.index, slot.index]] for slot in source.slots()}
         job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
         job.is_held = is_held and job.accepts_buffer
-        job.rank = self._rank_of(unit)
+        if self._pager.holds_all:  # see [Note: the order of updates]
+            job.rank = self._rank_of(unit)
         unit.update = job
         unit.version += 1
         try:
@@ -189,7 +192,7 @@ class Stepper:
             self._pager.pump()
 
     def _rank_of(self, unit: Unit) -> int:
-        """The unit's place in the next forward. See [Note: the order of updates]."""
+        """The unit's place in the next forward."""
         if not self._ranks:
             self._ranks = {index: rank for rank, index in enumerate(self._pager.forward_order())}
         return self._ranks[unit.index]

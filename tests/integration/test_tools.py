@@ -90,16 +90,19 @@ def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) -> None:
-    options = ["--model", "tiny", "--throttle", "none", "--turns", "1", "--steps-per-turn", "2", "--budget", "64MB"]
+    options = ["--model", "tiny", "--throttle", "none", "--turns", "1", "--steps-per-turn", "2", "--budget", "5.2MB"]
     options += ["--main-weights", "fp32"]  # with remainders the model weights are rounded otherwise than in plain torch
-    code, output = finish(start(nvme_dir, "bench_step.py", *options))
+    code, output = finish(start(nvme_dir, "bench_step.py", *options, "--timeline", "trace.json"))
     assert code == 0, output
-    assert [path.name for path in nvme_dir.iterdir()] == ["bench_step.json"]
+    assert sorted(path.name for path in nvme_dir.iterdir()) == ["bench_step.json", "trace.json"]
+    assert len(json.loads((nvme_dir / "trace.json").read_text())["traceEvents"]) > 100
+    assert re.search(r"compute \d+ %, drive \d+ %", output), output
     result = json.loads((nvme_dir / "bench_step.json").read_text())
     alone, offloaded = result["cases"]
     assert [outcome["name"] for outcome in alone["outcomes"]] == ["in_memory"]
     (ours,) = offloaded["outcomes"]
     assert ours["error"] is None
     assert ours["read_bytes_per_step"] > 0
+    assert 0 < ours["busy_shares"]["drive_busy_share"] <= 1
     losses = [turn["losses"] for turn in ours["turns"]]
     assert losses == [turn["losses"] for turn in alone["outcomes"][0]["turns"]], "same numbers as in memory"

@@ -6,6 +6,8 @@ import argparse
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import bench_step
 import pytest
@@ -16,7 +18,7 @@ from bench.child import run_turn
 from bench.drive import DriveSample
 from bench.models import MODEL_SIZES, Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
-from bench.summary import bound_seconds
+from bench.summary import bound_seconds, remarks
 
 _TINY = Workload(model="tiny", seq_len=16)
 
@@ -63,6 +65,50 @@ def test_the_bound_is_the_slower_of_bytes_and_compute() -> None:
 
 def test_an_unknown_drive_gives_no_bound() -> None:
     assert bound_seconds(CaseResult(Case(_TINY, None, ())), outcome(), outcome()) is None
+
+
+def _turn(*reports: dict[str, object]) -> dict[str, object]:
+    return {
+        "num_steps": 2,
+        "total_seconds": 2.0,
+        "read_bytes": 4,
+        "write_bytes": 2,
+        "high_water_bytes": 1,
+        "description": {},
+        "reports": list(reports),
+    }
+
+
+def _report(compute: float, bound_by: str) -> dict[str, object]:
+    shares = dict.fromkeys(("drive_busy_share", "read_busy_share", "write_busy_share", "optimizer_share"), 0.25)
+    return {"compute_share": compute, **shares, "bound_by": bound_by}
+
+
+def test_busy_shares_are_medians_over_the_steps_and_are_printed() -> None:
+    reports = [_report(0.1, "read"), _report(0.5, "compute"), _report(0.6, "read")]
+    participant = SimpleNamespace(
+        spec=SimpleNamespace(name="ours"),
+        turns=[_turn(*reports[:2]), _turn(reports[2])],
+        peak_bytes=None,
+        steady_peak_bytes=None,
+        ready={"ready_seconds": 1.0},
+    )
+    ours = Outcome.of(cast(Participant, participant))
+    assert ours.busy_shares["compute_share"] == 0.5
+    assert ours.bound_by == "read"
+    result = CaseResult(Case(_TINY, 300, ()), [ours])
+    assert any("compute 50 %, drive 25 % (reads 25 %" in line and "read" in line for line in remarks(result, None))
+    assert result.as_json()["outcomes"][0]["busy_shares"]["drive_busy_share"] == 0.25
+
+
+def test_a_participant_without_reports_has_no_shares() -> None:
+    assert outcome().busy_shares == {}
+    assert not any("busy" in line for line in remarks(CaseResult(Case(_TINY, 300, ()), [outcome(1.0, 1.0)]), None))
+
+
+def test_each_case_has_a_trace_of_its_own() -> None:
+    names = [bench_step.numbered(Path("/x/trace.json"), number).name for number in (1, 2, 3)]
+    assert names == ["trace.json", "trace-2.json", "trace-3.json"]
 
 
 class _Program:
