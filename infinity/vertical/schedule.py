@@ -13,7 +13,7 @@ import torch
 
 from infinity.backwards import Backwards
 from infinity.device import ComputeDevice
-from infinity.errors import ScheduleError
+from infinity.errors import EngineClosedError, ScheduleError
 from infinity.holding import ModelHolding
 from infinity.loop_guard import LoopGuard, Phase
 from infinity.stepper import Stepper
@@ -32,6 +32,7 @@ from infinity.vertical.shared_pager import SharedPager
 from infinity.vertical.space import SpillSpace
 from infinity.vertical.suitability import Suitability
 from infinity.vertical.sums import UnitSums
+from swapper import SwapperError
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ class VerticalSchedule:
             self._lanes.abandon()
             step.undo(error)
             # Whatever went wrong in the first step, if it is the model's own fault it will show in the ordinary order too.
-            if not step.is_trial and not isinstance(error, NotVertical):
+            is_foreign = step.is_trial and not isinstance(error, SwapperError | EngineClosedError)
+            if not is_foreign and not isinstance(error, NotVertical):
                 raise
             self._start.restore()
             reason = str(error) if isinstance(error, NotVertical) else f"it failed with {type(error).__name__}: {error}"

@@ -1,0 +1,271 @@
+"""Exceptions, interrupts and drives that fail in the middle of a vertical step: no hang, no thread left, and training on."""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import EngineClosedError, StepError
+from infinity.vertical.space import SpillSpace
+from swapper import SwapperError
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+_NUM = 3
+_VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": _NUM, "infinity": {"schedule": "vertical"}}
+_CLIPPED = {**_VERTICAL, "gradient_clipping": 0.1}
+_AT_STEP = {**_VERTICAL, "infinity": {"schedule": "vertical", "update": "step"}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    deadline_seconds = time.monotonic() + 10
+    while left := [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]:
+        assert time.monotonic() < deadline_seconds, left
+        time.sleep(0.01)
+
+
+def _reference_step(both: Lockstep, step: int) -> None:
+    for index in range(_NUM):
+        both.reference.backward(both.reference.forward(both.batch(step, index)))
+    both.reference.step()
+
+
+def _step(both: Lockstep, step: int) -> None:
+    _reference_step(both, step)
+    both.engine.train_batch(iter([both.batch(step, index) for index in range(_NUM)]))
+
+
+class Interruption:
+    """A hook that raises at its ``number``-th call."""
+
+    def __init__(self, error: BaseException, number: int) -> None:
+        self._error: BaseException | None = error
+        self._left = number
+
+    def __call__(self, *_: Any) -> None:
+        self._left -= 1
+        if self._left == 0 and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+@pytest.mark.parametrize("changes", [_VERTICAL, _CLIPPED], ids=["free", "clip"])
+@pytest.mark.parametrize("error", [ValueError("user's fault"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(("module", "number"), [("embedding", 2), ("blocks.0.up", 3), ("blocks.1", 1), ("head", 2)])
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_exception_in_forward_leaves_everything_as_it_was(
+    step: int, module: str, number: int, error: BaseException, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for earlier in range(step):
+            _step(both, earlier)
+        handle = both.model.get_submodule(module).register_forward_hook(Interruption(error, number))
+        if step == 0 and isinstance(error, Exception):
+            # The hook raises once: the ordinary order, which is asked what the vertical one failed with, does not fail.
+            both.engine.train_batch(iter([both.batch(0, index) for index in range(_NUM)]))
+            assert "ValueError: user's fault" in both.engine.report.schedule_reason
+            _reference_step(both, 0)
+        else:
+            with pytest.raises(type(error)):
+                both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
+            assert both.engine.micro_steps == step * _NUM
+        handle.remove()
+        for later in range(step, step + 3):
+            _step(both, later)
+        assert both.engine.report.schedule == "vertical"
+        both.require_equal()
+
+
+def test_a_fault_of_the_model_is_raised_as_in_the_ordinary_order_and_does_not_count(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+        for _ in range(5):
+            with pytest.raises(IndexError):
+                both.engine.train_batch(
+                    iter([{**both.batch(0, i), "tokens": torch.tensor([[99999]])} for i in range(3)])
+                )
+            both.engine.reset()
+        for step in range(2):
+            _step(both, step)
+        assert both.engine.report.schedule == "vertical"
+        both.require_equal()
+
+
+@pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
+@pytest.mark.parametrize("where", ["blocks.2", "blocks.0", "embedding"])
+def test_an_exception_in_backward_before_any_update(where: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for step in range(2):
+            _step(both, step)
+        interruption = Interruption(ValueError("user's fault"), 1)
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(interruption)
+
+        handle = both.model.get_submodule(where).register_forward_hook(hook)
+        with pytest.raises(ValueError, match="user's fault"):
+            both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
+        handle.remove()
+        for step in range(2, 4):
+            _step(both, step)
+        both.require_equal()
+
+
+def test_an_exception_in_backward_after_updates_is_told_and_reset(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+        for step in range(2):
+            _step(both, step)
+        parameter = both.model.blocks[0].up.weight
+        handle = parameter.register_hook(Interruption(ValueError("user's fault"), 2))
+        with pytest.raises(ValueError, match="user's fault"):
+            both.engine.train_batch(iter([both.batch(2, index) for index in range(_NUM)]))
+        handle.remove()
+        with pytest.raises(StepError, match="mixture of two steps"):
+            both.engine.train_batch(iter([both.batch(2, index) for index in range(_NUM)]))
+        both.engine.reset()
+        both.engine.train_batch(iter([both.batch(3, index) for index in range(_NUM)]))
+        both.engine.flush()
+
+
+@pytest.mark.parametrize("module", ["embedding", "blocks.1", "head"])
+def test_a_real_interrupt_while_a_micro_batch_computes(module: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+        for step in range(2):
+            _step(both, step)
+        began = time.monotonic()
+
+        def dawdle(*_: Any) -> None:
+            _thread.interrupt_main()
+            while time.monotonic() < began + 60:
+                time.sleep(0.01)
+
+        handle = both.model.get_submodule(module).register_forward_hook(dawdle)
+        with pytest.raises(KeyboardInterrupt):
+            both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
+        assert time.monotonic() < began + 30
+        handle.remove()
+        for step in range(2, 4):
+            _step(both, step)
+        both.require_equal()
+
+
+def test_a_model_that_catches_everything_is_left_all_the_same(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+        for step in range(2):
+            _step(both, step)
+        body = both.model.body
+
+        def stubborn(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                try:
+                    return body(x)
+                except BaseException:
+                    continue
+            return x
+
+        both.model.body = stubborn
+        handle = both.model.blocks[1].register_forward_hook(Interruption(KeyboardInterrupt(), 1))
+        both.model.head.register_forward_hook(Interruption(ValueError("at last"), 1))
+        with pytest.raises((ValueError, KeyboardInterrupt)):
+            both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
+        handle.remove()
+        del both.model.body
+        _step(both, 2)
+        both.require_equal()
+
+
+def test_closing_in_forward_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _VERTICAL))
+    handle = engine.module.blocks[1].register_forward_hook(lambda *_: engine.close())
+    with pytest.raises(Exception):  # noqa: B017 - whatever the closed engine says
+        engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))
+    handle.remove()
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))
+
+
+def test_an_engine_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _VERTICAL))
+    engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))
+    assert any(thread.name.startswith("infinity-micro-batch") for thread in threading.enumerate())
+    del engine, _
+    gc.collect()
+
+
+def test_too_few_batches_change_nothing(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+        _step(both, 0)
+        with pytest.raises(StopIteration):
+            both.engine.train_batch(iter([both.batch(1, 0)]))
+        for step in range(1, 3):
+            _step(both, step)
+        both.require_equal()
+
+
+def test_no_room_for_inputs_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.errors import StorageError
+    from infinity.storage import Storage
+
+    def refuse(self: Storage, num_bytes: int) -> Any:
+        raise StorageError(tmp_path, f"cannot hold {num_bytes} bytes", cure="Choose another one")
+
+    monkeypatch.setattr(Storage, "open_more", refuse)
+    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+        object.__setattr__(both.engine._vertical._on, "activation_bytes", 0)
+        for step in range(2):
+            _step(both, step)
+            assert "Choose another one" in both.engine.report.schedule_reason
+        both.require_equal()
+
+
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_a_drive_that_fails_under_the_inputs_of_units(
+    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names what failed, and the step is not done with other inputs."""
+    taken: list[Any] = []
+    take = SpillSpace.take
+
+    def noted(self: SpillSpace, num_bytes: int) -> Any:
+        place = take(self, num_bytes)
+        taken.append(place[0])
+        return place
+
+    monkeypatch.setattr(SpillSpace, "take", noted)
+    with Lockstep.start(tmp_path, changes=_CLIPPED) as both:
+        object.__setattr__(both.engine._vertical._on, "activation_bytes", 0)
+        for step in range(2):
+            _step(both, step)
+            assert both.engine.report.schedule == "vertical"
+        backend = taken[0].backend
+        kind = {"write": "pwritev", "read": "preadv"}[direction]
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, "broken")
+
+        with monkeypatch.context() as patch, pytest.raises(SwapperError, match="activations"):
+            patch.setattr(f"swapper.backends.threads.os.{kind}", fail)
+            for _ in range(3):
+                both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
+        assert backend is not None
