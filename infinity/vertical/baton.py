@@ -21,6 +21,7 @@ import torch
 
 from infinity.vertical.errors import Abandoned
 
+_POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
 """How long to wait for a lane that was told to stop, before it is left to itself."""
 
@@ -93,12 +94,17 @@ class Lane:
         mailbox = self._mailbox
         self._is_running = True
         mailbox.go.release()
-        mailbox.parked.acquire()
+        while not mailbox.parked.acquire(timeout=_POLL_SECONDS):  # so that a KeyboardInterrupt gets through
+            pass
         self._is_running = False
         message, mailbox.message = mailbox.message, None
         if isinstance(message, Finished | Failed):
             self.is_busy = False
         return message
+
+    def forbid(self) -> None:
+        """The function ends with `Abandoned` as soon as it would go on after parking."""
+        self._mailbox.is_abandoned = True
 
     def abandon(self) -> bool:
         """Have the function end with `Abandoned`. Returns whether the lane can be used again."""
@@ -179,6 +185,7 @@ class Lanes:
     def __init__(self) -> None:
         self._lanes: list[Lane] = []
         self._pid = os.getpid()
+        self._is_asked_to_close = False
         self._finalizer = weakref.finalize(self, _close_all, self._lanes)
 
     def take(self, num_lanes: int) -> list[Lane]:
@@ -195,9 +202,19 @@ class Lanes:
         self._lanes[:] = [lane for lane in self._lanes if lane.abandon()]
 
     def close(self) -> None:
-        """End all threads."""
+        """End all threads; if one of them calls, when it has ended (see `close_if_asked`)."""
+        if any(lane.thread is threading.current_thread() for lane in self._lanes):
+            for lane in self._lanes:
+                lane.forbid()
+            self._is_asked_to_close = True
+            return
         self.abandon()
         self._finalizer()
+
+    def close_if_asked(self) -> None:
+        """The training thread is back: do what `close` could not."""
+        if self._is_asked_to_close:
+            self.close()
 
 
 def _close_all(lanes: list[Lane]) -> None:

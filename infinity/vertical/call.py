@@ -6,6 +6,7 @@ Knows a module's forward, its inputs and results; must not know threads, or the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from infinity.vertical.boundary import Boundary, Kept
 from infinity.vertical.caches import without_caches
 from infinity.vertical.effects import Buffers, BufferValues
 from infinity.vertical.errors import NotVertical
-from infinity.vertical.glue import Edge, Returned, edge_of
+from infinity.vertical.glue import Edge, Glue, Returned, edge_of
 from infinity.vertical.tree import Built, Tree
 
 
@@ -28,6 +29,7 @@ class Owner(Protocol):
     """A micro-batch."""
 
     is_forward_over: bool
+    glue: Glue
 
     def refuse(self, refusal: NotVertical) -> NoReturn:
         """The micro-batch cannot go on like this."""
@@ -90,7 +92,7 @@ class UnitCall:
             is_trial: look closely at everything that might differ the second time.
         """
         self.site = site
-        self.owner = owner
+        self._owner = owner
         self._forward = forward
         self._boundary = boundary
         self._device = device
@@ -209,6 +211,11 @@ class UnitCall:
     # ---------------------------------------------------------------------------------------------------- backward
 
     @property
+    def owner(self) -> Owner:
+        """The micro-batch."""
+        return self._owner
+
+    @property
     def edges(self) -> list[Edge]:
         """Where the gradients of the inputs go."""
         return [edge for edge in self._edges if edge is not None] if self._results else []
@@ -218,16 +225,17 @@ class UnitCall:
         """What is kept for backward."""
         return [item for item in self._inputs if isinstance(item, Kept)]
 
-    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the results have come; they add to those that came before."""
-        if not self.owner.is_forward_over:
-            self.owner.refuse(NotVertical("the model's forward differentiates through its blocks itself"))
+    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of the results have come at its node; they add to those that came before."""
+        if not self._owner.is_forward_over:
+            self._owner.refuse(NotVertical("the model's forward differentiates through its blocks itself"))
         if self.is_over:
             raise RuntimeError(f"a gradient of {self.site.name} came after its backward")
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                before = self._gradients[index]
-                self._gradients[index] = gradient if before is None else before + gradient
+                # What waits came earlier: so the sum has the order of one single backward.
+                parts = [self._gradients[index], self._owner.glue.take(node, index), gradient]
+                self._gradients[index] = functools.reduce(torch.add, [part for part in parts if part is not None])
 
     @property
     def has_gradient(self) -> bool:

@@ -27,11 +27,13 @@ Edge = tuple[Any, int]
 class Receiver(Protocol):
     """The call of a unit that returned some tensors."""
 
-    owner: object
-    """Something that all calls of one micro-batch have in common, and no others."""
+    @property
+    def owner(self) -> object:
+        """Something that all calls of one micro-batch have in common, and no others."""
+        ...
 
-    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the results have come; they add to those that came before."""
+    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients of the results have come at its node; they add to those that came before."""
         ...
 
 
@@ -49,7 +51,7 @@ class Returned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.call.receive(gradients)
+        ctx.call.receive(ctx, gradients)
         return None, None, None
 
 
@@ -128,11 +130,24 @@ class Glue:
 
     def add(self, edge: Edge, gradient: torch.Tensor) -> None:
         """A gradient has come for ``edge``."""
-        if self._is_call(edge[0]):
-            _hand_over(edge, gradient)
-        else:
-            before = self._waiting.get(edge)
-            self._waiting[edge] = gradient if before is None else before + gradient
+        before = self._waiting.get(edge)
+        self._waiting[edge] = gradient if before is None else before + gradient
+
+    def take(self, node: Any, number: int) -> torch.Tensor | None:
+        """The gradient that waits for an edge."""
+        return self._waiting.pop((node, number), None)
+
+    def deliver(self, call: Receiver) -> None:
+        """All gradients of the call's results have come: what still waits for them is given to it.
+
+        Through autograd, so that a hook of the user for such a result sees the gradient once, and whole.
+        """
+        edges = [edge for edge in self._waiting if getattr(edge[0], "call", None) is call]
+        if edges:
+            gradients = [self._waiting[edge] for edge in edges]
+            for edge in edges:
+                del self._waiting[edge]
+            torch.autograd.backward(_edges(edges), gradients)
 
     def run(self, position: int) -> None:
         """The backward of the call at ``position`` has run: run what depended on it alone."""
@@ -160,8 +175,6 @@ class Glue:
                 continue
             if edge in piece.borders:
                 self._waiting[edge] = gradient
-            elif self._is_call(edge[0]):
-                _hand_over(edge, gradient)
             else:
                 torch.autograd.backward(_edges([edge]), [gradient])
 
@@ -171,11 +184,6 @@ class Glue:
         self._piece_of.clear()
         self._pieces.clear()
         self._waiting.clear()
-
-
-def _hand_over(edge: Edge, gradient: torch.Tensor) -> None:
-    node, number = edge
-    node.call.receive([None] * number + [gradient])
 
 
 def _edges(edges: Sequence[Edge]) -> Any:

@@ -25,7 +25,7 @@ from infinity.vertical.baton import Failed, Finished, Lanes
 from infinity.vertical.boundary import Boundary
 from infinity.vertical.call import Site
 from infinity.vertical.effects import StepStart
-from infinity.vertical.errors import NotVertical
+from infinity.vertical.errors import Abandoned, NotVertical
 from infinity.vertical.interception import Interception
 from infinity.vertical.microbatch import Arrived, MicroBatch, Tools, present
 from infinity.vertical.shared_pager import SharedPager
@@ -139,7 +139,11 @@ class VerticalSchedule:
         except BaseException as error:
             self._lanes.abandon()
             step.undo(error)
+            if isinstance(error, Abandoned):  # the engine was closed by the model's own code
+                raise EngineClosedError("a step under way") from error
             raise
+        finally:
+            self._lanes.close_if_asked()
         self._suitability.note_success()
         # In a trial all gradients wait for the end, which is not how it goes on.
         resumed_bytes = 0 if is_trial else self._on.stepper.gradients.resumed_bytes - resumed_bytes
@@ -275,6 +279,9 @@ class _Step:
 
     def _backward_of_unit(self, position: int, unit: Unit) -> None:
         calls = [(batch, batch.calls[position - 1]) for batch in self._batches]
+        for batch, call in calls:
+            if call is not None:
+                batch.glue.deliver(call)
         if not any(call is not None and call.has_gradient for _, call in calls):
             for _, call in calls:
                 if call is not None and not call.is_over:

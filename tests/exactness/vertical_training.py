@@ -31,7 +31,12 @@ AXES: dict[str, tuple[Hashable, ...]] = {
     "main_weights": ("auto", "fp32"),
     "gradient_dtype": ("auto", "fp32", "bf16"),
 }
-ROWS: tuple[Row, ...] = tuple(Row.of(row) for row in covering_rows(AXES, pairs(AXES)))
+_PARTIALS = [
+    *pairs(AXES),
+    {"dtype": "bf16", "gradient_dtype": "bf16", "clipping": False, "update": "auto", "budget": "tight"},
+    {"dtype": "bf16", "gradient_dtype": "bf16", "clipping": True, "offload_optimizer": "nvme", "budget": "tight"},
+]
+ROWS: tuple[Row, ...] = tuple(Row.of(row) for row in covering_rows(AXES, _PARTIALS))
 
 # Why a case goes in the ordinary order; all others go vertically.
 _NEVER = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import errno
 import gc
 import threading
@@ -16,8 +17,10 @@ import torch
 
 import infinity
 from infinity.errors import EngineClosedError, StepError
-from infinity.vertical.space import SpillSpace
 from swapper import SwapperError
+from swapper.backends.base import Direction
+from swapper.backends.faults import FaultRule
+from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
 _NUM = 3
@@ -54,6 +57,12 @@ def _reference_step(both: Lockstep, step: int) -> None:
 def _step(both: Lockstep, step: int) -> None:
     _reference_step(both, step)
     both.engine.train_batch(iter([both.batch(step, index) for index in range(_NUM)]))
+
+
+def _without_memory_for_inputs(both: Lockstep) -> None:
+    surroundings = both.engine._vertical._on
+    placement = dataclasses.replace(surroundings.placement, activation_bytes=0)
+    object.__setattr__(surroundings, "placement", placement)
 
 
 class Interruption:
@@ -170,6 +179,7 @@ def test_a_real_interrupt_while_a_micro_batch_computes(module: str, tmp_path: Pa
 
 
 def test_a_model_that_catches_everything_is_left_all_the_same(tmp_path: Path) -> None:
+    """It catches even what tells its thread to end."""
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
         for step in range(2):
             _step(both, step)
@@ -184,13 +194,16 @@ def test_a_model_that_catches_everything_is_left_all_the_same(tmp_path: Path) ->
             return x
 
         both.model.body = stubborn
-        handle = both.model.blocks[1].register_forward_hook(Interruption(KeyboardInterrupt(), 1))
-        both.model.head.register_forward_hook(Interruption(ValueError("at last"), 1))
-        with pytest.raises((ValueError, KeyboardInterrupt)):
+        handle = both.model.head.register_forward_hook(Interruption(ValueError("at last"), 2))
+        with pytest.raises(ValueError, match="at last"):
             both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
         handle.remove()
+        handle = both.model.blocks[2].register_forward_hook(Interruption(KeyboardInterrupt(), 2))
+        _step(both, 2)  # caught, and repeated by the model: its micro-batch calls more blocks than the others
+        assert "call different blocks" in both.engine.report.schedule_reason
+        handle.remove()
         del both.model.body
-        _step(both, 2)
+        _step(both, 3)
         both.require_equal()
 
 
@@ -232,40 +245,30 @@ def test_no_room_for_inputs_is_no_error(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Storage, "open_more", refuse)
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
-        object.__setattr__(both.engine._vertical._on, "activation_bytes", 0)
+        _without_memory_for_inputs(both)
         for step in range(2):
             _step(both, step)
             assert "Choose another one" in both.engine.report.schedule_reason
         both.require_equal()
 
 
-@pytest.mark.parametrize("direction", ["write", "read"])
-def test_a_drive_that_fails_under_the_inputs_of_units(
-    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("direction", [Direction.WRITE, Direction.READ], ids=lambda direction: direction.name)
+def test_a_drive_that_fails_under_the_inputs_of_units(direction: Direction, tmp_path: Path) -> None:
     """The error names what failed, and the step is not done with other inputs."""
-    taken: list[Any] = []
-    take = SpillSpace.take
-
-    def noted(self: SpillSpace, num_bytes: int) -> Any:
-        place = take(self, num_bytes)
-        taken.append(place[0])
-        return place
-
-    monkeypatch.setattr(SpillSpace, "take", noted)
-    with Lockstep.start(tmp_path, changes=_CLIPPED) as both:
-        object.__setattr__(both.engine._vertical._on, "activation_bytes", 0)
+    with faulty_drives() as backends, Lockstep.start(tmp_path, changes=_CLIPPED) as both:
+        _without_memory_for_inputs(both)
+        num_before = len(backends)
         for step in range(2):
             _step(both, step)
             assert both.engine.report.schedule == "vertical"
-        backend = taken[0].backend
-        kind = {"write": "pwritev", "read": "preadv"}[direction]
-
-        def fail(*_: Any) -> int:
-            raise OSError(errno.EIO, "broken")
-
-        with monkeypatch.context() as patch, pytest.raises(SwapperError, match="activations"):
-            patch.setattr(f"swapper.backends.threads.os.{kind}", fail)
-            for _ in range(3):
-                both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
-        assert backend is not None
+        (backend,) = backends[num_before:]
+        backend.add(FaultRule(direction=direction, nth=3, errno=errno.EIO))
+        with pytest.raises(SwapperError, match="'activations'"):
+            both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
+        assert backend.num_faults == 1
+        backend.clear()
+        both.engine.reset()
+        for step in range(2, 4):
+            _step(both, step)
+        assert both.engine.report.schedule == "vertical"
+        both.require_equal()
