@@ -12,7 +12,8 @@ gradient is caught there and waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +83,18 @@ class Glue:
         self._piece_of: dict[Any, int] = {}
         self._pieces: dict[int, _Piece] = {}
         self._waiting: dict[Edge, torch.Tensor] = {}
+        self._watched: list[weakref.ref[torch.Tensor]] = []
+        self._hooked: set[Edge] = set()
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The user may put hooks on these tensors, which have to see whole gradients."""
+        self._watched += [weakref.ref(tensor) for tensor in tensors if tensor.requires_grad]
+
+    def find_hooks(self) -> None:
+        """See which of the watched tensors that are still alive have hooks by now."""
+        alive = [(reference, tensor) for reference in self._watched if (tensor := reference()) is not None]
+        self._hooked.update(edge_of(tensor) for _, tensor in alive if tensor._backward_hooks)
+        self._watched = [reference for reference, _ in alive]
 
     def note_inputs(self, edges: Sequence[Edge]) -> None:
         """The next call has inputs with these edges."""
@@ -98,8 +111,18 @@ class Glue:
             piece = self._pieces[position] = _Piece()
             for edge in edges:
                 self._claim(edge[0], position, piece)
+        self._check_hooks()
         self._inputs.clear()
         self.add(loss_edge, torch.ones_like(loss))
+
+    def _check_hooks(self) -> None:
+        """A gradient that comes in parts would go through a hook part by part."""
+        borders = {edge for piece in self._pieces.values() for edge in piece.borders}
+        for edge in self._hooked:
+            num_parts = sum(edge in piece.ends for piece in self._pieces.values())
+            num_parts += any(edge in edges for edges in self._inputs)
+            if edge in borders or num_parts > 1:
+                raise NotVertical("a tensor that several blocks use has a hook for its gradient")
 
     def _claim(self, start: Any, position: int, piece: _Piece) -> None:
         """All that ``start`` leads to and nobody owns yet belongs to ``piece``."""
@@ -184,6 +207,8 @@ class Glue:
         self._piece_of.clear()
         self._pieces.clear()
         self._waiting.clear()
+        self._watched.clear()
+        self._hooked.clear()
 
 
 def _edges(edges: Sequence[Edge]) -> Any:

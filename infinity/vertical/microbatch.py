@@ -18,6 +18,7 @@ from infinity.vertical.boundary import Boundary
 from infinity.vertical.call import Site, UnitCall
 from infinity.vertical.errors import Abandoned, NotVertical
 from infinity.vertical.glue import Glue
+from infinity.vertical.tree import tensors_in
 
 _present = threading.local()
 
@@ -86,13 +87,17 @@ class MicroBatch:
         _present.micro_batch = self
         try:
             with ambient.entered(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*self._tools.hooks):
-                return compute_loss()
+                loss = compute_loss()
+                self.glue.find_hooks()
+                return loss
         finally:
             _present.micro_batch = None
 
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called by the user's code."""
         with_gradient = torch.is_grad_enabled()
+        self.glue.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        self.glue.find_hooks()
         self._lane.park(Arrived(site, with_gradient))
         self.is_inside = True
         try:
@@ -121,6 +126,7 @@ class MicroBatch:
         self.calls.append(call)
         result = call.run(args, kwargs, tools.anchor)
         self.glue.note_inputs(call.edges)
+        self.glue.watch(tensors_in(result))
         return result
 
     def refuse(self, refusal: NotVertical) -> NoReturn:

@@ -222,6 +222,26 @@ class Recomputes(Net):
         return x
 
 
+class HookedMemory(Net):
+    """An encoder's output, with a hook, goes into all blocks and into what lies behind them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        memory = self.blocks[0](x)
+        memory.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        x = self.blocks[1](memory) + memory
+        return self.blocks[2](x + memory)
+
+
+class HookedNorm(Net):
+    """The same behind a normalization, which a later part of the graph shares."""
+
+    def body(self, x: Tensor) -> Tensor:
+        memory = self.norm(self.blocks[0](x))
+        memory.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        x = self.blocks[1](memory)
+        return self.blocks[2](x + 2 * memory)
+
+
 def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
     def build(checkpointing: str) -> nn.Module:
         if block is not None:
@@ -245,6 +265,8 @@ _CASES: dict[str, tuple[Any, str]] = {
     "other the second time": (_net(Net, OtherSecondTime), "gives another result when it is computed again"),
     "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
     "statistics twice": (_net(StatisticsTwice, Statistics), "writes to its buffers and is called several times"),
+    "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
+    "hooked norm": (_net(HookedNorm), "has a hook for its gradient"),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
 }
 
