@@ -291,7 +291,8 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         predicted_read_bytes_per_step=prediction.read_bytes,
         predicted_write_bytes_per_step=prediction.write_bytes,
     )
-    if device.shares_host_memory:
+    if device.shares_host_memory and plan.states_bytes["nvme"]:
+        # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         pager.on_unit_change = HeapTrimmer().trim
     residence = Residence(holding, pager)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}

@@ -70,8 +70,11 @@ def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: 
 
 
 def most_gradients(shares: Iterator[GradientShare]) -> GradientShare:
-    """The share that keeps most, in the least memory."""
-    return max(shares, key=lambda share: (share.saved_bytes, len(share.units), -share.num_bytes))
+    """The share that keeps most; if there are several, one that never has to spill, or else takes the least memory."""
+    return max(
+        shares,
+        key=lambda share: (share.saved_bytes, len(share.units), share.scratch_bytes == 0, -share.num_bytes),
+    )
 
 
 def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
