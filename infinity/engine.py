@@ -20,6 +20,7 @@ from infinity.access import StateAccess
 from infinity.backwards import Backwards
 from infinity.config import InfinityConfig
 from infinity.export import save_safetensors
+from infinity.forecast import Forecast
 from infinity.holding import ModelHolding
 from infinity.loop_guard import LoopGuard, Phase
 from infinity.optim import PagedOptimizer, PieceUpdater, Template
@@ -52,7 +53,7 @@ class Parts:
     clock: StepClock
     reporter: Reporter
     recording: Recording | None
-    plan: Plan
+    forecast: Forecast
     device: torch.device
     vertical: Surroundings
 
@@ -235,6 +236,7 @@ class Engine:
         self._backwards.end_step(leaves_gradients=had_gradients and not self._is_in_step)
         self.global_steps += 1
         self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm())
+        self._parts.forecast.note(self.report)
 
     def optimizer_zero_grad(self) -> None:
         """``optimizer.zero_grad()``: forget all gradients.
@@ -307,13 +309,7 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """What rests where and what a step moves; predictions follow the recorded trace."""
-        return self._parts.storage.replan(self._parts.plan, self._pager.training_trace, self._vertical.traffic)
-
-    @property
-    def predicted_bytes(self) -> tuple[int, int]:
-        """Bytes that a step reads and writes, as in `plan`."""
-        plan = self.plan
-        return plan.predicted_read_bytes_per_step, plan.predicted_write_bytes_per_step
+        return self._parts.forecast.plan(self._pager.training_trace, self._vertical.traffic)
 
     @property
     def waiting_for(self) -> str:

@@ -19,6 +19,7 @@ from infinity.config import InfinityConfig, load_config
 from infinity.device import ComputeDevice, choose_device, device_for
 from infinity.engine import Engine, Parts
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
+from infinity.forecast import Forecast, first_plan
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
@@ -26,8 +27,6 @@ from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
 from infinity.optim import FusedAdam, PieceUpdater, RemainderUpdater, Template, build_template
 from infinity.parameter import hold
-from infinity.plan import Plan
-from infinity.prediction import predict
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
 from infinity.sizes import Request, UnitSize
@@ -275,23 +274,10 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     except BaseException:
         storage.close()
         raise
-    prediction = predict(sizes, request, placement, guess, len(units))
-    plan = Plan(
-        num_parameters=sum(slot.numel for unit in units for slot in unit.layout.slots),
-        num_trainable=sum(slot.numel for unit in units for slot in unit.layout.slots if slot.spec.is_trainable),
-        units=tuple((unit.name, unit.num_bytes) for unit in units),
-        param_tier=request.param_tier,
-        optimizer_tier=request.optimizer_tier,
-        update=config.infinity.update,
-        resting_bytes=storage.resting_bytes(),
-        host_budget_bytes=request.budget_bytes,
-        host_budget_source=budget_source,
-        minimum_budget_bytes=placement.minimum_bytes,
-        placement=placement,
-        predicted_read_bytes_per_step=prediction.read_bytes,
-        predicted_write_bytes_per_step=prediction.write_bytes,
+    forecast = Forecast(
+        first_plan(config, units, request, placement, storage.resting_bytes(), budget_source), sizes, request, guess
     )
-    if device.shares_host_memory and plan.states_bytes["nvme"]:
+    if device.shares_host_memory and storage.nvme_bytes:
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         pager.on_unit_change = HeapTrimmer().trim
     residence = Residence(holding, pager)
@@ -334,9 +320,9 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         template=template,
         updater=updater,
         clock=clock,
-        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: engine.predicted_bytes),
+        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: engine.plan.prediction),
         recording=recording,
-        plan=plan,
+        forecast=forecast,
         device=device.torch_device,
         vertical=Surroundings(
             holding=holding,
@@ -363,7 +349,7 @@ def _reporter(
     device: ComputeDevice,
     storage: Storage,
     stream: UpdateStream,
-    prediction: Callable[[], tuple[int, int]],
+    prediction: Callable[[], tuple[int, int, float | None]],
 ) -> Reporter:
     if recording is not None:
         clock.timeline = stream.timeline = recording.timeline

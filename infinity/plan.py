@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from infinity.measured_io import Bandwidth
 from infinity.placement import Placement
 from infinity.traffic import Traffic
 
@@ -24,8 +25,8 @@ class Plan:
     update: str
     """"in_backward", "deferred" or "step"."""
     resting_bytes: dict[str, dict[str, int]]
-    """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "states" (optimizer state with
-    main weights or remainders), "gradients" (those that are spilled)."""
+    """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "remainders" or "main weights",
+    "states" (of the optimizer), "gradients" (room for those that are spilled)."""
     host_budget_bytes: int
     host_budget_source: str
     minimum_budget_bytes: int
@@ -34,6 +35,43 @@ class Plan:
     predicted_write_bytes_per_step: int
     traffic: Traffic = field(default_factory=Traffic)
     """The order of the last step, which the predictions are for."""
+    bandwidth: Bandwidth | None = None
+    """What the drives were measured to do; None if they were not."""
+    drive_tbw: float | None = None
+    """Terabytes that the drives are rated to take."""
+    compute_seconds: float | None = None
+    """What a step would take without waiting for drives, from the steps so far; None before the first ones."""
+
+    @property
+    def predicted_io_seconds(self) -> float | None:
+        """How long the drives take for a step's bytes; None if nobody knows how fast they are."""
+        read, write = self.predicted_read_bytes_per_step, self.predicted_write_bytes_per_step
+        if not read and not write:
+            return 0.0
+        speed = self.bandwidth
+        if speed is None:
+            return None
+        alone = max(read / speed.read_bytes_per_second, write / speed.write_bytes_per_second)
+        return max(alone, (read + write) / speed.mixed_bytes_per_second)
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """The longer of I/O and compute, which run beside each other; None as long as one of them is not known."""
+        if self.predicted_io_seconds is None or self.compute_seconds is None:
+            return None
+        return max(self.predicted_io_seconds, self.compute_seconds)
+
+    @property
+    def prediction(self) -> tuple[int, int, float | None]:
+        """Bytes read, bytes written, and seconds of a step."""
+        return self.predicted_read_bytes_per_step, self.predicted_write_bytes_per_step, self.predicted_step_seconds
+
+    @property
+    def predicted_drive_life_steps(self) -> int | None:
+        """After how many steps the drives have taken what they are rated for; None without a rating, or without writes."""
+        if self.drive_tbw is None or not self.predicted_write_bytes_per_step:
+            return None
+        return int(self.drive_tbw * 1e12 / self.predicted_write_bytes_per_step)
 
     def rows(self) -> list[tuple[str, str]]:
         """The table as (what, value)."""
@@ -68,8 +106,30 @@ class Plan:
                 "predicted written per step",
                 f"{_size(self.predicted_write_bytes_per_step)} ({self.predicted_write_bytes_per_step / per:.2f} B per parameter)",
             ),
+            ("predicted time of a step", self._time()),
+            ("drive life", self._life()),
         ]
         return rows
+
+    def _time(self) -> str:
+        io, compute, speed = self.predicted_io_seconds, self.compute_seconds, self.bandwidth
+        computing = "compute is known after the first steps" if compute is None else f"compute {compute:.2f} s"
+        if io is None:
+            return f"unknown, no speed of the drives is stored: run tools/profile_io.py; {computing}"
+        reading = f"I/O {io:.2f} s"
+        if speed is not None and io:
+            rate = speed.mixed_bytes_per_second / _MEGABYTE
+            reading += f" at {rate:,.0f} MB/s (both ways, measured on {speed.date})"
+        seconds = self.predicted_step_seconds
+        return f"{reading}, {computing}" if seconds is None else f"{seconds:.2f} s: {reading}, {computing}"
+
+    def _life(self) -> str:
+        written = 1000 * self.predicted_write_bytes_per_step / 1e12
+        steps = self.predicted_drive_life_steps
+        if not written:
+            return "nothing is written in a step"
+        told = f"{written:,.3f} TB written per 1000 steps"
+        return told if steps is None else f"{steps:,} steps until {self.drive_tbw:g} TB are written; {told}"
 
     @property
     def states_bytes(self) -> dict[str, int]:

@@ -14,14 +14,11 @@ from infinity.device import ComputeDevice
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.flat_pool import FlatPool
 from infinity.placement import HOST_KEY, Placement
-from infinity.plan import Plan
-from infinity.prediction import predict
 from infinity.records import PagedRecords, RecordStore, ResidentRecords
 from infinity.sizes import Request, UnitSize
 from infinity.telemetry.counters import DriveCounters
-from infinity.trace import Trace
-from infinity.traffic import Traffic
 from infinity.weights import WeightStore
+from infinity.workspace import MainWeight
 from swapper import (
     BackendUnavailableError,
     BusyTimes,
@@ -70,7 +67,6 @@ class Storage:
         self._more: list[Swapper] = []
         self._arenas: list[StagingArena] = []
         self._busy = BusyTimes()
-        self._predicted: tuple[tuple[tuple[int, ...], Traffic], Plan] | None = None
         self._resting = rest(sizes, request, placement)
         # Sums that are too wide to stay in RAM are spilled, too.
         widens = request.gradient_itemsize < _FP32_BYTES and not request.rounds_gradients
@@ -86,7 +82,9 @@ class Storage:
         if param_key[0] == "nvme":
             needed[param_key] = self._resting["nvme"]["weights"]
         if state_key[0] == "nvme":
-            needed[state_key] = needed.get(state_key, 0) + self._resting["nvme"]["states"]
+            needed[state_key] = needed.get(state_key, 0) + sum(
+                size for kind, size in self._resting["nvme"].items() if kind != "weights"
+            )
         if self._spill_key is not None:
             needed[self._spill_key] += self.gradient_bytes
         try:
@@ -203,28 +201,15 @@ class Storage:
         for swapper in self._all():
             swapper.raise_pending()
 
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes that rest on NVMe, or may be spilled to it."""
+        return sum(self.resting_bytes()["nvme"].values())
+
     def resting_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes at rest per tier and kind."""
         spilled = self.gradient_bytes if self._spill_key is not None else 0
         return {**self._resting, "nvme": {**self._resting["nvme"], "gradients": spilled}}
-
-    def replan(self, plan: Plan, trace: Trace, traffic: Traffic) -> Plan:
-        """``plan`` with the predictions that follow from the recorded trace and the order of the last step."""
-        if self._predicted is None or self._predicted[0] != (trace.order, traffic):
-            request = self._request
-            if traffic.is_vertical:  # the trace is that of a whole step
-                request = dataclasses.replace(request, num_micro_batches=1)
-            prediction = predict(self._sizes, request, self._placement, trace.order, trace.backward_start)
-            self._predicted = (
-                (trace.order, traffic),
-                dataclasses.replace(
-                    plan,
-                    predicted_read_bytes_per_step=prediction.read_bytes + traffic.extra_bytes,
-                    predicted_write_bytes_per_step=prediction.write_bytes + traffic.extra_bytes,
-                    traffic=traffic,
-                ),
-            )
-        return self._predicted[1]
 
     def close(self) -> None:
         """Release files, threads and memory. Does not raise what failed writes had to say."""
@@ -246,19 +231,25 @@ class Storage:
 
 
 def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
-    """Bytes of weights, and of optimizer state (remainders or main weights included), that rest in each tier."""
+    """Bytes that rest in each tier, by kind: "weights", what the main weights need besides those, "states"."""
     flat_tier = "host" if request.shares_host_memory else "device"
-    tiers = {tier: {"weights": 0, "states": 0} for tier in ("device", "host", "nvme")}
+    form = request.record_format
+    main = "remainders" if form.main is MainWeight.REMAINDER else "main weights"
+    tiers = {tier: dict.fromkeys(("weights", main, "states"), 0) for tier in ("device", "host", "nvme")}
+
+    def add_records(tier: str, numel: int, num_states: int) -> None:
+        tiers[tier][main] += form.main_bytes(numel)
+        tiers[tier]["states"] += form.record_bytes(numel, num_states) - form.main_bytes(numel)
+
     for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
         is_hosted = index in placement.hosted_units
         tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
         tiers[tier]["weights"] += size.weight_bytes
-        record_bytes = request.record_format.record_bytes
         if request.optimizer_tier == "none" and not request.shares_host_memory:
-            tiers["device"]["states"] += request.record_bytes(size)
+            add_records("device", size.trainable_numel, size.num_states)
         else:
-            tiers["host"]["states"] += record_bytes(kept, size.num_states)
-            tiers["nvme"]["states"] += record_bytes(size.trainable_numel - kept, size.num_states)
+            add_records("host", kept, size.num_states)
+            add_records("nvme", size.trainable_numel - kept, size.num_states)
     return tiers
 
 

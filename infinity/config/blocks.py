@@ -128,6 +128,7 @@ class InfinityBlock(Block):
     page_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     prefetch: Flag = True
     keep_in_memory: Flag = True
+    drive_tbw: Annotated[Number | None, Field(gt=0)] = None
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"

@@ -255,6 +255,7 @@ def _resolve_infinity(
         page_bytes=page_bytes,
         prefetch=block.prefetch,
         keep_in_memory=block.keep_in_memory,
+        drive_tbw=block.drive_tbw,
         units=block.units,
         strict=block.strict,
         update=_resolve_update(root, book),

@@ -96,6 +96,7 @@ class InfinitySection:
         page_bytes: size of a page of the staging arena.
         prefetch: whether units are read ahead of need.
         keep_in_memory: whether what the budgets leave keeps weights and states off the drives.
+        drive_tbw: terabytes that all NVMe drives together are rated to take; None if nobody said.
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
@@ -112,6 +113,7 @@ class InfinitySection:
     page_bytes: int | None
     prefetch: bool
     keep_in_memory: bool
+    drive_tbw: float | None
     units: tuple[str, ...]
     strict: bool
     update: UpdateMode

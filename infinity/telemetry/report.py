@@ -44,6 +44,8 @@ class StepReport:
     """With at least one write at a drive."""
     drive_busy_seconds: float = 0.0
     """With at least one read or write at a drive."""
+    predicted_seconds: float | None = None
+    """What the plan says of the step's time; None as long as it cannot."""
     copy_busy_seconds: float = 0.0
     """With at least one copy between host and device under way; 0 where the model computes in host memory."""
     schedule: str = "ordinary"

@@ -31,14 +31,14 @@ class Sources:
         clock: The training thread's time.
         counters: What the drives have done so far.
         optimizer_seconds: Seconds that the optimizer's thread has worked so far.
-        prediction: Predicted bytes read and written per step.
+        prediction: Predicted bytes read and written per step, and seconds, if they are known.
         copies: Bytes, begin and end of the copies between host and device since the last call, and what they were.
     """
 
     clock: StepClock
     counters: Callable[[], DriveCounters]
     optimizer_seconds: Callable[[], float]
-    prediction: Callable[[], tuple[int, int]]
+    prediction: Callable[[], tuple[int, int, float | None]]
     copies: Callable[[], Sequence[tuple[Copy, float, float]]]
 
 
@@ -123,6 +123,7 @@ class Reporter:
             write_bytes=moved.write_bytes,
             predicted_read_bytes=predicted[0],
             predicted_write_bytes=predicted[1],
+            predicted_seconds=predicted[2],
             loss=sum(losses) / len(losses) if losses else None,
             grad_norm=grad_norm,
             compute_busy_seconds=compute_busy_seconds,

@@ -55,7 +55,7 @@ def test_readme_lists_our_keys_and_defaults() -> None:
 
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", README, re.MULTILINE))
     shown = {None: '"auto"', (): "[]", True: "true", False: "false", 120.0: "120", "auto": '"auto"'}
-    shown_as_null = {"timeline"}  # there is nothing to choose for it: off
+    shown_as_null = {"timeline", "drive_tbw"}  # there is nothing to choose for them: off, and unknown
     assert rows == {
         name: "null" if name in shown_as_null else shown[field.default]
         for name, field in InfinityBlock.model_fields.items()

@@ -22,7 +22,7 @@ def test_defaults() -> None:
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
     assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
     assert dataclasses.astuple(config.infinity) == (
-        *(None, None, None, True, True, (), True),
+        *(None, None, None, True, True, None, (), True),
         *("deferred", "fp32", "fp32", False, "auto", None),
     )
     assert config.steps_per_print is None
@@ -88,6 +88,7 @@ def test_our_block() -> None:
                 "page_bytes": "8MiB",
                 "prefetch": False,
                 "keep_in_memory": False,
+                "drive_tbw": "600",
                 "units": ["LlamaDecoderLayer", "model.layers.*"],
                 "update": "in_backward",
                 "schedule": "vertical",
@@ -102,6 +103,7 @@ def test_our_block() -> None:
         8 << 20,
         False,
         False,
+        600.0,
         ("LlamaDecoderLayer", "model.layers.*"),
         True,
         "in_backward",

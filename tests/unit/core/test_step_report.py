@@ -225,7 +225,7 @@ class _Engine:
         self.copies: list[tuple[Copy, float, float]] = []
         self.clock = StepClock()
         self.sources = Sources(
-            self.clock, lambda: self.counted, lambda: self.optimizer_seconds, lambda: (1, 2), self._take
+            self.clock, lambda: self.counted, lambda: self.optimizer_seconds, lambda: (1, 2, 0.5), self._take
         )
 
     def _take(self) -> list[tuple[Copy, float, float]]:

@@ -1,0 +1,119 @@
+"""The plan as it is known so far: bytes from the recorded trace, times from the steps that were made.
+
+Knows plans, traces and reports; must not know how anything moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from infinity.config import InfinityConfig
+from infinity.measured_io import Bandwidth, measured_bandwidth
+from infinity.placement import Placement
+from infinity.plan import Plan
+from infinity.prediction import predict
+from infinity.sizes import Request, UnitSize
+from infinity.telemetry import StepReport
+from infinity.trace import Trace
+from infinity.traffic import Traffic
+from infinity.unit import Unit
+
+_WARM_UP = 2
+"""Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""
+_REMEMBERED = 15
+
+
+class Forecast:
+    """Refines the plan that was made at start."""
+
+    def __init__(self, plan: Plan, units: Sequence[UnitSize], request: Request, guess: Sequence[int]) -> None:
+        """
+        Args:
+            plan: without predictions.
+            units: all units.
+            request: what its placement was asked.
+            guess: the order of need before the first micro-batch is recorded: forward, then backward.
+        """
+        self._units = units
+        self._request = request
+        self._known = (tuple(guess), len(units), Traffic())
+        self._plan = self._predicted(plan)
+        self._busy_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._num_steps = 0
+
+    def plan(self, trace: Trace, traffic: Traffic) -> Plan:
+        """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
+        known = (trace.order, trace.backward_start, traffic)
+        if self._known != known:
+            self._known = known
+            self._plan = self._predicted(self._plan)
+        return self._plan
+
+    def _predicted(self, plan: Plan) -> Plan:
+        order, backward_start, traffic = self._known
+        request = self._request
+        if traffic.is_vertical:  # the trace is that of a whole step
+            request = dataclasses.replace(request, num_micro_batches=1)
+        found = predict(self._units, request, plan.placement, order, backward_start)
+        return dataclasses.replace(
+            plan,
+            predicted_read_bytes_per_step=found.read_bytes + traffic.extra_bytes,
+            predicted_write_bytes_per_step=found.write_bytes + traffic.extra_bytes,
+            traffic=traffic,
+        )
+
+    def note(self, report: StepReport) -> None:
+        """A step has ended."""
+        self._num_steps += 1
+        if self._num_steps > _WARM_UP:
+            # What the training thread did not wait, the GPU, the optimizer's thread: each works beside the others.
+            busy = max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)
+            self._busy_seconds.append(busy)
+            self._plan = dataclasses.replace(self._plan, compute_seconds=statistics.median(self._busy_seconds))
+
+
+def first_plan(
+    config: InfinityConfig,
+    units: Sequence[Unit],
+    request: Request,
+    placement: Placement,
+    resting_bytes: dict[str, dict[str, int]],
+    budget_source: str,
+) -> Plan:
+    """The plan as it is known before anything has run, without predictions."""
+    slots = [slot for unit in units for slot in unit.layout.slots]
+    return Plan(
+        num_parameters=sum(slot.numel for slot in slots),
+        num_trainable=sum(slot.numel for slot in slots if slot.spec.is_trainable),
+        units=tuple((unit.name, unit.num_bytes) for unit in units),
+        param_tier=request.param_tier,
+        optimizer_tier=request.optimizer_tier,
+        update=request.update,
+        resting_bytes=resting_bytes,
+        host_budget_bytes=request.budget_bytes,
+        host_budget_source=budget_source,
+        minimum_budget_bytes=placement.minimum_bytes,
+        placement=placement,
+        predicted_read_bytes_per_step=0,
+        predicted_write_bytes_per_step=0,
+        bandwidth=_bandwidth(config),
+        drive_tbw=config.infinity.drive_tbw,
+    )
+
+
+def _bandwidth(config: InfinityConfig) -> Bandwidth | None:
+    """What is known of the drives. Those of weights and those of states work side by side."""
+    sections = (config.offload_param, config.offload_optimizer)
+    found = [measured_bandwidth(paths) for paths in {s.nvme_paths: None for s in sections if s.device == "nvme"}]
+    known = [bandwidth for bandwidth in found if bandwidth is not None]
+    if not known or len(known) < len(found):
+        return None
+    return Bandwidth(
+        sum(bandwidth.read_bytes_per_second for bandwidth in known),
+        sum(bandwidth.write_bytes_per_second for bandwidth in known),
+        sum(bandwidth.mixed_bytes_per_second for bandwidth in known),
+        min(bandwidth.measured_at for bandwidth in known),
+    )
