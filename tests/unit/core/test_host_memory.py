@@ -112,3 +112,24 @@ def test_unreadable_files_are_passed_over(machine: _Machine) -> None:
 
 def test_the_real_machine_has_some() -> None:
     assert 0 < host_memory.free_bytes() < 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("free", "holds_activations", "reserve"),
+    [
+        (100 * 10**9, True, 25 * 10**9),
+        (100 * 10**9, False, 10 * 10**9),
+        (6 * 10**9, True, 2 * 10**9),
+        (6 * 10**9, False, 2 * 10**9),
+        (3 * 10**9, False, 1_500_000_000),
+        (0, True, 0),
+    ],
+)
+def test_an_open_budget_leaves_a_reserve(
+    monkeypatch: pytest.MonkeyPatch, free: int, holds_activations: bool, reserve: int
+) -> None:
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: free)
+    share = host_memory.free_share(holds_activations=holds_activations)
+    assert (share.free_bytes, share.reserve_bytes, share.budget_bytes) == (free, reserve, free - reserve)
+    assert f"{free / 1e6:,.0f} MB" in str(share)
+    assert f"{reserve / 1e6:,.0f} MB" in str(share)

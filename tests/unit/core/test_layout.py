@@ -127,3 +127,16 @@ def test_round_up_gives_the_next_multiple(value: int, granule: int) -> None:
 
 def test_numel_of_a_scalar_is_one() -> None:
     assert _spec(0, (), torch.float32, True).numel == math.prod(()) == 1
+
+
+def test_no_chunk_lies_across_a_border() -> None:
+    layout = UnitLayout([ParameterSpec("a", (7 * CHUNK_GRANULE,), (1,), torch.bfloat16, True)])
+    for border in range(0, 9 * CHUNK_GRANULE, CHUNK_GRANULE):
+        chunks = layout.chunks(3 * CHUNK_GRANULE, border)
+        assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
+        assert chunks[-1].stop == layout.trainable_numel
+        assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+        assert all(chunk.stop <= border or chunk.start >= border for chunk in chunks)
+        assert all(0 < chunk.numel <= 3 * CHUNK_GRANULE for chunk in chunks)
+    with pytest.raises(ValueError, match="border"):
+        layout.chunks(CHUNK_GRANULE, 1)

@@ -215,3 +215,58 @@ def test_a_unit_without_states_in_fp32_has_nothing_to_store(swapper: Swapper) ->
     lease = _open(records, unit, chunks[0])
     lease.write_back([])
     _open(records, unit, chunks[1]).discard()
+
+
+@pytest.mark.parametrize("form", _FORMATS)
+def test_records_in_memory_are_worked_on_in_place(swapper: Swapper, form: RecordFormat) -> None:
+    unit, chunks = _unit(form.weight_dtype)
+    assert len(chunks) == 2
+    arena = _arena(1, form)
+    records = PagedRecords(swapper, arena, form)
+    records.allocate(unit, chunks, _NAMES, numel_in_memory=CHUNK_GRANULE)
+    weight = torch.zeros(chunks[0].numel, dtype=form.weight_dtype)
+    before = swapper.statistics()
+    for value in (0, 7):
+        lease = records.open(unit, chunks[0], is_blocking=False, weight=weight, needs_scratch=False)
+        assert lease is not None
+        assert arena.statistics().num_leased == 0, "there is nothing to put into a page"
+        workspace = lease.workspace
+        assert workspace.weight.data_ptr() == weight.data_ptr()
+        assert torch.equal(workspace.states["exp_avg"], torch.full_like(workspace.states["exp_avg"], value))
+        workspace.states["exp_avg"].fill_(7)
+        lease.write_back([])
+    lease = _open(records, unit, chunks[0])
+    assert arena.statistics().num_leased == 1, "for the weight and the gradient"
+    assert torch.equal(lease.workspace.states["exp_avg"], torch.full_like(lease.workspace.states["exp_avg"], 7))
+    lease.workspace.gradient.fill_(1)
+    lease.workspace.weight.fill_(1)
+    lease.write_back([])
+    assert arena.statistics().num_leased == 0
+    assert swapper.statistics() == before, "no drive was asked"
+    lease = _open(records, unit, chunks[1])
+    lease.workspace.states["exp_avg"].fill_(3)
+    lease.write_back([])
+    swapper.flush()
+    assert swapper.statistics().write_bytes - before.write_bytes == lease.workspace.record.numel()
+
+
+def test_a_page_with_scratch_for_memory_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> None:
+    unit, chunks = _unit(torch.bfloat16)
+    arena = _arena(1, _HALVES)
+    records = PagedRecords(None, arena, _HALVES)
+    records.allocate(unit, chunks, _NAMES, numel_in_memory=unit.layout.trainable_numel)
+    extent = swapper.allocate(2 * CHUNK_GRANULE, "weights")
+    lease = _open(records, unit, chunks[0])
+    lease.write_back([swapper.write(extent, lease.workspace.weight)])
+    swapper.flush()
+    deadline = time.monotonic() + 10
+    while arena.statistics().num_leased and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert arena.statistics().num_leased == 0
+
+
+def test_records_that_rest_nowhere_are_refused() -> None:
+    unit, chunks = _unit(torch.bfloat16)
+    records = PagedRecords(None, _arena(1, _HALVES), _HALVES)
+    with pytest.raises(RuntimeError, match="rest nowhere"):
+        records.allocate(unit, chunks, _NAMES, numel_in_memory=CHUNK_GRANULE)

@@ -1,0 +1,109 @@
+"""What the budget keeps in memory does not go to the drives, and needs no room there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import BudgetTooSmallError
+from infinity.storage import Storage
+from tests.exactness.case import loss_of
+from tests.exactness.families import FAMILIES
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+_LLAMA = next(case for case in FAMILIES if case.name == "llama")
+_BF16 = {"bf16": {"enabled": True}}
+_MODES: dict[str, dict[str, Any]] = {
+    "in_backward": {},
+    "deferred": {"gradient_clipping": 0.1},
+    "step": {"infinity": {"update": "step"}},
+    "ga3": {"gradient_accumulation_steps": 3},
+}
+
+
+def _changes(mode: str, **own: Any) -> dict[str, Any]:
+    changes = {**_BF16, **_MODES[mode]}
+    return {**changes, "infinity": {"keep_in_memory": True, **changes.get("infinity", {}), **own}}
+
+
+def _train(engine: Any, num_steps: int, case: Any = PLAIN) -> list[Any]:
+    reports = []
+    for step in range(num_steps):
+        for micro_batch in range(engine.gradient_accumulation_steps()):
+            batch = make_batch(step, micro_batch, case=case, dtype=engine.config.compute_dtype)
+            engine.backward(loss_of(engine(**batch)))
+            engine.step()
+        reports.append(engine.report)
+    return reports
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[int] = []
+    open_swapper = Storage._open
+
+    def opened(self: Storage, key: Any, num_bytes: int) -> Any:
+        reserved.append(num_bytes)
+        return open_swapper(self, key, num_bytes)
+
+    monkeypatch.setattr(Storage, "_open", opened)
+    config = everything_on_nvme(tmp_path, _changes(mode))
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
+    with engine:
+        reports = _train(engine, 3)
+        counters = engine._parts.storage.counters()
+    assert (counters.read_bytes, counters.write_bytes) == (0, 0), "not even at start"
+    assert reserved == [0]
+    assert all(report.predicted_read_bytes == report.predicted_write_bytes == 0 for report in reports)
+    assert engine.plan.states_bytes["nvme"] == 0
+
+
+def test_an_open_budget_keeps_a_small_model_in_memory(tmp_path: Path) -> None:
+    config = everything_on_nvme(tmp_path, _changes("in_backward", host_memory_budget="auto"))
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
+    with engine:
+        assert "stay in reserve" in str(engine.plan)
+        assert engine.plan.states_bytes["nvme"] == 0
+
+
+@pytest.mark.parametrize("mode", ["in_backward", "deferred", "ga3"])
+def test_states_in_memory_save_what_the_plan_says(mode: str, tmp_path: Path) -> None:
+    probe = everything_on_nvme(tmp_path, _changes(mode, host_memory_budget=1))
+    with pytest.raises(BudgetTooSmallError) as refused:
+        infinity.initialize(model=_LLAMA.make("none"), config=probe)
+    minimum = refused.value.minimum_bytes
+    moved = []
+    for extra in (0, 10):
+        model = _LLAMA.make("none")
+        budget = minimum + extra * sum(parameter.numel() for parameter in model.parameters())
+        config = everything_on_nvme(tmp_path, _changes(mode, host_memory_budget=budget))
+        engine, *_ = infinity.initialize(model=model, config=config)
+        with engine:
+            reports = _train(engine, 12, _LLAMA)[2:]
+            assert engine.plan.placement.kept_bytes <= budget - minimum
+        moved.append(sum(report.read_bytes + report.write_bytes for report in reports))
+        predicted = sum(report.predicted_read_bytes + report.predicted_write_bytes for report in reports)
+        assert moved[-1] == pytest.approx(predicted, rel=0.12), "one step's lag"
+    assert moved[1] < 0.65 * moved[0], "in so small a model, pages are much of the budget"
+
+
+def test_weights_that_stay_may_be_changed_and_read(tmp_path: Path) -> None:
+    """Everything that looks at weights or states from outside, while some of them rest in memory and are worked on there."""
+    with Lockstep.start(tmp_path, changes=_changes("in_backward")) as pair:
+        for step in range(2):
+            pair.engine_step(step)
+        parameter = next(iter(pair.model.parameters()))
+        weight = pair.engine.state_of(parameter)["weight"]
+        with infinity.GatheredParameters(parameter):
+            assert torch.equal(parameter.detach().float(), weight.to(parameter.dtype).float())
+            with torch.no_grad():
+                parameter.mul_(2)
+        changed = pair.engine.state_of(parameter)["weight"]
+        with infinity.GatheredParameters(parameter):
+            assert torch.equal(parameter.detach().float(), changed), "a new weight is its own main weight"
+        assert not torch.equal(changed, weight)
+        pair.engine.flush()
