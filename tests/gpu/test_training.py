@@ -80,9 +80,7 @@ class OnTheGpu(PlainTorch):
         self._gradients = {}
         self.optimizer.step()
         self.optimizer.zero_grad()
-        with torch.no_grad():
-            for fqn, param in self.trainable.items():
-                param.copy_(self.main[fqn].to(param.dtype))
+        self._cast()
         return norm
 
 
@@ -100,6 +98,8 @@ def _require_exact(name: str, row: Row, directory: Path) -> None:
         compute_dtype=row.compute_dtype,
         num_micro_batches=row.accumulation if row.loop == "engine" else 1,
         max_norm=MAX_NORM if row.clipping else 0.0,
+        rounds_half_up=row.rounds_half_up,
+        rounds_gradients=row.rounds_gradients,
     )
     expected = train(reference, case.batch, **settings)
     trainer = paged_trainer(case, row, directory)
