@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import dataclasses
 import errno
 import gc
 import threading
@@ -60,9 +59,7 @@ def _step(both: Lockstep, step: int) -> None:
 
 
 def _without_memory_for_inputs(both: Lockstep) -> None:
-    surroundings = both.engine._vertical._on
-    placement = dataclasses.replace(surroundings.placement, activation_bytes=0)
-    object.__setattr__(surroundings, "placement", placement)
+    object.__setattr__(both.engine._vertical._on, "activation_bytes", 0)
 
 
 class Interruption:

@@ -21,7 +21,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "in_backward": {},
     "deferred": {"gradient_clipping": 0.1},
     "step": {"infinity": {"update": "step"}},
-    "ga3": {"gradient_accumulation_steps": 3},
+    "ga3": {"gradient_accumulation_steps": 3, "infinity": {"schedule": "ordinary"}},
 }
 
 

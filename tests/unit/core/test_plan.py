@@ -15,6 +15,7 @@ from infinity.plan import Plan
 from infinity.sizes import Request, UnitSize
 from infinity.telemetry import StepReport
 from infinity.trace import Trace
+from infinity.traffic import Traffic
 from infinity.workspace import RecordFormat
 
 _SPEED = Bandwidth(2e6, 1e6, 2.5e6, "2026-01-02T03:04:05+00:00")
@@ -119,15 +120,15 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     guess = [*range(8), *reversed(range(8))]
     forecast = Forecast(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess)
     trace = Trace(guess)
-    first = forecast.plan(trace)
+    first = forecast.plan(trace, Traffic())
     assert first.predicted_read_bytes_per_step > 0
     assert first.compute_seconds is None
     for seconds in (50.0, 40.0):
         forecast.note(_report(seconds, seconds))
-    assert forecast.plan(trace).compute_seconds is None, "the first steps do not count"
+    assert forecast.plan(trace, Traffic()).compute_seconds is None, "the first steps do not count"
     for compute, optimizer in ((1.0, 0.5), (1.2, 3.0), (1.1, 0.5)):
         forecast.note(_report(9.0, compute, optimizer))
-    assert forecast.plan(trace).compute_seconds == 1.1
+    assert forecast.plan(trace, Traffic()).compute_seconds == 1.1
     trace.begin()
     for unit in range(4):
         trace.touch(unit)
@@ -135,5 +136,5 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     for unit in reversed(range(4)):
         trace.touch(unit)
     trace.commit()
-    assert forecast.plan(trace).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
-    assert forecast.plan(trace).compute_seconds == 1.1
+    assert forecast.plan(trace, Traffic()).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
+    assert forecast.plan(trace, Traffic()).compute_seconds == 1.1

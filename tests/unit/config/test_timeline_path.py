@@ -1,0 +1,45 @@
+"""`infinity.timeline`: off unless a file is named; its path is made absolute, and looked at only when training begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.config import load_config
+from infinity.errors import ConfigError, ConfigValueError
+
+_BASE = {"train_micro_batch_size_per_gpu": 1}
+
+
+def _timeline(value: object) -> Path | None:
+    return load_config(_BASE | {"infinity": {"timeline": value}}).infinity.timeline
+
+
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_off(value: object) -> None:
+    assert _timeline(value) is None
+    assert load_config(_BASE).infinity.timeline is None
+
+
+def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("TRACES", "/traces")
+    assert _timeline("trace.json") == tmp_path / "trace.json"
+    assert _timeline(Path("/a/b.json")) == Path("/a/b.json")
+    assert _timeline("~/trace.json") == Path("/home/somebody/trace.json")
+    assert _timeline("$TRACES/a.json") == Path("/traces/a.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRACES", raising=False)
+    with pytest.raises(ConfigValueError, match=r"infinity\.timeline.*not set"):
+        _timeline("$TRACES/a.json")
+
+
+@pytest.mark.parametrize("value", ["", 3, True, [], ["a.json"], {"path": "a.json"}, "a\0b"])
+def test_what_is_no_path(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"infinity\.timeline.*must be the path of a file"):
+        _timeline(value)
