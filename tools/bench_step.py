@@ -78,6 +78,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpointing", type=list_of(str), default=["none"], help="none, reentrant, non-reentrant")
     add("--budget", type=list_of(str), default=["384MB"], help="host_memory_budget of ours (default 384MB)")
     add("--update", type=list_of(str), default=["auto"], help="infinity.update of ours, e.g. in_backward,deferred,step")
+    add(
+        "--schedule",
+        type=list_of(str),
+        default=["auto"],
+        help="order of the micro-batches of ours: auto, vertical, ordinary",
+    )
     add("--main-weights", choices=["remainder", "fp32"], default="remainder", help="infinity.main_weights of ours")
     add("--memory-limit", type=size_bytes, help="memory limit of ours, e.g. 1.5GB")
     add("--throttle", type=list_of(throttle), default=[600, None], help="MB/s each way, e.g. 300,600,1200,none")
@@ -140,12 +146,14 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         )
         if not arguments.without_compute_alone:
             yield Case(workload, None, (ParticipantSpec("in_memory", "in_memory"),))
-        for limit, budget, update in itertools.product(arguments.throttle, arguments.budget, arguments.update):
+        settings_of_case = (arguments.throttle, arguments.budget, arguments.update, arguments.schedule)
+        for limit, budget, update, schedule in itertools.product(*settings_of_case):
             specs = []
             if not arguments.without_ours:
                 settings_of_ours: dict[str, Any] = {
                     "budget": budget,
                     "update": update,
+                    "schedule": schedule,
                     "main_weights": arguments.main_weights,
                 }
                 if arguments.timeline is not None:

@@ -23,6 +23,7 @@ def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
         "infinity": {
             "host_memory_budget": settings["budget"],
             "update": settings.get("update", "auto"),
+            "schedule": settings.get("schedule", "auto"),
             "main_weights": settings.get("main_weights", "auto"),
             "timeline": settings.get("timeline"),
         },
@@ -44,15 +45,10 @@ class Ours:
         self._batches = micro_batches(workload, device)
 
     def step(self) -> float:
-        """Runs one optimizer step and returns the mean loss of its micro-batches."""
-        total = 0.0
-        for _ in range(self._workload.num_micro_batches):
-            loss = self._engine(**next(self._batches)).loss
-            self._engine.backward(loss)
-            self._engine.step()
-            total += float(loss.detach())
+        """Runs one optimizer step through `train_batch`, which takes one call per micro-batch, and returns the mean loss."""
+        loss = float(self._engine.train_batch(self._batches))
         self._reports.append(self._engine.report)
-        return total / self._workload.num_micro_batches
+        return loss
 
     def flush(self) -> None:
         """Waits for every pending update and write-back, so that a turn's time holds all of its work."""
