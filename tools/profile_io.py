@@ -14,13 +14,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 def main() -> int:
-    """Returns the exit code: 0, 1 if a drive failed, 2 after bad input, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 1 if a drive failed, 2 after bad input or without the packages, 130 after Ctrl-C."""
     # While the libraries are loaded there is nothing to report yet: Ctrl-C just ends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from io_profile.program import run
+    try:
+        from io_profile.program import run
+    except ModuleNotFoundError as error:
+        root = Path(__file__).resolve().parent.parent
+        print(
+            f"profile_io.py: this Python ({sys.executable}) has no module {error.name!r}. Install the project into it:\n"
+            f"    {sys.executable} -m pip install -e '{root}[plot,uring]' -c {root / 'constraints.txt'}",
+            file=sys.stderr,
+        )
+        return 2
 
     return run(sys.argv[1:], __doc__)
 

@@ -351,3 +351,10 @@ def test_the_bytes_of_a_step_are_those_of_the_engine(nvme_dir: Path) -> None:
         plan = engine.plan
     assert plan.minimum_budget_bytes == least.budget_bytes
     assert (plan.predicted_read_bytes_per_step, plan.predicted_write_bytes_per_step) == (least.read, least.write)
+
+
+def test_a_python_without_the_packages_is_told_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('none here', name='numpy')\n")
+    code, output = finish(start(tmp_path, environment={"PYTHONPATH": str(tmp_path)}))
+    assert code == 2
+    assert "no module" in output and "-m pip install -e" in output, output
