@@ -41,7 +41,7 @@ class Forecast:
         self._request = request
         self._known = (tuple(guess), len(units), Traffic())
         self._plan = self._predicted(plan)
-        self._busy_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self._num_steps = 0
 
     def plan(self, trace: Trace, traffic: Traffic) -> Plan:
@@ -68,11 +68,27 @@ class Forecast:
     def note(self, report: StepReport) -> None:
         """A step has ended."""
         self._num_steps += 1
-        if self._num_steps > _WARM_UP:
-            # What the training thread did not wait, the GPU, the optimizer's thread: each works beside the others.
-            busy = max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)
-            self._busy_seconds.append(busy)
-            self._plan = dataclasses.replace(self._plan, compute_seconds=statistics.median(self._busy_seconds))
+        if self._num_steps <= _WARM_UP:
+            return
+        self._reports.append(report)
+        moved = sum(report.read_bytes + report.write_bytes for report in self._reports)
+        drive_seconds = sum(report.drive_busy_seconds for report in self._reports)
+        longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in self._reports]
+        self._plan = dataclasses.replace(
+            self._plan,
+            seen_bytes_per_second=moved / drive_seconds if moved and drive_seconds else None,
+            compute_seconds=statistics.median(_busy_seconds(report) for report in self._reports),
+            overlap_factor=statistics.median(
+                report.seconds / seconds for report, seconds in zip(self._reports, longest, strict=True) if seconds
+            )
+            if any(longest)
+            else 1.0,
+        )
+
+
+def _busy_seconds(report: StepReport) -> float:
+    """What the training thread did not wait, the GPU, the optimizer's thread: each works beside the others."""
+    return max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)
 
 
 def first_plan(

@@ -39,8 +39,12 @@ class Plan:
     """What the drives were measured to do; None if they were not."""
     drive_tbw: float | None = None
     """Terabytes that the drives are rated to take."""
+    seen_bytes_per_second: float | None = None
+    """What the drives read and wrote while they were busy, in the steps so far; None before the first ones."""
     compute_seconds: float | None = None
     """What a step would take without waiting for drives, from the steps so far; None before the first ones."""
+    overlap_factor: float = 1.0
+    """How much longer the steps so far took than the longer of I/O and compute, which share processors and memory."""
 
     @property
     def predicted_io_seconds(self) -> float | None:
@@ -48,6 +52,8 @@ class Plan:
         read, write = self.predicted_read_bytes_per_step, self.predicted_write_bytes_per_step
         if not read and not write:
             return 0.0
+        if self.seen_bytes_per_second is not None:
+            return (read + write) / self.seen_bytes_per_second
         speed = self.bandwidth
         if speed is None:
             return None
@@ -56,10 +62,13 @@ class Plan:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """The longer of I/O and compute, which run beside each other; None as long as one of them is not known."""
-        if self.predicted_io_seconds is None or self.compute_seconds is None:
+        """I/O and compute run beside each other, so it is the longer of them. Before the first steps it is that of I/O alone.
+
+        None as long as nobody knows how fast the drives are.
+        """
+        if self.predicted_io_seconds is None:
             return None
-        return max(self.predicted_io_seconds, self.compute_seconds)
+        return max(self.predicted_io_seconds, self.compute_seconds or 0.0) * self.overlap_factor
 
     @property
     def prediction(self) -> tuple[int, int, float | None]:
@@ -112,16 +121,18 @@ class Plan:
         return rows
 
     def _time(self) -> str:
-        io, compute, speed = self.predicted_io_seconds, self.compute_seconds, self.bandwidth
+        seconds, io, speed = self.predicted_step_seconds, self.predicted_io_seconds, self.bandwidth
+        compute = self.compute_seconds
         computing = "compute is known after the first steps" if compute is None else f"compute {compute:.2f} s"
-        if io is None:
+        if seconds is None:
             return f"unknown, no speed of the drives is stored: run tools/profile_io.py; {computing}"
         reading = f"I/O {io:.2f} s"
-        if speed is not None and io:
+        if self.seen_bytes_per_second is not None:
+            reading += f" at {self.seen_bytes_per_second / _MEGABYTE:,.0f} MB/s (both ways, as in the last steps)"
+        elif speed is not None and io:
             rate = speed.mixed_bytes_per_second / _MEGABYTE
             reading += f" at {rate:,.0f} MB/s (both ways, measured on {speed.date})"
-        seconds = self.predicted_step_seconds
-        return f"{reading}, {computing}" if seconds is None else f"{seconds:.2f} s: {reading}, {computing}"
+        return f"{'at least ' if compute is None else ''}{seconds:.2f} s: {reading}, {computing}"
 
     def _life(self) -> str:
         written = 1000 * self.predicted_write_bytes_per_step / 1e12

@@ -95,6 +95,17 @@ def _ours_remarks(result: CaseResult, ours: Outcome, alone: Outcome | None) -> l
         predicted = ours.description.get(f"predicted_{word}_bytes")
         if predicted:
             lines.append(f"{word}: measured is {100 * (measured / predicted - 1):+.2f} % off the engine's prediction")
+    off = [
+        report["seconds"] / report["predicted_seconds"] - 1
+        for turn in ours.turns
+        for report in turn.get("reports", [])
+        if report.get("predicted_seconds")
+    ]
+    if off:
+        lines.append(
+            f"step time: measured is {100 * statistics.median(off):+.1f} % off what the plan had said before each step "
+            f"({100 * min(off):+.1f} to {100 * max(off):+.1f} %)"
+        )
     if ours.busy_shares:
         shares = {name.removesuffix("_share"): f"{100 * share:.0f} %" for name, share in ours.busy_shares.items()}
         lines.append(

@@ -90,9 +90,12 @@ def test_drives_take_as_long_as_what_is_slowest(read: int, write: int, seconds: 
 
 def test_a_step_takes_as_long_as_the_longer_of_drives_and_compute() -> None:
     plan = _plan(4_000_000, 0, bandwidth=_SPEED)
-    assert plan.predicted_step_seconds is None, "nobody knows how long compute takes"
+    assert plan.predicted_step_seconds == 2.0
+    assert "at least 2.00 s" in str(plan), "nobody knows how long compute takes"
     assert dataclasses.replace(plan, compute_seconds=1.5).predicted_step_seconds == 2.0
     assert dataclasses.replace(plan, compute_seconds=2.5).predicted_step_seconds == 2.5
+    assert dataclasses.replace(plan, compute_seconds=2.5, overlap_factor=1.2).predicted_step_seconds == 3.0
+    assert dataclasses.replace(plan, seen_bytes_per_second=1e6).predicted_step_seconds == 4.0
     unknown = dataclasses.replace(plan, compute_seconds=2.5, bandwidth=None)
     assert unknown.predicted_step_seconds is None
     assert "tools/profile_io.py" in str(unknown)
@@ -129,6 +132,13 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     for compute, optimizer in ((1.0, 0.5), (1.2, 3.0), (1.1, 0.5)):
         forecast.note(_report(9.0, compute, optimizer))
     assert forecast.plan(trace, Traffic()).compute_seconds == 1.1
+    assert forecast.plan(trace, Traffic()).overlap_factor == pytest.approx(9.0 / 1.1)
+    for _ in range(20):
+        forecast.note(
+            dataclasses.replace(_report(4.4, 1.1), drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000)
+        )
+    assert forecast.plan(trace, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
+    assert forecast.plan(trace, Traffic()).overlap_factor == pytest.approx(1.1)
     trace.begin()
     for unit in range(4):
         trace.touch(unit)
