@@ -24,8 +24,7 @@ import aiofiles.os
 
 from swapper.backends.base import Direction, IORequest
 from swapper.backends.file_transfer import FileTransfer
-from swapper.config import ALIGNMENT
-from swapper.uncopyable import Uncopyable
+from swapper.backends.volume_backend import VolumeBackend
 from swapper.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ atexit.register(_stop_all_at_exit)
 os.register_at_fork(after_in_child=_open_backends.clear)  # a child has none of these threads
 
 
-class AiofilesBackend(Uncopyable):
+class AiofilesBackend(VolumeBackend):
     """Knows a volume and the event loop that transfers its bytes; must not know extents.
 
     Args:
@@ -176,30 +175,15 @@ class AiofilesBackend(Uncopyable):
     """
 
     def __init__(self, volume: Volume, num_threads: int = 4) -> None:
-        self.volume = volume
-        self.capacity_bytes = volume.capacity_bytes
-        self.is_direct = volume.is_direct
-        self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
-        self.boundary_bytes = volume.stripe_bytes
+        super().__init__(volume)
         self.num_threads = num_threads
         self.concurrency = num_threads * len(volume.files)
-        self._transfer = FileTransfer(volume)
         self._lock = threading.Lock()
         self._is_closed = False
         self._loop = _Loop(self._transfer, len(volume.files), num_threads)
         self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
         self._finalizer.atexit = False
         _open_backends.add(self)
-
-    @property
-    def num_bounced(self) -> int:
-        """Transfers that went through other memory, because theirs was not aligned."""
-        return self._transfer.num_bounced
-
-    def locate(self, offset: int) -> tuple[str, int]:
-        """Return the file's description and the offset in it."""
-        file, file_offset = self.volume.locate(offset)
-        return file.name, file_offset
 
     def describe(self) -> str:
         """Return one line for logs."""
@@ -229,13 +213,3 @@ class AiofilesBackend(Uncopyable):
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
-
-    def close(self, timeout_seconds: float) -> bool:
-        """End the threads and close the files."""
-        ended = self.stop(timeout_seconds)
-        if ended:
-            self.volume.close()
-        else:
-            # The number of a closed file may be given to another file, which a hung thread would then write into.
-            logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
-        return ended

@@ -6,16 +6,14 @@ import logging
 import time
 
 from swapper.backends.base import IORequest
-from swapper.backends.file_transfer import FileTransfer
+from swapper.backends.volume_backend import VolumeBackend
 from swapper.backends.workers import WorkerPool
-from swapper.config import ALIGNMENT
-from swapper.uncopyable import Uncopyable
 from swapper.volume import Volume
 
 logger = logging.getLogger(__name__)
 
 
-class ThreadsBackend(Uncopyable):
+class ThreadsBackend(VolumeBackend):
     """Knows a volume and the threads that transfer its bytes; must not know extents.
 
     Each file of the volume has threads of its own, so that a slow or hung drive never occupies those of another.
@@ -26,28 +24,13 @@ class ThreadsBackend(Uncopyable):
     """
 
     def __init__(self, volume: Volume, num_threads: int = 4) -> None:
-        self.volume = volume
-        self.capacity_bytes = volume.capacity_bytes
-        self.is_direct = volume.is_direct
-        self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
-        self.boundary_bytes = volume.stripe_bytes
+        super().__init__(volume)
         self.num_threads = num_threads
         # Stripes come in turn, drives take unequal times: without some in hand, one would wait for the turn of another.
         num_ahead = -(-num_threads // 2) if len(volume.files) > 1 else 0
         self.concurrency = (num_threads + num_ahead) * len(volume.files)
-        self._transfer = FileTransfer(volume)
         names = ["io"] if len(volume.files) == 1 else [f"io-{column}" for column in range(len(volume.files))]
         self._pools = [WorkerPool(name, self._transfer, num_threads) for name in names]
-
-    @property
-    def num_bounced(self) -> int:
-        """Transfers that went through other memory, because theirs was not aligned."""
-        return self._transfer.num_bounced
-
-    def locate(self, offset: int) -> tuple[str, int]:
-        """Return the file's description and the offset in it."""
-        file, file_offset = self.volume.locate(offset)
-        return file.name, file_offset
 
     def describe(self) -> str:
         """Return one line for logs."""
@@ -68,13 +51,3 @@ class ThreadsBackend(Uncopyable):
             pool.stop()  # all of them before waiting for one, which may hang
         ended = [pool.close(max(0.0, deadline - time.monotonic())) for pool in self._pools]
         return all(ended)
-
-    def close(self, timeout_seconds: float) -> bool:
-        """Stop the workers and close the files."""
-        ended = self.stop(timeout_seconds)
-        if ended:
-            self.volume.close()
-        else:
-            # The number of a closed file may be given to another file, which a hung thread would then write into.
-            logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
-        return ended

@@ -11,13 +11,12 @@ import weakref
 from collections.abc import Callable
 
 from swapper.backends.base import IORequest
-from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.ring_loop import RingLoop
+from swapper.backends.volume_backend import VolumeBackend
 from swapper.backends.workers import WorkerPool
 from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError, error_words
 from swapper.region import AlignedRegion
-from swapper.uncopyable import Uncopyable
 from swapper.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ MAX_QUEUE_DEPTH = 4096
 _NUM_BOUNCE_THREADS = 2
 
 
-class UringBackend(Uncopyable):
+class UringBackend(VolumeBackend):
     """Knows a volume, the ring that transfers its bytes, and threads for what must be bounced; must not know extents.
 
     Args:
@@ -40,14 +39,9 @@ class UringBackend(Uncopyable):
     def __init__(self, volume: Volume, queue_depth: int = 32) -> None:
         if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
             raise ArgumentError(f"queue_depth must be from 1 to {MAX_QUEUE_DEPTH}, got {queue_depth}")
-        self.volume = volume
-        self.capacity_bytes = volume.capacity_bytes
-        self.is_direct = volume.is_direct
-        self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
-        self.boundary_bytes = volume.stripe_bytes
+        super().__init__(volume)
         self.concurrency = queue_depth
         self._files = {file: index for index, file in enumerate(volume.files)}
-        self._bouncing = FileTransfer(volume)
         self._lock = threading.Lock()
         self._pool: WorkerPool | None = None
         self._has_complained = False
@@ -55,19 +49,9 @@ class UringBackend(Uncopyable):
         weakref.finalize(self, self._loop.stop).atexit = False
 
     @property
-    def num_bounced(self) -> int:
-        """Transfers that went through other memory, because theirs was not aligned."""
-        return self._bouncing.num_bounced
-
-    @property
     def num_fixed(self) -> int:
         """Transfers of registered memory."""
         return self._loop.num_fixed
-
-    def locate(self, offset: int) -> tuple[str, int]:
-        """Return the file's description and the offset in it."""
-        file, file_offset = self.volume.locate(offset)
-        return file.name, file_offset
 
     def describe(self) -> str:
         """Return one line for logs."""
@@ -84,7 +68,7 @@ class UringBackend(Uncopyable):
     def _bounce_pool(self) -> WorkerPool:
         with self._lock:
             if self._pool is None:  # few need it
-                self._pool = WorkerPool("bounce", self._bouncing, _NUM_BOUNCE_THREADS)
+                self._pool = WorkerPool("bounce", self._transfer, _NUM_BOUNCE_THREADS)
             return self._pool
 
     def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
@@ -132,13 +116,3 @@ class UringBackend(Uncopyable):
             pool = self._pool
         has_ended = pool is None or pool.close(timeout_seconds)
         return self._loop.close(deadline - time.monotonic()) and has_ended
-
-    def close(self, timeout_seconds: float) -> bool:
-        """Let what was submitted end, stop the threads and close the files."""
-        has_ended = self.stop(timeout_seconds)
-        if has_ended:
-            self.volume.close()
-        else:
-            # The number of a closed file may be given to another file, which a hung bounced write would then go into.
-            logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
-        return has_ended

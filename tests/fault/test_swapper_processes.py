@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from swapper import ALIGNMENT, StagingArena, Swapper, SwapperClosedError, SwapperConfig
+from tests.forked import require_in_child
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = SwapperConfig(deadline_seconds=20.0)
@@ -200,30 +201,6 @@ def test_without_assertions() -> None:
     assert out.split() == ["True", "TransferError", "BrokenExtentError", "ExtentRangeError", "True"]
 
 
-def _in_child(function: Callable[[], bool]) -> None:
-    """Run a function in a forked child and require that it returns true."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if function() else 2
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + 30
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("the child hangs")
-        time.sleep(0.01)
-
-
 def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> None:
     swapper = Swapper.open([tmp_path], 1 << 20, _CONFIG)
     arena = StagingArena(ALIGNMENT, 4)
@@ -260,7 +237,7 @@ def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> 
             gc.collect()
             return True
 
-        _in_child(child)
+        require_in_child(child)
         handle.wait()
         copy = torch.zeros(ALIGNMENT, dtype=torch.uint8)
         swapper.read(extent, copy).wait()
@@ -284,7 +261,7 @@ def test_children_that_drop_everything_harm_nobody(tmp_path: Path) -> None:
 
     for _ in range(3):
         handle = swapper.write(extent, data)
-        _in_child(child)
+        require_in_child(child)
         handle.wait()
         swapper.read(extent, data).wait()
         assert (data == 3).all()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from swapper.backends import ring as ring_module
 from swapper.backends.ring import Library, Ring, library
 from swapper.backends.ring_loop import RingLoop
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
+from tests.forked import require_in_child
 from tests.uring import needs_uring
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -168,29 +167,6 @@ def test_a_missing_or_another_wheel_is_named(monkeypatch: pytest.MonkeyPatch, mi
 # -- other processes -----------------------------------------------------------------------------------------------------
 
 
-def _in_child(function: Callable[[], bool]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if function() else 2
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + _SECONDS
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("the child hangs")
-        time.sleep(0.01)
-
-
 def test_a_forked_child_touches_nothing_of_its_parents_ring(backend: UringBackend) -> None:
     ring = backend._loop._ring
     assert ring is not None
@@ -216,7 +192,7 @@ def test_a_forked_child_touches_nothing_of_its_parents_ring(backend: UringBacken
     data, copy = random_bytes(256 * ALIGNMENT, 4), aligned_bytes(256 * ALIGNMENT)
     for _ in range(4):
         running = [start(backend, _WRITE, i, data[i : i + 65536]) for i in range(0, data.size, 65536)]
-        _in_child(child)
+        require_in_child(child)
         for completion in running:
             completion.require_whole(65536)
         copy[:] = 0
