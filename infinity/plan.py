@@ -31,6 +31,7 @@ class Plan:
     host_budget_source: str
     minimum_budget_bytes: int
     placement: Placement
+    num_micro_batches: int
     predicted_read_bytes_per_step: int
     predicted_write_bytes_per_step: int
     traffic: Traffic = field(default_factory=Traffic)
@@ -105,8 +106,11 @@ class Plan:
         ]
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
+        rows.append(("optimizer update", self.update.replace("_", " ")))
+        if self.num_micro_batches > 1:
+            order = "all through a unit before the next" if self.traffic.is_vertical else "one after the other"
+            rows.append(("micro-batches", f"{self.num_micro_batches}, {order}"))
         rows += [
-            ("optimizer update", self.update.replace("_", " ")),
             (
                 "predicted read per step",
                 f"{_size(self.predicted_read_bytes_per_step)} ({self.predicted_read_bytes_per_step / per:.2f} B per parameter)",

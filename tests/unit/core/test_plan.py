@@ -51,6 +51,7 @@ def _plan(read: int = 0, write: int = 0, **changes: object) -> Plan:
         host_budget_source="from the config",
         minimum_budget_bytes=1 << 20,
         placement=place(_UNITS, _REQUEST),
+        num_micro_batches=1,
         predicted_read_bytes_per_step=read,
         predicted_write_bytes_per_step=write,
     )
@@ -116,7 +117,9 @@ def test_the_table_says_what_rests_where() -> None:
     text = str(_plan(4_000_000, 1_000_000, bandwidth=_SPEED, compute_seconds=0.25))
     for words in ("weights 5.0 MB", "remainders 7.0 MB", "2.00 s: I/O 2.00 s", "2026-01-02", "compute 0.25 s"):
         assert words in text
-    assert "states 0" not in text
+    assert "states 0" not in text and "micro-batches" not in text
+    assert "4, one after the other" in str(_plan(num_micro_batches=4))
+    assert "4, all through a unit" in str(_plan(num_micro_batches=4, traffic=Traffic(is_vertical=True)))
 
 
 def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
