@@ -187,7 +187,13 @@ def build_peer(arguments: argparse.Namespace, directory: Path) -> None:
     """Lets the peer compile its extensions in a run that is not measured: the compiler's memory is not the peer's."""
     console.print("the peer compiles its extensions: some minutes, this first time only")
     tiny = Case(Workload(model="tiny"), None, tuple(peers(arguments.peer_build_dir, arguments.peer_python)[:1]))
-    run_case(CaseResult(tiny), directory, Schedule(1, 1, 1), lambda _: None, measure_drive=False)
+    try:
+        run_case(CaseResult(tiny), directory, Schedule(1, 1, 1), lambda _: None, measure_drive=False)
+    except BaseException:
+        # Half a build holds locks for which the next one would wait for ever.
+        for path in arguments.peer_build_dir.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def report(result: CaseResult, results: list[CaseResult]) -> None:
@@ -239,8 +245,9 @@ def main() -> int:
                     report(result, results)
                 code = max(code, int(any(outcome.error for outcome in result.outcomes)))
         except KeyboardInterrupt:
-            console.print("interrupted; what was measured so far:")
-            report(results[-1], results)
+            console.print("interrupted; what was measured so far:" if results else "interrupted before the first case")
+            if results:
+                report(results[-1], results)
             code = 130
         finally:
             write_json(arguments.json, facts, results)
