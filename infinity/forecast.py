@@ -6,9 +6,10 @@ Knows plans, traces and reports; must not know how anything moves.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections import deque
 from collections.abc import Sequence
+
+import numpy as np
 
 from infinity.config import InfinityConfig
 from infinity.measured_io import Bandwidth, measured_bandwidth
@@ -74,16 +75,18 @@ class Forecast:
         moved = sum(report.read_bytes + report.write_bytes for report in self._reports)
         drive_seconds = sum(report.drive_busy_seconds for report in self._reports)
         longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in self._reports]
+        factors = [report.seconds / seconds for report, seconds in zip(self._reports, longest, strict=True) if seconds]
         self._plan = dataclasses.replace(
             self._plan,
             seen_bytes_per_second=moved / drive_seconds if moved and drive_seconds else None,
-            compute_seconds=statistics.median(_busy_seconds(report) for report in self._reports),
-            overlap_factor=statistics.median(
-                report.seconds / seconds for report, seconds in zip(self._reports, longest, strict=True) if seconds
-            )
-            if any(longest)
-            else 1.0,
+            compute_seconds=_typical([_busy_seconds(report) for report in self._reports]),
+            overlap_factor=_typical(factors) if factors else 1.0,
         )
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The lower quartile: what a script does between steps (an evaluation, a checkpoint) only ever makes them longer."""
+    return float(np.quantile(values, 0.25))
 
 
 def _busy_seconds(report: StepReport) -> float:
