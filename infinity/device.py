@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from infinity.narrow_norm import narrow_norm
 from swapper import AlignedRegion
 
 
@@ -322,11 +323,13 @@ def device_for(torch_device: torch.device) -> ComputeDevice:
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     """2-norm of one whole gradient in fp32, as ``torch.nn.utils.get_total_norm`` takes it per tensor. 0-dim fp32 tensor.
 
-    A bf16 gradient gives the same bits as its fp32 copy would, without the copy.
+    A bf16 gradient gives the same bits as its fp32 copy would. It must have no gaps in memory: on the CPU there is no copy.
     """
     norm: torch.Tensor
     if gradient.is_cuda:
         norm = torch._foreach_norm([gradient.float()], 2.0)[0]
+    elif gradient.dtype == torch.bfloat16:
+        norm = narrow_norm(gradient)
     else:
         norm = torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32)
     return norm

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,23 +106,34 @@ def give_back_freed_memory() -> None:
 
 
 class HeapTrimmer:
-    """Gives freed heap memory back between units, as far as that takes a small share of the time.
+    """Gives freed heap memory back between the pieces of a step, whenever a certain amount may have gathered.
 
     On the CPU, each layer's temporaries leave gaps around the few tensors that stay for backward, and the heap grows with
-    every layer though hardly anything in it is used.
+    every layer though hardly anything in it is used. Threads make it worse: each has a heap of its own.
     """
 
-    _INTERVAL = 8
-    """A trim is followed by this many times its own duration without one: at most a tenth of the time goes into it."""
+    _GROWTH_BYTES = 32 << 20
+    """The process has to have grown by so much since the last trim: to fill that takes longer than the trim."""
 
     def __init__(self) -> None:
-        self._next_seconds = 0.0
+        self._least_bytes: int | None = None
 
     def trim(self) -> None:
         """A good moment to trim."""
-        begin = time.perf_counter()
-        if begin < self._next_seconds:
+        now = _anonymous_bytes()
+        if now is None:
             return
-        give_back_freed_memory()
-        end = time.perf_counter()
-        self._next_seconds = end + self._INTERVAL * (end - begin)
+        least = now if self._least_bytes is None else min(now, self._least_bytes)
+        if now - least >= self._GROWTH_BYTES:
+            give_back_freed_memory()
+            least = _anonymous_bytes() or now
+        self._least_bytes = least
+
+
+def _anonymous_bytes() -> int | None:
+    """Memory of this process that is no file's, as the kernel counts it; None where it does not tell."""
+    try:
+        fields = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return None
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE

@@ -279,7 +279,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     )
     if device.shares_host_memory and storage.nvme_bytes:
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
-        pager.on_unit_change = HeapTrimmer().trim
+        pager.on_pause = HeapTrimmer().trim
     residence = Residence(holding, pager)
     dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
     halves_updater = None

@@ -97,8 +97,8 @@ class Pager(Residency):
         self.on_settled_read: Callable[[], None] = lambda: None
         self.on_backward_use: Callable[[Unit, bool], None] = lambda unit, is_saved: None
         """Called when backward uses a unit's weights, and whether forward had saved them for that."""
-        self.on_unit_change: Callable[[], None] = lambda: None
-        """Called when another unit is needed than before."""
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called between two pieces of a step: another unit is needed or updated, or another micro-batch has its turn."""
         self.on_use: Callable[[Unit, Sequence[Slot]], None] = lambda unit, slots: None
         """Called when an operation in a training forward uses parameters, other than through their own module."""
         self.on_backward_end: Callable[[], None] = lambda: None
@@ -268,7 +268,7 @@ class Pager(Residency):
             self.make_resident(unit)
             if moved:
                 self.pump()
-                self.on_unit_change()
+                self.on_pause()
                 self.clock.resume_compute(unit.name)
         finally:
             unit.num_active -= 1

@@ -137,6 +137,7 @@ class Stepper:
                     self._waiting += waiting[place + 1 :]
                     raise
                 self.updated.add(unit.index)
+                self._pager.on_pause()
             else:
                 self._waiting.append((unit, gradients))
 

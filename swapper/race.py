@@ -71,6 +71,7 @@ def race(champion: IOBackend, challenger: IOBackend, config: SwapperConfig) -> R
     finally:
         for entrant in (first, second):
             entrant.close()
+        course.close()
 
 
 def _run(first: _Entrant, second: _Entrant) -> RaceResult:
@@ -101,7 +102,11 @@ class _Course:
     def __init__(self, capacity_bytes: int) -> None:
         num_bytes = _NUM_PLACES * _OPERATION_BYTES
         self.starts = (0, capacity_bytes // 2 // _OPERATION_BYTES * _OPERATION_BYTES)
-        self.memory = tuple(AlignedRegion(num_bytes).array() for _ in Direction)
+        self.memory = [AlignedRegion(num_bytes).array() for _ in Direction]
+
+    def close(self) -> None:
+        """Let go of the memory now: the entrants' extents refer to them, and such circles wait for the garbage collector."""
+        self.memory.clear()
 
 
 class _Lent(BackendWrapper):

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 Kernel = Callable[..., None]
 
+NUM_SUMS = 8
+"""Of the kernel that adds squares."""
+
 
 class Kernels(NamedTuple):
     """Compiled functions over 1-D arrays without gaps. bf16 values are given as int16, their bits.
@@ -37,11 +40,14 @@ class Kernels(NamedTuple):
         join: `(weight: int16, remainder: int16, main: float32)`: writes ``main``.
         split: `(main: float32, weight: int16, remainder: int16)`: writes ``weight`` and ``remainder``.
         adam: one step of Adam or AdamW on a main weight kept in two halves, in one pass. See `_adam`.
+        add_squares: `(values: int16, sums: float32)`: adds the square of value i to sum i modulo `NUM_SUMS`. A multiple of
+            so many values.
     """
 
     join: Kernel
     split: Kernel
     adam: Kernel
+    add_squares: Kernel
 
 
 def can_compile() -> bool:
@@ -64,6 +70,7 @@ def kernels() -> Kernels:
         adam=_compile(
             _adam, [types.void(halves, halves, gradient, floats, floats, *scalars) for gradient in (halves, floats)]
         ),
+        add_squares=_compile(_add_squares, [types.void(halves, floats)]),
     )
 
 
@@ -185,3 +192,10 @@ def _adam(
         high = np.int32(np.int32(bits + _HALF) >> _SIXTEEN)
         weight[i] = np.int16(high)
         remainder[i] = np.int16(bits - np.int32(high << _SIXTEEN))
+
+
+def _add_squares(values: Any, sums: Any) -> None:
+    for start in range(0, values.size, NUM_SUMS):
+        for i in range(NUM_SUMS):
+            value = widened(values[start + i])
+            sums[i] += value * value

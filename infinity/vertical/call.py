@@ -24,6 +24,8 @@ from infinity.vertical.errors import NotVertical
 from infinity.vertical.glue import Edge, Glue, Returned, edge_of
 from infinity.vertical.tree import Built, Tree
 
+_BLOCK_NUMEL = 1 << 18
+
 
 class Owner(Protocol):
     """A micro-batch."""
@@ -317,4 +319,6 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if values.dtype.is_complex:
         values = torch.view_as_real(values)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    return values.flatten().view(integers).sum(dtype=torch.int64)
+    # torch widens what it sums as a whole: block by block that is bounded.
+    blocks = values.flatten().view(integers).split(_BLOCK_NUMEL)
+    return torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum()

@@ -216,7 +216,7 @@ class _Step:
             pager.enter(site.unit)
             try:
                 for batch in self._batches:
-                    _raise_failure(batch.resume())
+                    self._resume(batch)
             finally:
                 pager.leave(site.unit)
             pager.moment = 2 * len(self._sites)
@@ -225,8 +225,7 @@ class _Step:
         """All micro-batches go on to the next unit. Returns where they have arrived; None at the end of forward."""
         first: Any = None
         for batch in self._batches:
-            message = batch.resume()
-            _raise_failure(message)
+            message = self._resume(batch)
             if isinstance(message, Finished):
                 self._end_forward(batch, message.value)
             what = message if isinstance(message, Arrived) else None
@@ -234,6 +233,13 @@ class _Step:
                 raise NotVertical(f"micro-batches call different blocks: {_name(first)}, {_name(what)}")
             first = what
         return first.site if first is not None else None
+
+    def _resume(self, batch: MicroBatch) -> Any:
+        message = batch.resume()
+        if isinstance(message, Failed):
+            raise message.error
+        self._on.pager.on_pause()
+        return message
 
     def _end_forward(self, batch: MicroBatch, loss: Any) -> None:
         """A micro-batch has its loss: its backward begins at once, so that no more than one's logits are in memory."""
@@ -312,6 +318,7 @@ class _Step:
     def _gather(self) -> None:
         for unit, gradients in self._loop.backwards.collector.take():
             self._sums.add(unit, gradients)
+        self._on.pager.on_pause()
 
     def _end_moment(self, moment: int) -> None:
         firsts = self._on.pager.first_moments
@@ -370,11 +377,6 @@ class _Step:
         for batch in self._batches:
             batch.clear()
         self.boundary.close()
-
-
-def _raise_failure(message: Any) -> None:
-    if isinstance(message, Failed):
-        raise message.error
 
 
 def _name(arrived: Arrived | None) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import swapper.race as race_module
 from swapper import (
     ALIGNMENT,
+    AlignedRegion,
     BackendUnavailableError,
     StallError,
     Swapper,
@@ -355,6 +359,27 @@ def test_a_race_leaves_the_content_as_it_was(request_bytes: int, monkeypatch: py
     backend.region.array()[:] = content
     race(backend, backend, SwapperConfig(request_bytes=request_bytes))
     assert np.array_equal(backend.region.array(), content)
+    backend.close(_SECONDS)
+
+
+def test_a_race_gives_its_memory_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race_module, "_NUM_ROUNDS", 2)
+    bases: list[weakref.ref[object]] = []
+
+    class Region(AlignedRegion):
+        def array(self) -> npt.NDArray[np.uint8]:
+            array = super().array()
+            bases.append(weakref.ref(array.base))  # which every view keeps alive
+            return array
+
+    monkeypatch.setattr(race_module, "AlignedRegion", Region)
+    backend = _memory()
+    gc.disable()  # which may come much later, or never
+    try:
+        race(backend, backend, SwapperConfig())
+        assert [base() is None for base in bases] == [True, True]
+    finally:
+        gc.enable()
     backend.close(_SECONDS)
 
 
