@@ -35,6 +35,9 @@ ROWS = (
     Row(offload_param="cpu", offload_optimizer="none", dtype="bf16"),
     Row(offload_param="none", offload_optimizer="none", optimizer="instance", clipping=True),
     Row(offload_param="none", offload_optimizer="cpu", loop="plain"),
+    Row(offload_param="cpu", offload_optimizer="none", dtype="bf16", state_dtype="bf16"),
+    Row(offload_param="cpu", offload_optimizer="none", state_dtype="int8"),
+    Row(dtype="bf16", state_dtype="int8"),
 )
 
 
