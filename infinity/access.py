@@ -177,14 +177,17 @@ class StateAccess:
             lease = self._open(unit, chunk)
             try:
                 for name, target in targets.items():
-                    _flat(target)[piece.start : piece.stop].copy_(lease.workspace.states[name][_span(piece)])
+                    lease.workspace.read_state(name, _span(piece), _flat(target)[piece.start : piece.stop])
             finally:
                 lease.discard()
 
     # --------------------------------------------------------------------------------------------------------- modifying
 
     def load_state(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of a parameter. Per-element tensors have the parameter's shape; the rest is scalar."""
+        """Replace the optimizer's state of a parameter. Per-element tensors have the parameter's shape; the rest is scalar.
+
+        Where states are stored rounded, what `state` gave is stored as it was. Random numbers go on from the state's "step".
+        """
         unit, slot = self._holding.locate(parameter)
         state = self._states[unit.index, slot.index]
         names = self._records.names_of(unit)
@@ -195,12 +198,13 @@ class StateAccess:
             if name not in tensors
         }
         state.is_fresh = not values
+        state.num_updates = int(state.scalars.get("step", 0))
         state.names = tuple(tensors) if values else None
         flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
         for chunk, piece in self._pieces(unit, slot):
             lease = self._open(unit, chunk)
             for name, flat in flats.items():
-                lease.workspace.states[name][_span(piece)].copy_(flat[piece.start : piece.stop])
+                lease.workspace.write_state(name, _span(piece), flat[piece.start : piece.stop])
             lease.write_back([])
 
     def store_modified(self, unit: Unit, changed: Sequence[Slot], before: torch.Tensor | None = None) -> None:

@@ -7,12 +7,11 @@ the bytes ``[start, stop)`` of an extent to what lies in them, in order, and not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 
 from infinity.layout import Chunk, UnitLayout
+from infinity.workspace import RecordFormat
 from swapper import NameOf
 
-_FP32_BYTES = 4
 _MOST_NAMES = 4
 _MAIN_NAMES = {4: "main weight", 2: "remainder of the main weight"}
 
@@ -47,31 +46,34 @@ def gradient_contents(layout: UnitLayout, itemsize_now: Callable[[], int]) -> Na
     return name_of
 
 
-def record_contents(chunks: Sequence[Chunk], ends: Sequence[int], state_names: Sequence[str]) -> NameOf:
+def record_contents(
+    chunks: Sequence[Chunk], starts: Sequence[int], state_names: Sequence[str], form: RecordFormat
+) -> NameOf:
     """For an extent of optimizer state.
 
     Args:
         chunks: the unit's chunks, each with one record.
-        ends: where each record begins, and where the last one ends.
-        state_names: the fp32 states at the end of each record; what lies before them is the main weight, or a part of it.
+        starts: where each record begins.
+        state_names: the states at the end of each record; what lies before them is the main weight, or a part of it.
+        form: of the records.
     """
 
     def name_of(start: int, stop: int) -> str:
         return _listed(_in_records(start, stop))
 
     def _in_records(start: int, stop: int) -> Iterator[str]:
-        for chunk, (low, high) in zip(chunks, pairwise(ends), strict=True):
-            if low >= stop or start >= high:
+        main_itemsize = form.main_bytes(1)
+        for chunk, low in zip(chunks, starts, strict=False):
+            states, state_bytes = low + form.main_bytes(chunk.numel), form.states.num_bytes(chunk.numel)
+            if low >= stop or start >= states + state_bytes * len(state_names):
                 continue
-            main_bytes = high - low - chunk.numel * _FP32_BYTES * len(state_names)
-            main_itemsize = main_bytes // chunk.numel
-            fields = [(_MAIN_NAMES.get(main_itemsize, "main weight"), low, main_itemsize)] if main_itemsize else []
+            fields = [(_MAIN_NAMES[main_itemsize], low, form.main_bytes)] if main_itemsize else []
             for index, name in enumerate(state_names):
-                fields.append((name, low + main_bytes + index * chunk.numel * _FP32_BYTES, _FP32_BYTES))
-            for kind, origin, itemsize in fields:
+                fields.append((name, states + index * state_bytes, form.states.num_bytes))
+            for kind, origin, num_bytes in fields:
                 for piece in chunk.pieces:
-                    first = origin + piece.offset * itemsize
-                    if first < stop and start < first + piece.numel * itemsize:
+                    first, last = origin + num_bytes(piece.offset), origin + num_bytes(piece.offset + piece.numel)
+                    if piece.numel and first < stop and start < last:
                         yield f"{kind} of {piece.slot.spec.fqn}"
 
     return name_of

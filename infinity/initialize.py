@@ -25,7 +25,16 @@ from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.layout import Slot, UnitLayout
 from infinity.model_check import check_model
-from infinity.optim import FusedAdam, PieceUpdater, RemainderUpdater, Template, build_template
+from infinity.optim import (
+    FusedAdam,
+    PieceUpdater,
+    RemainderUpdater,
+    StateFormat,
+    StateWindow,
+    Template,
+    build_template,
+    check_state_format,
+)
 from infinity.parameter import hold
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
@@ -159,7 +168,8 @@ def _make_units(model: nn.Module, config: InfinityConfig) -> list[Unit]:
             spec_of(fqn, parameter, config.compute_dtype)
             for fqn, parameter in zip(members.fqns, parameters, strict=True)
         ]
-        units.append(Unit(index, members.name or type(model).__name__, parameters, UnitLayout(specs)))
+        layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)
+        units.append(Unit(index, members.name or type(model).__name__, parameters, layout))
     return units
 
 
@@ -197,7 +207,9 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             names[unit.index].update(dict.fromkeys(updater.state_names(index)))
 
     has_remainder = config.infinity.main_weights == "remainder"
-    record_format = RecordFormat.of(config.compute_dtype, has_remainder=has_remainder)
+    state_format = StateFormat(config.infinity.state_dtype)
+    check_state_format(state_format, template, updater)
+    record_format = RecordFormat.of(config.compute_dtype, has_remainder=has_remainder, states=state_format)
     waiting = WaitingDtype(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
@@ -286,7 +298,9 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     if has_remainder:
         update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
         halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
-    stream = UpdateStream(storage.records, storage.weights, updater, device, states, halves_updater)
+    stream = UpdateStream(
+        storage.records, storage.weights, updater, device, states, halves_updater, StateWindow(state_format)
+    )
     try:
         _take_over(units, access, pager, storage, residence, device)
         stepper = Stepper(

@@ -115,10 +115,17 @@ class Chunk:
 class UnitLayout:
     """The flat buffer of one unit. Segments appear in the order trainable, then frozen by dtype."""
 
-    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
+    def __init__(self, specs: Sequence[ParameterSpec], state_block_numel: int = 1) -> None:
+        """
+        Args:
+            specs: the parameters.
+            state_block_numel: elements of an optimizer state that are stored together. Parameters start at multiples of
+                it, so that none shares a block with another, and cuts between chunks lie between blocks.
+        """
         groups: dict[tuple[bool, str], list[tuple[int, ParameterSpec]]] = {}
         for index, spec in enumerate(specs):
             groups.setdefault((not spec.is_trainable, str(spec.dtype)), []).append((index, spec))
+        slot_granule = math.lcm(SLOT_GRANULE, state_block_numel)
         segments: list[Segment] = []
         start_bytes = 0
         for (is_frozen, _), members in sorted(groups.items(), key=lambda item: item[0]):
@@ -127,7 +134,7 @@ class UnitLayout:
             position = 0
             for index, spec in members:
                 slots.append(Slot(index, spec, position, start_bytes + position * dtype.itemsize))
-                position = round_up(position + spec.numel, SLOT_GRANULE)
+                position = round_up(position + spec.numel, SLOT_GRANULE if is_frozen else slot_granule)
             granule = _SEGMENT_BYTES // dtype.itemsize if is_frozen else CHUNK_GRANULE
             numel = round_up(max(position, 1), max(granule, 1))
             segments.append(Segment(dtype, not is_frozen, start_bytes, numel, tuple(slots)))

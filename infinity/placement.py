@@ -132,8 +132,7 @@ class _Planner:
         self._order = order_of_weights(units, request)
         self._sizes = [unit.weight_bytes for unit in units]
         self._total = sum(self._sizes)
-        widest = max((unit.num_states for unit in units), default=0)
-        self._per_element = request.record_format.workspace_bytes(1, widest)
+        self._widest = max((unit.num_states for unit in units), default=0)
         self._largest_numel = max(unit.trainable_numel for unit in units)
         self._records = sum(request.record_bytes(unit) for unit in units)
         self._has_pages = request.optimizer_tier != "none" or request.shares_host_memory
@@ -355,7 +354,7 @@ class _Planner:
         chunk_numel, page_bytes = self._smallest_chunk, self._smallest_page
         if self._request.page_bytes is None:
             number = _FEWEST_PAGES if option.keeps_all_records else _PREFERRED_PAGES
-            numel = area_bytes // number // self._per_element // CHUNK_GRANULE * CHUNK_GRANULE
+            numel = self._request.record_format.numel_in(area_bytes // number, self._widest, CHUNK_GRANULE)
             chunk_numel = min(max(numel, self._smallest_chunk), _LARGEST_CHUNK, self._largest_numel)
             page_bytes = self._page_for(chunk_numel)
         return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, _MOST_PAGES), _FEWEST_PAGES)
@@ -365,7 +364,7 @@ class _Planner:
         if wanted is None:
             chunk_numel = min(_SMALLEST_CHUNK, self._largest_numel)
             return self._page_for(chunk_numel), chunk_numel
-        chunk_numel = wanted // self._per_element // CHUNK_GRANULE * CHUNK_GRANULE
+        chunk_numel = self._request.record_format.numel_in(wanted, self._widest, CHUNK_GRANULE)
         if chunk_numel == 0:
             raise ConfigValueError(
                 "infinity.page_bytes",
@@ -377,7 +376,8 @@ class _Planner:
         return self._page_for(chunk_numel), chunk_numel
 
     def _page_for(self, chunk_numel: int) -> int:
-        return -(-chunk_numel * self._per_element // _PAGE_GRANULE) * _PAGE_GRANULE
+        num_bytes = self._request.record_format.workspace_bytes(chunk_numel, self._widest)
+        return -(-num_bytes // _PAGE_GRANULE) * _PAGE_GRANULE
 
 
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:

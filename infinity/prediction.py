@@ -80,7 +80,7 @@ def predict(
         read += sum(request.trainable_bytes(units[index]) for index in on_nvme - simulation.held.union(just_used))
     if request.optimizer_tier == "nvme":
         records = sum(
-            request.record_format.record_bytes(unit.trainable_numel - kept, unit.num_states)
+            request.record_format.stored_bytes(unit.trainable_numel - kept, unit.num_states, placement.chunk_numel)
             for unit, kept in zip(units, placement.states_in_memory, strict=True)
         )
         read += records

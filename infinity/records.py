@@ -152,14 +152,16 @@ class PagedRecords:
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
         num_in_memory = sum(chunk.stop <= numel_in_memory for chunk in chunks)
-        sizes = [self._format.record_bytes(chunk.numel, len(names)) for chunk in chunks]
-        in_memory = list(itertools.accumulate(sizes[:num_in_memory], initial=0))
-        on_drive = list(itertools.accumulate(sizes[num_in_memory:], initial=0))
+        form = self._format
+        sizes_in_memory = (form.record_bytes(chunk.numel, len(names)) for chunk in chunks[:num_in_memory])
+        sizes_on_drive = (form.stored_bytes(chunk.numel, len(names)) for chunk in chunks[num_in_memory:])
+        in_memory = list(itertools.accumulate(sizes_in_memory, initial=0))
+        on_drive = list(itertools.accumulate(sizes_on_drive, initial=0))
         extent: Extent | None = None
         if on_drive[-1]:
             if self._swapper is None:
                 raise RuntimeError(f"unit {unit.name} has records that rest nowhere")
-            name_of = record_contents(chunks[num_in_memory:], on_drive, names)
+            name_of = record_contents(chunks[num_in_memory:], on_drive, names, form)
             extent = self._swapper.allocate(on_drive[-1], f"optimizer state of {unit.name}", name_of=name_of)
         memory: torch.Tensor | None = None
         if num_in_memory:
@@ -168,7 +170,7 @@ class PagedRecords:
             memory = torch.from_numpy(region.array())
         self._records[unit.index] = _UnitRecords(
             names=tuple(names),
-            main_bytes=[self._format.main_bytes(chunk.numel) for chunk in chunks],
+            main_bytes=[form.main_bytes(chunk.numel) for chunk in chunks],
             num_in_memory=num_in_memory,
             memory=memory,
             extent=extent,

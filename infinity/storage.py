@@ -238,8 +238,11 @@ def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> d
     tiers = {tier: dict.fromkeys(("weights", main, "states"), 0) for tier in ("device", "host", "nvme")}
 
     def add_records(tier: str, numel: int, num_states: int) -> None:
+        num_bytes = form.record_bytes(numel, num_states)
+        if tier == "nvme":
+            num_bytes = form.stored_bytes(numel, num_states, placement.chunk_numel)
         tiers[tier][main] += form.main_bytes(numel)
-        tiers[tier]["states"] += form.record_bytes(numel, num_states) - form.main_bytes(numel)
+        tiers[tier]["states"] += num_bytes - form.main_bytes(numel)
 
     for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
         is_hosted = index in placement.hosted_units

@@ -18,6 +18,9 @@ import torch
 from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.layout import Chunk, Piece
+from infinity.optim.state_codec import Noise
+from infinity.optim.state_format import StateFormat
+from infinity.optim.state_window import StateWindow
 from infinity.records import Lease, RecordStore
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.update_job import POLL_SECONDS, ParameterState, UpdateJob
@@ -56,6 +59,7 @@ class UpdateStream:
         device: ComputeDevice,
         states: Mapping[tuple[int, int], ParameterState],
         halves_updater: HalvesUpdater | None = None,
+        window: StateWindow | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +69,7 @@ class UpdateStream:
             device: for copies to and from the device.
             states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
             halves_updater: the optimizer's rule where main weights are kept in two halves.
+            window: opens the states of ``records``; None where those are stored as fp32.
         """
         self._records = records
         self._weights = weights
@@ -72,6 +77,7 @@ class UpdateStream:
         self._device = device
         self._states = states
         self._halves_updater = halves_updater
+        self._states_window = window or StateWindow(StateFormat.FP32)
         self._jobs: deque[UpdateJob] = deque()
         self._changed = threading.Condition()
         self._num_pending = 0
@@ -271,17 +277,23 @@ class UpdateStream:
         span = slice(piece.offset, piece.offset + piece.numel)
         gradient = job.gradients.piece(piece, workspace.landing(job.gradients.dtype)[span])
         group = job.groups[piece.slot.index]
-        names = workspace.states if state.names is None else state.names
-        views = {name: workspace.states[name][span] for name in names}
-        if workspace.main is None:
-            present, scalars = self._update_halves(job, group, workspace, span, gradient, views, state)
-        else:
-            present, scalars = self._update_whole(job, group, workspace, span, gradient, views, state)
+        stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
+        update = self._update_halves if workspace.main is None else self._update_whole
+        present: tuple[str, ...] = ()
+        scalars: dict[str, Any] = {}
+
+        def noise(name: str, start: int) -> Noise:
+            return Noise.of(piece.slot.spec.fqn, name, state.num_updates + 1, piece.start + start)
+
+        for part, views in self._states_window.parts(stored, piece.numel, noise):
+            place = slice(span.start + part.start, span.start + part.stop)
+            present, scalars = update(job, group, workspace, place, gradient[part], views, state)
         if piece.stop == piece.slot.numel:  # scalars advance once per parameter, after its last piece
             if state.is_fresh:
                 state.names = present
             state.scalars = scalars
             state.is_fresh = False
+            state.num_updates += 1
 
     def _update_whole(
         self,
@@ -290,7 +302,7 @@ class UpdateStream:
         workspace: Workspace,
         span: slice,
         gradient: torch.Tensor,
-        views: dict[str, torch.Tensor],
+        views: Mapping[str, torch.Tensor],
         state: ParameterState,
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         if workspace.main is None:
@@ -304,7 +316,7 @@ class UpdateStream:
         )
         if state.is_fresh:
             for name, tensor in tensors.items():
-                workspace.states[name][span].copy_(tensor)
+                views[name].copy_(tensor)
         return tuple(tensors), scalars
 
     def _update_halves(
@@ -314,7 +326,7 @@ class UpdateStream:
         workspace: Workspace,
         span: slice,
         gradient: torch.Tensor,
-        views: dict[str, torch.Tensor],
+        views: Mapping[str, torch.Tensor],
         state: ParameterState,
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         if self._halves_updater is None or workspace.remainder is None:
@@ -342,6 +354,7 @@ class UpdateStream:
                 )
                 state.names = tuple(tensors)
                 state.is_fresh = False
+                state.num_updates += 1
 
     def _finish(self, job: UpdateJob) -> None:
         self._update_empty(job)

@@ -66,6 +66,8 @@ class ParameterState:
     """No update has happened: the optimizer makes its state itself in the first one."""
     names: tuple[str, ...] | None = None
     """Which per-element states the parameter has, when they are fewer than its unit's records hold."""
+    num_updates: int = 0
+    """Counted from the beginning, or from the "step" of a state that was loaded."""
 
 
 class UpdateJob:

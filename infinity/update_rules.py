@@ -19,8 +19,8 @@ class PieceUpdater(Protocol):
         group: dict[str, Any],
         weight: torch.Tensor,
         grad: torch.Tensor,
-        state: dict[str, torch.Tensor] | None,
-        scalars: dict[str, Any],
+        state: Mapping[str, torch.Tensor] | None,
+        scalars: Mapping[str, Any],
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
 

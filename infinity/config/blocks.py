@@ -93,7 +93,13 @@ class Bf16Block(Block):
     bf16_master_weights_and_grads: Annotated[
         Flag, Refused("main weights and main gradients are fp32", "Set it to false")
     ] = False
-    bf16_optimizer_states: Annotated[Flag, Refused("optimizer state is fp32", "Set it to false")] = False
+    bf16_optimizer_states: Annotated[
+        Flag,
+        Refused(
+            "it rounds optimizer state to nearest, so that second moments stand still",
+            'Set it to false; "infinity": {"state_dtype": "bf16"} rounds stochastically',
+        ),
+    ] = False
     auto_cast: Annotated[Flag, Refused("inputs are taken as they come", "Cast the inputs in the data loader")] = False
     loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
     initial_scale_power: Annotated[Number, NoEffect(_SCALING)] = 0
@@ -134,6 +140,7 @@ class InfinityBlock(Block):
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
     main_weights: Literal["auto", "remainder", "fp32"] = "auto"
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     io_deadline_seconds: Annotated[Number, Field(gt=0)] = 120.0
     direct_io: Flag = True

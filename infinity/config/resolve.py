@@ -249,6 +249,7 @@ def _resolve_infinity(
         book.note(f"infinity.{name}", shown)
     gradient_dtype, rounds_gradients = _resolve_gradient_dtype(root, compute_dtype, num_micro_batches, book)
     book.note("infinity.schedule", block.schedule)
+    book.note("infinity.state_dtype", block.state_dtype)
     return InfinitySection(
         host_memory_budget=block.host_memory_budget,
         device_memory_budget=block.device_memory_budget,
@@ -263,6 +264,7 @@ def _resolve_infinity(
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,
         schedule=block.schedule,
+        state_dtype=block.state_dtype,
         timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
     )
 

@@ -15,6 +15,7 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
+StateDtype = Literal["fp32", "bf16", "int8"]
 AutotuneMode = Literal["off", "once", "always"]
 """Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
 ScheduleMode = Literal["auto", "vertical", "ordinary"]
@@ -104,6 +105,7 @@ class InfinitySection:
         gradient_dtype: of gradients that wait for their update.
         rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32
             as soon as there is more than one.
+        state_dtype: how the optimizer's element-wise states are stored; they are fp32 while they are worked on.
         timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
         schedule: in which order `Engine.train_batch` goes through units and micro-batches.
     """
@@ -121,6 +123,7 @@ class InfinitySection:
     gradient_dtype: GradientDtype
     rounds_gradients: bool
     schedule: ScheduleMode
+    state_dtype: StateDtype = "fp32"
     timeline: Path | None = None
 
 

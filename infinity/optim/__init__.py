@@ -11,6 +11,9 @@ from infinity.optim.paged import PagedOptimizer, StepBackend
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import OptimizerSection
 from infinity.optim.remainder_updater import RemainderUpdater
+from infinity.optim.state_format import StateFormat
+from infinity.optim.state_support import check_state_format
+from infinity.optim.state_window import StateWindow
 from infinity.optim.template import OptimizerSource, Template, build_template
 
 __all__ = [
@@ -22,7 +25,10 @@ __all__ = [
     "PagedOptimizer",
     "PieceUpdater",
     "RemainderUpdater",
+    "StateFormat",
+    "StateWindow",
     "StepBackend",
     "Template",
     "build_template",
+    "check_state_format",
 ]

@@ -65,23 +65,24 @@ def kernels() -> Kernels:
     halves, floats, scalar = types.int16[::1], types.float32[::1], types.float32
     scalars = (scalar,) * 10
     return Kernels(
-        join=_compile(_join, [types.void(halves, halves, floats)]),
-        split=_compile(_split, [types.void(floats, halves, halves)]),
-        adam=_compile(
+        join=compiled(_join, [types.void(halves, halves, floats)]),
+        split=compiled(_split, [types.void(floats, halves, halves)]),
+        adam=compiled(
             _adam, [types.void(halves, halves, gradient, floats, floats, *scalars) for gradient in (halves, floats)]
         ),
         add_squares=_compile(_add_squares, [types.void(halves, floats)]),
     )
 
 
-def _compile(function: Callable[..., None], signatures: list[Any]) -> Kernel:
+def compiled(function: Callable[..., None], signatures: list[Any]) -> Kernel:
+    """The function, compiled for these signatures: see `kernels`."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}  # a division by zero is an infinity, as in torch
     try:
-        compiled: Kernel = numba.njit(signatures, cache=True, **options)(function)
+        kernel: Kernel = numba.njit(signatures, cache=True, **options)(function)
     except Exception as error:  # no directory, a full disk, a broken file: none of it may stop a training
         logger.debug("compiling %s without a cache: %s", function.__name__, error)
-        compiled = numba.njit(signatures, **options)(function)
-    return compiled
+        kernel = numba.njit(signatures, **options)(function)
+    return kernel
 
 
 def _bits_of(typing: Any, value: Any) -> Any:

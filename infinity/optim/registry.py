@@ -176,7 +176,10 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
         )
     if not params.pop("fp32_optimizer_states", True):
         raise UnsupportedConfigError(
-            f"{_PATH}.fp32_optimizer_states", False, "optimizer state is float32", cure="Remove it"
+            f"{_PATH}.fp32_optimizer_states",
+            False,
+            "it says nothing about how states are rounded",
+            cure='Remove it; "infinity": {"state_dtype": "bf16"} makes them smaller',
         )
     params.pop("set_grad_none", None)
     if not torch_defaults:

@@ -93,6 +93,7 @@ def reference_trainer(case: Case, row: Row, device: torch.device | str = "cpu") 
         device=device,
         rounds_half_up=row.rounds_half_up,
         rounds_gradients=row.rounds_gradients,
+        state_dtype=row.state_dtype,
     )
 
 

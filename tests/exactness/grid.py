@@ -34,6 +34,7 @@ COMPANION_AXES: dict[str, tuple[Hashable, ...]] = {
     "loop": ("engine", "plain"),
     "main_weights": ("auto", "fp32"),
     "gradient_dtype": ("auto", "fp32", "bf16"),
+    "state_dtype": ("fp32", "bf16", "int8"),
 }
 AXES = {**MOVEMENT_AXES, **COMPANION_AXES}
 
@@ -71,6 +72,7 @@ class Row:
         loop: ``engine`` calls engine.backward and engine.step, ``plain`` calls loss.backward and optimizer.step.
         main_weights: how main weights are kept; ``auto`` is in two halves with bf16.
         gradient_dtype: of waiting gradients; with fp32 compute it is fp32, and only ``bf16`` may change a bit.
+        state_dtype: as what optimizer states are stored.
     """
 
     offload_param: str = "nvme"
@@ -87,6 +89,7 @@ class Row:
     loop: str = "engine"
     main_weights: str = "auto"
     gradient_dtype: str = "auto"
+    state_dtype: str = "fp32"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Row:
@@ -137,6 +140,7 @@ class Row:
             self.loop,
             f"m_{self.main_weights}",
             f"g_{self.gradient_dtype}",
+            f"s_{self.state_dtype}",
         )
         return "-".join(words)
 
@@ -187,7 +191,8 @@ def rows_for(*, full: bool, has_checkpointing: bool) -> list[Row]:
 
 
 def _strides() -> list[int]:
-    """Steps through the companions that are coprime to their number, so that no axis sees only some of them."""
+    """Steps through the companions that are coprime to their number, so that no axis sees only some of them. Large and
+    small ones: else the first values of all axes would meet the first companions only."""
     num_companions = math.prod(len(values) for values in COMPANION_AXES.values())
-    coprime = [number for number in range(1, 4 * num_companions) if math.gcd(number, num_companions) == 1]
-    return coprime[: len(MOVEMENT_AXES)]
+    coprime = [number for number in range(1, num_companions) if math.gcd(number, num_companions) == 1]
+    return coprime[:: len(coprime) // len(MOVEMENT_AXES)][: len(MOVEMENT_AXES)]

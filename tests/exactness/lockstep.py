@@ -101,6 +101,7 @@ class Lockstep:
             max_norm=config["gradient_clipping"],
             rounds_half_up=dtype == torch.bfloat16 and own.get("main_weights", "auto") != "fp32",
             rounds_gradients=own.get("gradient_dtype") == "bf16",
+            state_dtype=own.get("state_dtype", "fp32"),
         )
         engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=config, **arguments(model))
         return cls(reference, model, engine, optimizer, loader, scheduler, case, dtype)

@@ -7,6 +7,7 @@
 - The optimizer updates the main weights, and their cast goes back into the model. It is torch's, or, where main weights are
   kept in two halves, rounds to the nearest with halves away from zero.
 - If asked, the main gradient is rounded to bf16 after each addition.
+- If asked, the states of the parameters that were updated are rounded after each step: see ``rounding``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 
 from tests.exactness.case import loss_of
 from tests.exactness.record import Snapshot
+from tests.exactness.rounding import rounded
 
 
 class PlainTorch:
@@ -32,6 +34,7 @@ class PlainTorch:
         max_norm: of the clipped gradient; 0 for no clipping.
         rounds_half_up: how trainable main weights are cast to bf16.
         rounds_gradients: whether main gradients are rounded to bf16.
+        state_dtype: as what states are kept between steps: ``fp32``, ``bf16`` or ``int8``.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class PlainTorch:
         device: torch.device | str = "cpu",
         rounds_half_up: bool = False,
         rounds_gradients: bool = False,
+        state_dtype: str = "fp32",
     ) -> None:
         model.to(device)
         self.main = {
@@ -59,6 +63,8 @@ class PlainTorch:
         self.max_norm = max_norm
         self._rounds_half_up = rounds_half_up
         self._rounds_gradients = rounds_gradients
+        self._state_dtype = state_dtype
+        self._num_updates = dict.fromkeys(self.main, 0)
         self._cast()
 
     @property
@@ -85,10 +91,21 @@ class PlainTorch:
         norm = torch.nn.utils.get_total_norm([main.grad for main in in_group_order if main.grad is not None])
         if self.max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(in_group_order, self.max_norm, norm)
+        self.update()
+        return norm
+
+    def update(self) -> None:
+        """The optimizer's step with the main gradients, and what follows from it."""
+        updated = [fqn for fqn, main in self.main.items() if main.grad is not None]
         self.optimizer.step()
         self.optimizer.zero_grad()
+        for fqn in updated:
+            self._num_updates[fqn] += 1
+            main = self.main[fqn]
+            for name, value in self.optimizer.state[main].items():
+                if isinstance(value, torch.Tensor) and value.shape == main.shape and name != "step":
+                    value.copy_(rounded(value, self._state_dtype, fqn, name, self._num_updates[fqn]))
         self._cast()
-        return norm
 
     def _cast(self) -> None:
         with torch.no_grad():

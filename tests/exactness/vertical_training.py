@@ -30,6 +30,7 @@ AXES: dict[str, tuple[Hashable, ...]] = {
     "dtype": ("fp32", "bf16"),
     "main_weights": ("auto", "fp32"),
     "gradient_dtype": ("auto", "fp32", "bf16"),
+    "state_dtype": ("fp32", "bf16", "int8"),
 }
 _PARTIALS = [
     *pairs(AXES),
@@ -113,6 +114,7 @@ def require_exact_vertical_training(case: Case, row: Row, directory: Path) -> No
         max_norm=MAX_NORM if row.clipping else 0.0,
         rounds_half_up=row.rounds_half_up,
         rounds_gradients=row.rounds_gradients,
+        state_dtype=row.state_dtype,
     )
     expected, actual = Record(), Record()
     torch.manual_seed(4)

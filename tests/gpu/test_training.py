@@ -35,6 +35,9 @@ ROWS = (
     Row(offload_param="cpu", offload_optimizer="none", dtype="bf16"),
     Row(offload_param="none", offload_optimizer="none", optimizer="instance", clipping=True),
     Row(offload_param="none", offload_optimizer="cpu", loop="plain"),
+    Row(offload_param="cpu", offload_optimizer="none", dtype="bf16", state_dtype="bf16"),
+    Row(offload_param="cpu", offload_optimizer="none", state_dtype="int8"),
+    Row(dtype="bf16", state_dtype="int8"),
 )
 
 
@@ -78,9 +81,7 @@ class OnTheGpu(PlainTorch):
         for fqn, gradient in self._gradients.items():
             self.main[fqn].grad = gradient.to(self.main[fqn].device)
         self._gradients = {}
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._cast()
+        self.update()
         return norm
 
 
@@ -100,6 +101,7 @@ def _require_exact(name: str, row: Row, directory: Path) -> None:
         max_norm=MAX_NORM if row.clipping else 0.0,
         rounds_half_up=row.rounds_half_up,
         rounds_gradients=row.rounds_gradients,
+        state_dtype=row.state_dtype,
     )
     expected = train(reference, case.batch, **settings)
     trainer = paged_trainer(case, row, directory)

@@ -37,6 +37,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "step": {"infinity": {"update": "step"}},
     "bf16-step": {"bf16": {"enabled": True}, "infinity": {"update": "step"}},
+    "bf16-states": {"bf16": {"enabled": True}, "infinity": {"state_dtype": "bf16"}},
+    "int8-states": {"bf16": {"enabled": True}, "infinity": {"state_dtype": "int8"}},
 }
 # Of 16 bytes per parameter, beyond the least: what stays in memory.
 _SHARES = {"few": 0.15, "some": 0.4, "most": 0.8, "all": 2.0}

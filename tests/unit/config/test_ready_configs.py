@@ -54,7 +54,7 @@ def test_readme_lists_our_keys_and_defaults() -> None:
     from infinity.config.blocks import InfinityBlock
 
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", README, re.MULTILINE))
-    shown = {None: '"auto"', (): "[]", True: "true", False: "false", 120.0: "120", "auto": '"auto"'}
+    shown = {None: '"auto"', (): "[]", True: "true", False: "false", 120.0: "120", "auto": '"auto"', "fp32": '"fp32"'}
     shown_as_null = {"timeline", "drive_tbw"}  # there is nothing to choose for them: off, and unknown
     assert rows == {
         name: "null" if name in shown_as_null else shown[field.default]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from infinity.contents import gradient_contents, record_contents, weight_contents
 from infinity.layout import ParameterSpec, UnitLayout
+from infinity.optim import StateFormat
+from infinity.workspace import MainWeight, RecordFormat
 
 
 def _spec(fqn: str, numel: int, dtype: torch.dtype = torch.bfloat16, is_trainable: bool = True) -> ParameterSpec:
@@ -39,33 +43,35 @@ def test_gradients(itemsize: int) -> None:
     assert gradient_contents(UnitLayout([_spec("x", 9, is_trainable=False)]), lambda: itemsize)(0, 100) == ""
 
 
-@pytest.mark.parametrize(("main_itemsize", "main"), [(4, "main weight"), (2, "remainder of the main weight"), (0, "")])
-def test_records(main_itemsize: int, main: str) -> None:
-    chunks = _LAYOUT.chunks(2048)
-    assert len(chunks) == 3
+@pytest.mark.parametrize("states", StateFormat)
+@pytest.mark.parametrize(
+    ("kind", "main"),
+    [
+        (MainWeight.FP32, "main weight"),
+        (MainWeight.REMAINDER, "remainder of the main weight"),
+        (MainWeight.MODEL_WEIGHT, ""),
+    ],
+)
+def test_records(kind: MainWeight, main: str, states: StateFormat) -> None:
+    form = RecordFormat(torch.bfloat16, kind, states)
+    layout = UnitLayout([_spec("a", 5000), _spec("b", 3), _spec("c", 1000), _spec("none", 0)], states.block_numel)
+    chunks = layout.chunks(2048)
     names = ("exp_avg", "exp_avg_sq")
     ends = [0]
     for chunk in chunks:
-        ends.append(ends[-1] + chunk.numel * (main_itemsize + 8))
-    name_of = record_contents(chunks, ends, names)
+        ends.append(ends[-1] + form.stored_bytes(chunk.numel, len(names)))
+    name_of = record_contents(chunks, ends, names, form)
     for chunk, start in zip(chunks, ends, strict=False):
-        fields = [(main, start, main_itemsize)] if main_itemsize else []
-        fields += [(name, start + chunk.numel * (main_itemsize + 4 * i), 4) for i, name in enumerate(names)]
-        for kind, origin, itemsize in fields:
+        after_main = start + form.main_bytes(chunk.numel)
+        fields: list[tuple[str, int, Callable[[int], int]]] = [(main, start, form.main_bytes)] if main else []
+        for index, name in enumerate(names):
+            fields.append((name, after_main + index * states.num_bytes(chunk.numel), states.num_bytes))
+        for what, origin, num_bytes in fields:
             for piece in chunk.pieces:
-                label = f"{kind} of {piece.slot.spec.fqn}"
-                first, last = origin + piece.offset * itemsize, origin + (piece.offset + piece.numel) * itemsize - 1
+                label = f"{what} of {piece.slot.spec.fqn}"
+                first, last = origin + num_bytes(piece.offset), origin + num_bytes(piece.offset + piece.numel) - 1
                 assert name_of(first, first + 1) == name_of(last, last + 1) == label
     everything = name_of(0, ends[-1])
     assert everything.endswith("more") and everything.count(" of ") - everything.count("remainder of") == 4
-
-
-def test_empty_parameters_are_left_out() -> None:
-    layout = UnitLayout([_spec("a", 64), _spec("none", 0), _spec("b", 64)])
-    assert weight_contents(layout)(0, 1000) == gradient_contents(layout, lambda: 4)(0, 1000) == "a, b"
-
-
-def test_long_lists_are_cut() -> None:
-    layout = UnitLayout([_spec(f"p{index}", 10) for index in range(7)])
-    assert weight_contents(layout)(0, layout.num_bytes) == "p0, p1, p2, p3 and 3 more"
-    assert weight_contents(layout)(0, layout.slots[3].offset_bytes + 1) == "p0, p1, p2, p3"
+    filling = after_main + len(names) * states.num_bytes(chunk.numel)
+    assert name_of(filling, ends[-1]) == ""

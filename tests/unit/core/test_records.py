@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from infinity.layout import CHUNK_GRANULE, Chunk
+from infinity.optim import StateFormat
 from infinity.records import Lease, PagedRecords, RecordStore, ResidentRecords
 from infinity.unit import Unit
 from infinity.workspace import MainWeight, RecordFormat
@@ -19,7 +20,15 @@ _NAMES = ("exp_avg", "exp_avg_sq")
 _FP32 = RecordFormat(torch.float32, MainWeight.MODEL_WEIGHT)
 _BF16 = RecordFormat(torch.bfloat16, MainWeight.FP32)
 _HALVES = RecordFormat(torch.bfloat16, MainWeight.REMAINDER)
-_FORMATS = [pytest.param(form, id=name) for form, name in ((_FP32, "fp32"), (_BF16, "bf16"), (_HALVES, "remainder"))]
+_SMALL = [
+    RecordFormat(dtype, main, states)
+    for states in (StateFormat.BF16, StateFormat.INT8)
+    for dtype, main in ((torch.float32, MainWeight.MODEL_WEIGHT), (torch.bfloat16, MainWeight.REMAINDER))
+]
+_FORMATS = [
+    *(pytest.param(form, id=name) for form, name in ((_FP32, "fp32"), (_BF16, "bf16"), (_HALVES, "remainder"))),
+    *(pytest.param(form, id=f"{form.main.name.lower()}-{form.states.value}_states") for form in _SMALL),
+]
 
 
 @pytest.fixture
@@ -54,7 +63,9 @@ def test_the_working_memory_has_no_overlaps(form: RecordFormat, num_states: int)
     names = [f"state{index}" for index in range(num_states)]
     workspace = form.lay_out(memory, numel, names)
     assert list(workspace.states) == names
-    parts = [*workspace.states.values(), workspace.gradient, workspace.weight]
+    for state in workspace.states.values():
+        assert (state.dtype, state.nbytes) == (form.states.dtype, form.states.num_bytes(numel))
+    parts = [workspace.gradient, workspace.weight]
     assert workspace.weight.dtype == form.weight_dtype
     if form.main is MainWeight.MODEL_WEIGHT:
         assert workspace.weight is workspace.main
@@ -64,11 +75,12 @@ def test_the_working_memory_has_no_overlaps(form: RecordFormat, num_states: int)
         assert workspace.main is None
         assert workspace.remainder is not None
         parts.append(workspace.remainder)
-    for part in parts:
-        assert part.shape == (numel,)
+    assert all(part.shape == (numel,) for part in parts)
+    for part in [*parts, *workspace.states.values()]:
         part.view(torch.uint8).add_(1)
+    workspace.record[form.record_bytes(numel, num_states) :].add_(1)
     assert torch.equal(memory, torch.ones_like(memory)), "each byte belongs to one part"
-    assert workspace.record.numel() == form.record_bytes(numel, num_states)
+    assert workspace.record.numel() == form.stored_bytes(numel, num_states)
     assert workspace.needs_weight == form.needs_weight == (form.main is not MainWeight.FP32)
 
 
@@ -169,6 +181,22 @@ def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: Rec
     assert torch.equal(_main_of(lease), torch.full_like(_main_of(lease), 5))
     assert not any(state.any() for state in lease.workspace.states.values())
     assert swapper.statistics().read_bytes - before == num_bytes * CHUNK_GRANULE, "zeros are not read"
+
+
+@pytest.mark.parametrize("form", _FORMATS)
+@pytest.mark.parametrize("num_states", [0, 1, 2])
+def test_records_on_a_drive_fill_blocks(form: RecordFormat, num_states: int) -> None:
+    for num_granules in (1, 2, 31, 500):
+        numel = num_granules * CHUNK_GRANULE
+        in_memory, stored = form.record_bytes(numel, num_states), form.stored_bytes(numel, num_states)
+        assert stored % 4096 == 0
+        assert 0 <= stored - in_memory < (4096 if form.states is StateFormat.INT8 and num_states else 1)
+        chunks = [min(7 * CHUNK_GRANULE, numel - start) for start in range(0, numel, 7 * CHUNK_GRANULE)]
+        one_by_one = sum(form.stored_bytes(chunk, num_states) for chunk in chunks)
+        assert form.stored_bytes(numel, num_states, 7 * CHUNK_GRANULE) == one_by_one
+        room = form.workspace_bytes(numel, num_states)
+        assert form.numel_in(room, num_states, CHUNK_GRANULE) == numel
+        assert form.numel_in(room - 1, num_states, CHUNK_GRANULE) == numel - CHUNK_GRANULE
 
 
 def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:

@@ -1,0 +1,53 @@
+"""Which optimizers' states may be stored rounded."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from infinity.errors import ConfigValueError
+from infinity.optim.lion import Lion
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.state_format import StateFormat
+from infinity.optim.template import Template
+
+_KEY = "infinity.state_dtype"
+_ONE_BYTE: dict[type[Optimizer], frozenset[str]] = {
+    torch.optim.Adam: frozenset({"exp_avg", "exp_avg_sq"}),
+    torch.optim.AdamW: frozenset({"exp_avg", "exp_avg_sq"}),
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    Lion: frozenset({"exp_avg"}),
+}
+"""Running means, which forget what rounding did to them."""
+
+
+def check_state_format(form: StateFormat, template: Template, updater: PieceUpdater) -> None:
+    """Refuse what rounding would break.
+
+    Raises:
+        ConfigValueError: the optimizer takes a root of a difference of two states (RMSprop with ``centered``), which rounding
+            makes negative; or, with ``INT8``, it is not one of Adam, AdamW, SGD and Lion, or keeps a maximum (``amsgrad``),
+            which grows with every rounding up.
+    """
+    if form is StateFormat.FP32:
+        return
+    cls = type(template.optimizer)
+    for index, group in enumerate(template.param_groups):
+        if isinstance(template.optimizer, torch.optim.RMSprop) and group.get("centered"):
+            raise ConfigValueError(
+                _KEY,
+                form.value,
+                f"{cls.__name__} with centered=True takes the root of a difference of two states, and between rounded ones that "
+                "may be negative",
+                cure='Set it to "fp32", or centered to false',
+            )
+        names = updater.state_names(index)
+        refused = [name for name in names if name not in _ONE_BYTE.get(cls, frozenset())]
+        if form is StateFormat.INT8 and refused:
+            raise ConfigValueError(
+                _KEY,
+                form.value,
+                f"one byte per element is for the running means of Adam, AdamW, SGD and Lion, and {cls.__name__} keeps "
+                f"'{refused[0]}'",
+                cure='Set it to "bf16" or "fp32"' + (", or amsgrad to false" if group.get("amsgrad") else ""),
+            )
