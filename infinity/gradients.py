@@ -5,7 +5,6 @@ Knows units and gradients; must not know when a unit is complete (`infinity.coll
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -28,7 +27,7 @@ from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 from infinity.update_job import POLL_SECONDS, GradientSource
 from infinity.waiting_dtype import WaitingDtype
-from swapper import Extent, Handle, Swapper
+from swapper import Bell, Extent, Handle, Swapper
 
 _MOST_UNITS_ON_DEVICE = 2
 """Units whose gradients may wait in a GPU's memory for their update."""
@@ -108,8 +107,8 @@ class GradientStore:
         self._spilled_dtypes: dict[int, torch.dtype] = {}
         self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
         self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
-        self._ended = threading.Event()
-        """Set when a loan ends."""
+        self._ended = Bell()
+        """Rung when a loan ends."""
         self._sums: dict[int, GradientBuffer] = {}
         """Of units to be spilled, while several micro-batches' gradients come one after the other."""
         self.resumed_bytes = 0
@@ -313,14 +312,13 @@ class GradientStore:
         return len(self._loans) < num_loans
 
     def _lend(self, loan: _Loan, flat: FlatBuffer | None) -> None:
-        loan.tell(self._ended.set)
+        loan.tell(self._ended.ring)
         self._loans.append((loan, flat))
 
     def _await_loan(self) -> None:
         """Return when a loan has ended, whichever ends first, and its memory is back."""
         with self._clock.waiting("gradients"):
             while True:
-                self._ended.clear()
                 if self._retire() or not self._loans:
                     return
                 self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through

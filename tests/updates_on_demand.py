@@ -40,8 +40,8 @@ def let_run_what_may(engine: Any, *, seconds: float = 60.0) -> None:
     """Return when all updates are done but those that wait until somebody needs their units."""
     stream, deadline_seconds = engine._parts.stream, time.monotonic() + seconds
     while True:
-        with stream._changed:
-            if stream.num_pending == sum(job.is_held for job in stream._jobs):
+        with stream._lock:
+            if all(job.is_held for job in stream._pending):
                 return
         if time.monotonic() > deadline_seconds:
             raise TimeoutError(f"{stream.num_pending} updates are still pending")

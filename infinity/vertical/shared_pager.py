@@ -74,7 +74,7 @@ class SharedPager(Pager):
         """A unit is computed once more, outside of autograd's backward."""
         self._depth += 1
         try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.enable_grad(), self.saving:
                 yield
         finally:
             self._depth -= 1
