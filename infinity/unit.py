@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from infinity.interrupts import surely
 from infinity.layout import ParameterSpec, Slot, UnitLayout
 from infinity.parameter import bind, unbind
 
@@ -156,17 +157,12 @@ class Unit:
         """Take the flat buffer away from the parameters; views held by others keep it alive."""
         if not self.is_open:
             return
-        try:
-            self._unbind()
-        except BaseException:
-            self._unbind()
-            raise
-        finally:
-            self.is_open = False
+        surely(self._unbind)
 
     def _unbind(self) -> None:
         for parameter in self.parameters:
             unbind(parameter)
+        self.is_open = False
 
 
 def spec_of(fqn: str, parameter: nn.Parameter, compute_dtype: torch.dtype) -> ParameterSpec:

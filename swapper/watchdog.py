@@ -42,8 +42,9 @@ class Watchdog:
     """Knows a method to call a little more than ``TICKS_PER_DEADLINE`` times per deadline; must not know what it looks for."""
 
     def __init__(self, on_tick: Callable[[], None], deadline_seconds: float) -> None:
-        stop = Latch()
-        self._finalizer = weakref.finalize(self, _stop, stop, os.getpid())
+        stop = self._stop = Latch()
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _stop, stop, self._pid)
         self._finalizer.atexit = False
         self._thread = threading.Thread(
             target=_watch,
@@ -55,6 +56,6 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
-        self._finalizer()
+        _stop(self._stop, self._pid)  # not by the finalizer, which an interrupt would use up
         if self._thread is not threading.current_thread():
             self._thread.join()

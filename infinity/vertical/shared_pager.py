@@ -59,6 +59,10 @@ class SharedPager(Pager):
         self.moment = None
         self._defers = None
 
+    def abandon_forward(self) -> None:
+        self.close_step()
+        super().abandon_forward()
+
     @contextmanager
     def in_between(self) -> Iterator[None]:
         """Some micro-batch's backward begins while others are in forward: inside the ``with`` block no forward is open."""
