@@ -208,6 +208,7 @@ class GradientCollector:
 
     def drop(self) -> None:
         """Drop what autograd has accumulated. Calls still count: their backward may be yet to come."""
+        self.hands_out = False
         self._forget_gradients()
         for unit in self._units:
             for parameter in unit.parameters:

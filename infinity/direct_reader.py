@@ -12,7 +12,7 @@ import time
 import torch
 
 from infinity.device import ComputeDevice, FlatBuffer
-from swapper import DeviceBytes, Extent, Handle, Priority, Swapper
+from swapper import DeviceBytes, Extent, Handle, Latch, Priority, Swapper
 
 _POLL_SECONDS = 0.0003
 
@@ -28,7 +28,7 @@ class DirectRead:
         self._is_demand = is_demand
         self._handle: Handle | None = None
         self._error: BaseException | None = None
-        self._begun = threading.Event()
+        self._begun = Latch()
 
     def begin(self, swapper: Swapper) -> None:
         """Wait until the memory is free, and start to read."""

@@ -22,6 +22,7 @@ from infinity.config import InfinityConfig
 from infinity.export import save_safetensors
 from infinity.forecast import Forecast
 from infinity.holding import ModelHolding
+from infinity.interrupts import surely
 from infinity.loop_guard import LoopGuard, Phase
 from infinity.optim import PagedOptimizer, PieceUpdater, Template
 from infinity.parameter_gradients import ParameterGradients
@@ -332,6 +333,7 @@ class Engine:
         """
         self._abandon_forward()
         self._stepper.clear()
+        self._guard.cut_off()
         self.optimizer_zero_grad()
         self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
 
@@ -346,7 +348,7 @@ class Engine:
             restore_weights: leave the model as an ordinary one on the compute device, with the trained weights. Without
                 it, touching a parameter raises.
         """
-        if self._guard.phase is Phase.CLOSED:
+        if self._shutdown.is_over:
             return
         with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
             rest.callback(self._shutdown.now)
@@ -358,7 +360,9 @@ class Engine:
             rest.callback(self._parts.holding.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
-            if restore_weights:
+            if self._guard.phase is Phase.CLOSED:
+                pass  # an interrupt has cut off an attempt to close
+            elif restore_weights:
                 self.flush()
                 self._parts.access.restore()
             elif self._guard.is_settled:
@@ -377,7 +381,7 @@ class Engine:
     ) -> None:
         if kind is not None and self._guard.is_settled:
             self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing
-        self.close()
+        surely(self.close)
 
     # --------------------------------------------------------------------------------------------------------- checking
 

@@ -5,7 +5,6 @@ Knows units and gradients; must not know when a unit is complete (`infinity.coll
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -28,7 +27,7 @@ from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 from infinity.update_job import POLL_SECONDS, GradientSource
 from infinity.waiting_dtype import WaitingDtype
-from swapper import Extent, Handle, Swapper
+from swapper import Bell, Extent, Handle, Swapper
 
 _MOST_UNITS_ON_DEVICE = 2
 """Units whose gradients may wait in a GPU's memory for their update."""
@@ -108,8 +107,8 @@ class GradientStore:
         self._spilled_dtypes: dict[int, torch.dtype] = {}
         self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
         self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
-        self._ended = threading.Event()
-        """Set when a loan ends."""
+        self._ended = Bell()
+        """Rung when a loan ends."""
         self._sums: dict[int, GradientBuffer] = {}
         """Of units to be spilled, while several micro-batches' gradients come one after the other."""
         self.resumed_bytes = 0
@@ -176,12 +175,8 @@ class GradientStore:
             self._buffers[unit.index] = wide
             self._pool.give_back(narrow.flat)
             return True
-        swapper, extent = self._spill(unit)
-        for slot in self.slots_with_gradient(unit):
-            self._spilled_norms[unit.index, slot.index] = gradient_norm(narrow.view(slot))
-        self._spilled_dtypes[unit.index] = narrow.dtype
+        self._write(unit, narrow, self.slots_with_gradient(unit))
         self._in_memory.remove(unit.index)
-        self._lend(_Write(swapper.write(extent, narrow.values)), narrow.flat)
         del self._buffers[unit.index]
         return False
 
@@ -214,8 +209,8 @@ class GradientStore:
         if not present and not self._device.shares_host_memory:
             return self._leave_on_device(unit, gradients, norms)
         buffer = self._sum(unit, gradients, present or set())
-        self._spilled_dtypes.pop(unit.index, None)
         slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in (present or ())]
+        self._forget_spilled(unit, slots)
         self._present.pop(unit.index, None)
         for slot in slots:
             norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
@@ -248,11 +243,7 @@ class GradientStore:
         """Spill what `open_sum` kept in memory, if it did."""
         buffer = self._sums.pop(unit.index, None)
         if buffer is not None:
-            swapper, extent = self._spill(unit)
-            for slot in self.slots_with_gradient(unit):
-                self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
-            self._spilled_dtypes[unit.index] = buffer.dtype
-            self._lend(_Write(swapper.write(extent, buffer.values)), buffer.flat)
+            self._write(unit, buffer, self.slots_with_gradient(unit))
 
     def _sum(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int], *, is_wide: bool = False
@@ -287,9 +278,12 @@ class GradientStore:
         if unit.index in self._sums:
             self._sums[unit.index].add(gradients, present, self._device)
             return
+        self._write(unit, self._sum(unit, gradients, present), gradients)
+
+    def _write(self, unit: Unit, buffer: GradientBuffer, changed: Iterable[Slot]) -> None:
+        """Spill all of ``buffer``, of which the gradients in ``changed`` are other ones than were spilled before."""
         swapper, extent = self._spill(unit)
-        buffer = self._sum(unit, gradients, present)
-        for slot in gradients:
+        for slot in changed:
             self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
         self._spilled_dtypes[unit.index] = buffer.dtype
         self._lend(_Write(swapper.write(extent, buffer.values)), buffer.flat)
@@ -311,26 +305,20 @@ class GradientStore:
         num_loans = len(self._loans)
         for _ in range(num_loans):
             loan, flat = self._loans.popleft()
-            if not self._take_back(loan, flat):
+            if not loan.is_released():
                 self._loans.append((loan, flat))
+            elif flat is not None:
+                self._pool.give_back(flat)
         return len(self._loans) < num_loans
 
-    def _take_back(self, loan: _Loan, flat: FlatBuffer | None) -> bool:
-        if not loan.is_released():
-            return False
-        if flat is not None:
-            self._pool.give_back(flat)
-        return True
-
     def _lend(self, loan: _Loan, flat: FlatBuffer | None) -> None:
-        loan.tell(self._ended.set)
+        loan.tell(self._ended.ring)
         self._loans.append((loan, flat))
 
     def _await_loan(self) -> None:
         """Return when a loan has ended, whichever ends first, and its memory is back."""
         with self._clock.waiting("gradients"):
             while True:
-                self._ended.clear()
                 if self._retire() or not self._loans:
                     return
                 self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through
@@ -352,16 +340,24 @@ class GradientStore:
         """2-norm of one parameter's whole main gradient: 0-dim fp32."""
         if unit.index in self._in_memory:
             return gradient_norm(self._memory_of(unit).view(slot))
+        self.close_sum(unit)
         return self._spilled_norms[unit.index, slot.index]
 
     def source(self, unit: Unit) -> GradientSource:
         """The unit's main gradients for an update. They count as gone from now on; the update must be the next to use them."""
+        self.close_sum(unit)
         slots = self.slots_with_gradient(unit)
         self._present.pop(unit.index, None)
         if unit.index in self._in_memory:
             return MemoryGradients(self._memory_of(unit), slots)
         swapper, extent = self._spill(unit)
-        return SpilledGradients(swapper, extent, slots, self._spilled_dtypes.pop(unit.index, self._waiting.dtype))
+        return SpilledGradients(swapper, extent, slots, self._forget_spilled(unit, slots))
+
+    def _forget_spilled(self, unit: Unit, slots: Iterable[Slot]) -> torch.dtype:
+        """What is spilled is used up: a norm kept beyond that would pass for that of later gradients. Returns its dtype."""
+        for slot in slots:
+            self._spilled_norms.pop((unit.index, slot.index), None)
+        return self._spilled_dtypes.pop(unit.index, self._waiting.dtype)
 
     def clear(self) -> None:
         """Forget all main gradients; the memory stays reserved."""

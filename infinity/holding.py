@@ -67,7 +67,7 @@ class _ModuleHooks:
                     f"parameter '{name}' of {type(module).__name__} was replaced while an engine holds it",
                     cure="Don't call .to(device) or assign new parameters after infinity.initialize",
                 )
-        if self._is_root and self._entered and self._pager.is_in_forward:
+        if self._is_root and self._pager.is_in_forward:
             self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
         self._pager.begin_forward()
         self._entered.append(0)

@@ -51,6 +51,11 @@ class LoopGuard:
             raise RuntimeError(f"the training loop cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
 
+    def cut_off(self) -> None:
+        """Whatever was under way will not go on."""
+        if self.phase in (Phase.BACKWARD, Phase.STEPPING):
+            self.move_to(Phase.BROKEN)
+
     @property
     def is_settled(self) -> bool:
         """Whether all weights belong to one step, and nothing was cut off."""

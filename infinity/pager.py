@@ -30,6 +30,7 @@ from infinity.flat_pool import FlatPool
 from infinity.layout import Slot
 from infinity.parameter import host_of, leaves
 from infinity.residency import Residency, WeightSource
+from infinity.saving import SavingHooks
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 
@@ -39,7 +40,7 @@ _DATA: Any = torch.Tensor.data
 class _SavedView:
     """Stands for a view of a unit's weights in autograd's graph."""
 
-    __slots__ = ("dtype", "offset", "shape", "stride", "unit", "version")
+    __slots__ = ("__weakref__", "dtype", "offset", "shape", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit = unit
@@ -48,10 +49,7 @@ class _SavedView:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
-        unit.num_tokens += 1
-
-    def __del__(self) -> None:
-        self.unit.num_tokens -= 1
+        unit.note_token(self)
 
 
 _REBINDING: frozenset[Any] = frozenset(
@@ -87,7 +85,8 @@ class Pager(Residency):
         """See `Residency`."""
         super().__init__(units, pool, source, clock, prefetches=prefetches, guess=guess, budget_key=budget_key)
         self._depth = 0
-        self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        self.saving = SavingHooks(self.pack, self.unpack)
+        """The hooks that turn what autograd saves into tokens."""
         self.copies_detached = False
         """Set while ``state_dict`` collects: ``detach`` of a paged-out parameter gives a copy of its values."""
         self.check: Callable[[], None] = lambda: None
@@ -140,49 +139,28 @@ class Pager(Residency):
             self.check()
             self.on_forward()
             self.close_strays()
+            self.saving.clear_top()
             if self.trace is self.training_trace and self.trace.has_backward:
                 self.trace.commit()
             self.trace = self.training_trace if torch.is_grad_enabled() else self.eval_trace
             self.trace.begin()
-            self._saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-            self._saving.__enter__()
+            self.saving.push()
             self.clock.begin_compute("forward")
         elif self._depth == 0:
-            self._saving = self._saving_in_recomputation()
-            self._saving.__enter__()
+            self.saving.push_in_recomputation()
         self._depth += 1
 
     def end_forward(self) -> None:
         """The counterpart of `begin_forward`, also after an exception."""
         self._depth -= 1
-        if self._depth == 0 and self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        if self._depth == 0:
+            self.saving.pop()
             if in_backward():
                 return
             self.clock.end_compute()
             self.close_strays()
             if self.trace is self.eval_trace:
                 self.trace.commit()
-
-    def _saving_in_recomputation(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The pack and unpack hooks for a recomputation inside backward.
-
-        Without any, autograd keeps a leaf itself, and what it computes with then is whatever the parameter is bound to by
-        that time. Reentrant checkpointing has none: ours serve. Non-reentrant checkpointing has its own, which collect
-        what is saved and must stay; they keep a frozen parameter itself, so they get a view of it instead.
-        """
-        # Private, but the only way to see torch's own hooks; the exactness tests over checkpointing cover it.
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is None or top[0] == self.pack:
-            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        collect, give = top
-
-        def pack(tensor: torch.Tensor) -> Any:
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            return collect(tensor.detach() if is_frozen else tensor)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, give)
 
     def note_backward(self) -> None:
         """Something happens inside backward: if it is the first thing, `on_backward_end` will be called when it ends.
@@ -219,9 +197,7 @@ class Pager(Residency):
         """Forget modules that an exception left open, so that the next forward begins afresh."""
         self._depth = 0
         self.clock.end_compute()
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        self.saving.clear()
         for unit in self.units:
             unit.num_active = 0
         self.close_strays()
@@ -328,7 +304,7 @@ class Pager(Residency):
                 for parameter in parameters:
                     unit, slot = locate(parameter)
                     self.on_use(unit, [slot])
-            saving = contextlib.nullcontext() if self._depth else self._saving_in_recomputation()
+            saving = contextlib.nullcontext() if self._depth else self.saving.in_recomputation()
             with self.held(units), saving:
                 return function(*args, **kwargs)
         if self.copies_detached and name == "detach":
@@ -338,7 +314,7 @@ class Pager(Residency):
         kept = [(unit, unit.flat.tensor().clone()) for unit in units if unit.stays_resident and unit.flat is not None]
         is_modified = is_alias = False
         try:
-            with self.held(units), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with self.held(units), self.saving:
                 try:
                     result = function(*args, **kwargs)
                 finally:

@@ -24,21 +24,30 @@ def finish_pending(flush: Callable[[], None]) -> None:
 
 
 class Shutdown:
-    """Shuts an engine's background work down once, whichever occasion comes first."""
+    """Shuts an engine's background work down once, whichever occasion comes first.
+
+    Attributes:
+        is_over: It has been shut down by `now`.
+    """
 
     def __init__(
         self, owner: object, stream: UpdateStream, storage: Storage, recording: Recording | None = None
     ) -> None:
         """``owner``: when it is garbage, the shutdown is due."""
-        self._finalizer = weakref.finalize(owner, _shut_down, stream, storage, recording, os.getpid())
+        self._parts = stream, storage, recording, os.getpid()
+        self.is_over = False
+        self._finalizer = weakref.finalize(owner, _shut_down, *self._parts)
         # At exit it must come before the swapper's own hook, which ends the threads that the stream writes with; and an
         # update that still computes while the interpreter goes down would abort the process. Hooks run last in, first out.
         atexit.register(self._finalizer)
 
     def now(self) -> None:
-        """Shut down, unless that has happened."""
-        atexit.unregister(self._finalizer)
-        self._finalizer()
+        """Shut down, unless that has happened. What an exception cuts off can be done again."""
+        if not self.is_over:
+            _shut_down(*self._parts)
+            atexit.unregister(self._finalizer)
+            self._finalizer.detach()
+            self.is_over = True
 
 
 def _shut_down(stream: UpdateStream, storage: Storage, recording: Recording | None, pid: int) -> None:

@@ -155,9 +155,11 @@ class Stepper:
         unit.version += 1
         try:
             self._stream.submit(job)
-        except Exception as error:
-            job.finish(error)
-            unit.update = None
+        except BaseException as error:
+            if not self._stream.has(job):  # else it was queued, and an interrupt came after that
+                source.release()
+                job.finish(error)
+                unit.update = None
             raise
 
     def apply(self, step: int) -> None:

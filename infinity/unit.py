@@ -5,12 +5,14 @@ Knows its parameters, layout and what is in memory of it; must not decide when a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
+from infinity.interrupts import surely
 from infinity.layout import ParameterSpec, Slot, UnitLayout
 from infinity.parameter import bind, unbind
 
@@ -76,8 +78,7 @@ class Unit:
         """Whether its weights rest in its flat buffer and nowhere else: it never leaves."""
         self.num_active = 0
         """How many modules that use the unit are inside their forward."""
-        self.num_tokens = 0
-        """How many saved tensors of autograd stand for views of this unit."""
+        self._tokens: set[weakref.ref[object]] = set()
         self.is_open = False
         self.version = 0
         """Counts the changes of the weights, so that a graph over old ones is noticed."""
@@ -90,6 +91,17 @@ class Unit:
     def num_bytes(self) -> int:
         """Bytes of the flat buffer."""
         return self.layout.num_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """How many saved tensors of autograd stand for views of this unit."""
+        return len(self._tokens)
+
+    def note_token(self, token: object) -> None:
+        """``token`` stands for a view of this unit in autograd's graph as long as it lives."""
+        # It dies in the midst of backward. A KeyboardInterrupt that is delivered in a `__del__` is lost, and with it the
+        # count: so nothing written in Python runs then.
+        self._tokens.add(weakref.ref(token, self._tokens.discard))
 
     def settle(self) -> bool:
         """Close the unit if no module uses it. Returns whether no backward to come needs its present weights.
@@ -120,10 +132,14 @@ class Unit:
         if self.flat is None:
             raise RuntimeError(f"unit {self.name} is paged out and cannot be opened")
         base = self.flat.tensor()
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            bind(parameter, self.view(base, slot))
-        self.is_open = True
-        self.accept_changes()
+        try:
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                bind(parameter, self.view(base, slot))
+            self.accept_changes()
+            self.is_open = True
+        except BaseException:  # an interrupt, say: all or none
+            self._unbind()
+            raise
 
     def accept_changes(self) -> None:
         """What was written into the open parameters so far is meant."""
@@ -141,6 +157,9 @@ class Unit:
         """Take the flat buffer away from the parameters; views held by others keep it alive."""
         if not self.is_open:
             return
+        surely(self._unbind)
+
+    def _unbind(self) -> None:
         for parameter in self.parameters:
             unbind(parameter)
         self.is_open = False

@@ -27,7 +27,7 @@ from infinity.update_job import POLL_SECONDS, ParameterState, UpdateJob
 from infinity.update_rules import HalvesUpdater, PieceUpdater
 from infinity.weights import WeightStore
 from infinity.workspace import Workspace
-from swapper import Handle
+from swapper import Bell, Handle
 
 _MOST_AHEAD = 16
 """Chunks in hand at a time, where no pages limit them."""
@@ -78,9 +78,10 @@ class UpdateStream:
         self._states = states
         self._halves_updater = halves_updater
         self._states_window = window or StateWindow(StateFormat.FP32)
-        self._jobs: deque[UpdateJob] = deque()
-        self._changed = threading.Condition()
-        self._num_pending = 0
+        self._pending: dict[UpdateJob, None] = {}
+        """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
+        self._lock = threading.Lock()
+        self._work, self._progress = Bell(), Bell()
         self._is_stopping = False
         self._error: BaseException | None = None
         self.busy_seconds = 0.0
@@ -96,32 +97,30 @@ class UpdateStream:
 
     def submit(self, job: UpdateJob) -> None:
         """Queue a job."""
-        with self._changed:
+        job.on_release = self._work.ring
+        with self._lock:
             if self._error is not None:
                 job.finish(self._error)
                 raise self._error
-            job.on_release = self._notify
-            self._jobs.append(job)
-            self._num_pending += 1
-            self._changed.notify_all()
+            self._pending[job] = None
+        self._work.ring()
 
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def has(self, job: UpdateJob) -> bool:
+        """Whether the job is queued or running."""
+        return job in self._pending
 
     def release_all(self) -> None:
         """Hold no job back any longer: nobody will come to ask for the units that are left."""
-        with self._changed:
-            for job in self._jobs:
+        with self._lock:
+            for job in self._pending:
                 job.is_held = False
-            self._changed.notify_all()
+        self._work.ring()
 
     def drain(self) -> None:
         """Return when every job is done; raises the error of the first that failed."""
         self.release_all()
-        with self._changed:
-            while self._num_pending and self._error is None:
-                self._changed.wait(POLL_SECONDS)
+        while self._pending and self._error is None:
+            self._progress.wait(POLL_SECONDS)  # looking up now and then, so that a KeyboardInterrupt gets through
         self.raise_error()
 
     def raise_error(self) -> None:
@@ -132,13 +131,12 @@ class UpdateStream:
     @property
     def num_pending(self) -> int:
         """Jobs that are queued or running."""
-        return self._num_pending
+        return len(self._pending)
 
     def close(self) -> None:
         """End the thread after the chunk in hand. Queued jobs are dropped: `drain` first if they matter."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify_all()
+        self._is_stopping = True
+        self._work.ring()
         self._thread.join()
 
     # ---------------------------------------------------------------------------------------------- background thread
@@ -148,7 +146,7 @@ class UpdateStream:
             with torch.no_grad():
                 while self._advance():
                     pass
-            if self._num_pending:
+            if self._pending:
                 raise EngineClosedError("an update that was still pending")
         except BaseException as error:
             self._fail(error)
@@ -175,13 +173,13 @@ class UpdateStream:
             if item.is_last:
                 self._finish(item.job)
             return True
-        with self._changed:
-            while not self._has_runnable() and not self._is_stopping:
-                self._changed.wait()
-            return not self._is_stopping
+        while not self._is_stopping and not self._runnable():
+            self._work.wait()
+        return not self._is_stopping
 
-    def _has_runnable(self) -> bool:
-        return any(not job.is_held for job in self._jobs)
+    def _runnable(self) -> list[UpdateJob]:
+        with self._lock:
+            return [job for job in self._pending if not job.is_held and not job.has_begun]
 
     def _fill(self) -> None:
         """Start the reads of the next chunks while there are pages; the first one waits for a page."""
@@ -236,13 +234,12 @@ class UpdateStream:
                 if found is not None:
                     return found
                 self._current = None
-            with self._changed:
-                runnable = [job for job in self._jobs if not job.is_held]
-                if not runnable:
-                    return None
-                first = min(runnable, key=lambda job: job.rank)
-                job = next(job for job in self._jobs if job.unit is first.unit)  # updates of one unit keep their order
-                self._jobs.remove(job)
+            runnable = self._runnable()
+            if not runnable:
+                return None
+            first = min(runnable, key=lambda job: job.rank)
+            with self._lock:  # updates of one unit keep their order
+                job = next(job for job in self._pending if job.unit is first.unit and not job.has_begun)
             job.begin()
             if not job.chunks:
                 self._finish(job)
@@ -361,23 +358,18 @@ class UpdateStream:
         job.gradients.release()
         fence = self._device.mark() if job.flat is not None else None
         job.finish(None, self._device, fence)
-        with self._changed:
-            self._num_pending -= 1
-            self._changed.notify_all()
+        with self._lock:
+            del self._pending[job]
+        self._progress.ring()
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error = error
-            jobs = [item.job for item in self._window] + list(self._jobs)
-            if self._current is not None:
-                jobs += [job for job, _, _ in self._current]
-            if self._next is not None:
-                jobs.append(self._next[0])
-            self._jobs.clear()
-            self._changed.notify_all()
+            jobs = list(self._pending)
         for item in self._window:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 item.lease.discard()
-        for job in dict.fromkeys(jobs):
+        for job in jobs:
             job.gradients.release()
             job.finish(error)
+        self._progress.ring()

@@ -19,7 +19,7 @@ import torch
 from infinity.device import ComputeDevice, Fence, FlatBuffer
 from infinity.layout import Chunk, Piece, Slot
 from infinity.unit import Arrival, Unit
-from swapper import Handle
+from swapper import Handle, Latch
 
 PROMOTED = -1
 """The rank of a job that somebody waits for; others begin at 0."""
@@ -107,7 +107,7 @@ class UpdateJob:
         self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
         self._lock = threading.Lock()
         self._has_begun = False
-        self._finished = threading.Event()
+        self._finished = Latch()
         self._fence: Fence = None
         self._device: ComputeDevice | None = None
         self._error: BaseException | None = None
@@ -121,6 +121,11 @@ class UpdateJob:
         """The stream takes the job; no buffer can be attached any more."""
         with self._lock:
             self._has_begun = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the stream has taken it."""
+        return self._has_begun
 
     @property
     def accepts_buffer(self) -> bool:
@@ -160,9 +165,8 @@ class UpdateJob:
 
     def release(self) -> None:
         """The job is not held back any longer."""
-        if self.is_held:
-            self.is_held = False
-            self.on_release()
+        self.is_held = False
+        self.on_release()
 
     def wait(self) -> None:
         # Wake up now and then: a KeyboardInterrupt must get through.

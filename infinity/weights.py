@@ -18,7 +18,7 @@ from infinity.direct_reader import DirectReader
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk
 from infinity.unit import Arrival, Unit
-from swapper import Extent, Handle, Page, Priority, StagingArena, Swapper
+from swapper import Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
 
 
 class ReadArrival:
@@ -169,7 +169,7 @@ class _Upload:
         self.after = device.mark()  # earlier kernels may still read what lay in this memory before
         self.fence: Any = None
         self.error: BaseException | None = None
-        self.issued = threading.Event()
+        self.issued = Latch()
 
     def finish(self, error: BaseException | None) -> None:
         self.error = error

@@ -38,6 +38,7 @@ Nothing is left in the directory, whatever ends the process:
 """
 
 from swapper.backends.base import Direction, IOBackend
+from swapper.bell import Bell, Latch
 from swapper.busy import BusySeconds, BusyTimes
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
 from swapper.device_bytes import DeviceBytes
@@ -89,6 +90,7 @@ __all__ = [
     "ArenaStatistics",
     "ArgumentError",
     "BackendUnavailableError",
+    "Bell",
     "BrokenExtentError",
     "BusySeconds",
     "BusyTimes",
@@ -104,6 +106,7 @@ __all__ = [
     "Handle",
     "IOBackend",
     "InvalidBufferError",
+    "Latch",
     "MissingDirectoryError",
     "NameOf",
     "NotCopyableError",

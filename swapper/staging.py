@@ -132,7 +132,8 @@ class StagingArena(Uncopyable):
         self._free = list(range(num_pages - 1, -1, -1))
         self._leased: dict[int, Page] = {}
         self._unregister: list[Callable[[], None]] = []
-        self._available = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells]
         self._is_closed = False
         self._most_leased = 0
         self._num_leases = 0
@@ -167,14 +168,14 @@ class StagingArena(Uncopyable):
             ArenaExhaustedError: No page became free in time; names who holds them.
             ArenaClosedError: The arena has been closed.
         """
-        with self._available:
+        with self._lock:
             if not self._free and not self._is_closed:
                 self._wait(self._deadline_seconds if timeout_seconds is None else timeout_seconds)
             return self._lend(owner)
 
     def try_lease(self, *, owner: str = "") -> Page | None:
         """Return a page if one is free now."""
-        with self._available:
+        with self._lock:
             return self._lend(owner) if self._free or self._is_closed else None
 
     def _wait(self, timeout_seconds: float) -> None:
@@ -195,7 +196,7 @@ class StagingArena(Uncopyable):
         return page
 
     def _take_back(self, page: Page) -> None:
-        with self._available:
+        with self._lock:
             if page._tensor is None:
                 raise PageReleasedError(
                     f"page {page.index} of {page.owner or 'an unnamed owner'} was released twice; the second "
@@ -211,7 +212,7 @@ class StagingArena(Uncopyable):
 
     def statistics(self) -> ArenaStatistics:
         """Return a snapshot."""
-        with self._available:
+        with self._lock:
             return ArenaStatistics(
                 self.page_bytes,
                 self.num_pages,
@@ -228,7 +229,7 @@ class StagingArena(Uncopyable):
         Pages that are still held keep the memory mapped until their holders let go, but it is not pinned any more: no
         copy to or from a device may be running.
         """
-        with self._available:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True

@@ -7,6 +7,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from swapper.bell import Latch
+
 TICKS_PER_DEADLINE = 16
 """What has lasted for so many ticks is late. Counting ticks instead of reading a clock makes a stopped process (SIGSTOP,
 a debugger) lose no time: the watchdog stands still with it."""
@@ -21,7 +23,7 @@ def tick_seconds(deadline_seconds: float) -> float:
     return deadline_seconds / (TICKS_PER_DEADLINE + 0.5)
 
 
-def _watch(on_tick: weakref.WeakMethod[Callable[[], None]], interval_seconds: float, stop: threading.Event) -> None:
+def _watch(on_tick: weakref.WeakMethod[Callable[[], None]], interval_seconds: float, stop: Latch) -> None:
     # The thread holds its scheduler weakly, or a swapper that nobody closes would live for ever.
     while not stop.wait(interval_seconds):
         function = on_tick()
@@ -31,17 +33,18 @@ def _watch(on_tick: weakref.WeakMethod[Callable[[], None]], interval_seconds: fl
         del function
 
 
-def _stop(event: threading.Event, pid: int) -> None:
-    if os.getpid() == pid:  # the event's lock may be held by a thread that a fork did not copy
-        event.set()
+def _stop(stop: Latch, pid: int) -> None:
+    if os.getpid() == pid:
+        stop.set()
 
 
 class Watchdog:
     """Knows a method to call a little more than ``TICKS_PER_DEADLINE`` times per deadline; must not know what it looks for."""
 
     def __init__(self, on_tick: Callable[[], None], deadline_seconds: float) -> None:
-        stop = threading.Event()
-        self._finalizer = weakref.finalize(self, _stop, stop, os.getpid())
+        stop = self._stop = Latch()
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _stop, stop, self._pid)
         self._finalizer.atexit = False
         self._thread = threading.Thread(
             target=_watch,
@@ -53,6 +56,6 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
-        self._finalizer()
+        _stop(self._stop, self._pid)  # not by the finalizer, which an interrupt would use up
         if self._thread is not threading.current_thread():
             self._thread.join()

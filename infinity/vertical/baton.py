@@ -65,7 +65,11 @@ class Lane:
         """Whether a function was begun and has not ended."""
         name = f"infinity-micro-batch-{index}"
         self.thread = threading.Thread(target=_serve, args=(self._mailbox,), name=name, daemon=True)
-        self.thread.start()
+
+    def start(self) -> None:
+        """Begin to serve, unless that has happened."""
+        if self.thread.ident is None:
+            self.thread.start()
 
     # ---------------------------------------------------------------------------------------------- training thread
 
@@ -132,7 +136,7 @@ class Lane:
     def close(self) -> None:
         """End the thread. Nothing may be running in it."""
         _stop(self._mailbox)
-        if threading.current_thread() is not self.thread:
+        if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(_PATIENCE_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ inside the lane
@@ -195,6 +199,8 @@ class Lanes:
             self._pid = os.getpid()
         while len(self._lanes) < num_lanes:
             self._lanes.append(Lane(len(self._lanes)))
+        for lane in self._lanes[:num_lanes]:
+            lane.start()
         return self._lanes[:num_lanes]
 
     def abandon(self) -> None:
@@ -209,7 +215,7 @@ class Lanes:
             self._is_asked_to_close = True
             return
         self.abandon()
-        self._finalizer()
+        _close_all(self._lanes)
 
     def close_if_asked(self) -> None:
         """The training thread is back: do what `close` could not."""
@@ -218,6 +224,6 @@ class Lanes:
 
 
 def _close_all(lanes: list[Lane]) -> None:
-    for lane in lanes:
-        lane.close()
-    lanes.clear()
+    while lanes:
+        lanes[-1].close()
+        del lanes[-1]

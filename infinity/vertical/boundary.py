@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from infinity.saving import top_hooks
 from infinity.telemetry.clock import StepClock
 from infinity.vertical.errors import NotVertical
 from swapper import Extent, Handle, Priority, Swapper, SwapperError
@@ -103,8 +104,8 @@ class Boundary:
 
     def hooks_are_innermost(self) -> bool:
         """Whether no hooks for saved tensors are active but the pager's: activation checkpointing has its own."""
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is None or top[0] == self._pack
+        top = top_hooks()
+        return top is None or bool(top[0] == self._pack)
 
     def without_weights(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy of it if it is a view of a unit's weights, which move."""

@@ -28,6 +28,8 @@ class Interception:
         """``blocks``: FQNs of the modules that were made units of their own."""
         self._model = holding.model
         self._sites: list[Site] = []
+        self._before: list[tuple[nn.Module, Any]] = []
+        self._relieved: list[nn.Module] = []
         modules = dict(holding.model.named_modules())
         for block in blocks:
             home = _home(holding, modules[block])
@@ -50,24 +52,31 @@ class Interception:
     @contextmanager
     def active(self, handler: Handler) -> Iterator[None]:
         """Inside the ``with`` block ``handler`` is called in place of the modules' forwards, which it gets."""
-        before: list[tuple[nn.Module, Any]] = []
-        relieved = [module for module in self._model.modules() if _checkpoints_itself(module)]
         try:
-            for module in relieved:
-                _set_checkpointing(module, is_on=False)
+            for module in self._model.modules():
+                if _checkpoints_itself(module):
+                    self._relieved.append(module)
+                    _set_checkpointing(module, is_on=False)
             for site in self._sites:
                 attributes = site.module.__dict__
-                before.append((site.module, attributes.get("forward", _ABSENT)))
+                self._before.append((site.module, attributes.get("forward", _ABSENT)))
                 attributes["forward"] = _wrap(handler, site, site.module.forward)
             yield
         finally:
-            for module, forward in before:
-                if forward is _ABSENT:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.__dict__["forward"] = forward
-            for module in relieved:
-                _set_checkpointing(module, is_on=True)
+            self.restore()
+
+    def restore(self) -> None:
+        """The modules are as they were, however `active` was left. May be repeated."""
+        while self._before:
+            module, forward = self._before[-1]
+            if forward is _ABSENT:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+            del self._before[-1]
+        while self._relieved:
+            _set_checkpointing(self._relieved[-1], is_on=True)
+            del self._relieved[-1]
 
 
 def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable[..., Any]:

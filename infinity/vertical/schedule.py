@@ -15,6 +15,7 @@ from infinity.backwards import Backwards
 from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError, ScheduleError
 from infinity.holding import ModelHolding
+from infinity.interrupts import surely
 from infinity.loop_guard import LoopGuard, Phase
 from infinity.stepper import Stepper
 from infinity.telemetry.clock import StepClock
@@ -125,8 +126,7 @@ class VerticalSchedule:
             with self._interception.active(step.on_call):
                 losses = step.run(self._lanes, compute_losses, self._anchor.to(torch_device), self._start)
         except Exception as error:
-            self._lanes.abandon()
-            step.undo(error)
+            self._cut_off(step, error)
             # Whatever went wrong in the first step, if it is the model's own fault it will show in the ordinary order too.
             is_foreign = step.is_trial and not isinstance(error, SwapperError | EngineClosedError)
             if not is_foreign and not isinstance(error, NotVertical):
@@ -137,8 +137,7 @@ class VerticalSchedule:
             self.traffic = Traffic()
             return reason
         except BaseException as error:
-            self._lanes.abandon()
-            step.undo(error)
+            self._cut_off(step, error)
             if isinstance(error, Abandoned):  # the engine was closed by the model's own code
                 raise EngineClosedError("a step under way") from error
             raise
@@ -151,12 +150,21 @@ class VerticalSchedule:
         self._on.space.tidy()
         return losses
 
+    def _cut_off(self, step: _Step, error: BaseException) -> None:
+        def clean_up() -> None:
+            self._lanes.abandon()
+            self._interception.restore()
+            step.undo(error)
+
+        surely(clean_up)
+
     def forgive(self) -> None:
         """The ordinary order failed as well: see `Suitability.forgive`."""
         self._suitability.forgive()
 
     def close(self) -> None:
         """End the threads."""
+        self._interception.restore()
         self._lanes.close()
 
 
@@ -358,10 +366,8 @@ class _Step:
         """The step was cut off by ``error``: forget it, unless some units have been updated."""
         on = self._on
         self._clear()
-        self._loop.backwards.collector.hands_out = False
         self._loop.backwards.drop()
         on.holding.forget_calls()
-        on.pager.close_step()
         on.pager.abandon_forward()
         if self._loop.guard.phase is Phase.BACKWARD:
             self._loop.guard.move_to(Phase.BROKEN)

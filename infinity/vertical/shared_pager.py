@@ -59,6 +59,10 @@ class SharedPager(Pager):
         self.moment = None
         self._defers = None
 
+    def abandon_forward(self) -> None:
+        self.close_step()
+        super().abandon_forward()
+
     @contextmanager
     def in_between(self) -> Iterator[None]:
         """Some micro-batch's backward begins while others are in forward: inside the ``with`` block no forward is open."""
@@ -74,7 +78,7 @@ class SharedPager(Pager):
         """A unit is computed once more, outside of autograd's backward."""
         self._depth += 1
         try:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.enable_grad(), self.saving:
                 yield
         finally:
             self._depth -= 1

@@ -62,9 +62,9 @@ class UnitSums:
         """All micro-batches have been through some part of backward, and units are ``complete`` by that."""
         for unit in self._open.values():
             self._close(unit, is_complete=unit.index in complete)
-        for unit in complete.values():
-            if unit.index not in self._open and self._updates_now and self._stepper.gradients.slots_with_gradient(unit):
-                self._stepper.deliver(unit, {}, updates_now=True)
+        for unit in complete.values():  # its last gradients may have come at an earlier moment
+            if unit.index not in self._open and self._stepper.gradients.slots_with_gradient(unit):
+                self._close(unit, is_complete=True)
         self._open.clear()
         self._complete.update(complete)
 

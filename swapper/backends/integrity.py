@@ -105,7 +105,8 @@ class IntegrityBackend(BackendWrapper):
         self._boundary_bytes = inner.boundary_bytes or boundary_bytes
         # A page is read back in one request, which must not cross a boundary.
         self._table = ChecksumTable(inner.capacity_bytes, math.gcd(page_bytes, inner.boundary_bytes))
-        self._changed = threading.Condition(threading.Lock())  # guards all that follows, and the table
+        self._lock = threading.Lock()  # guards all that follows, and the table
+        self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells]
         self._num_requests: Counter[int] = Counter()  # by page, of which they cover a part
         self._joiners: dict[int, _Job] = {}  # by page, the write that will join its segments if it stays alone
         self._preparing: set[_Job] = set()  # what is still read back for
@@ -136,7 +137,7 @@ class IntegrityBackend(BackendWrapper):
             self._transfer(job)
             return
         try:
-            with self._changed:
+            with self._lock:
                 self._preparing.add(job)
                 for page in job.edges:
                     self._num_requests[page] += 1
@@ -149,7 +150,7 @@ class IntegrityBackend(BackendWrapper):
     def close(self, timeout_seconds: float) -> bool:
         """Let requests go on for which something is read back, and close the inner backend."""
         deadline = time.monotonic() + timeout_seconds
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._preparing, timeout_seconds)
         return self.inner.close(max(0.0, deadline - time.monotonic()))
 
@@ -177,7 +178,7 @@ class IntegrityBackend(BackendWrapper):
             address: int = array.__array_interface__["data"][0]
             self.inner.submit(IORequest(Direction.READ, start, array.data, address, partial(self._on_read_back, job)))
             return
-        with self._changed:
+        with self._lock:
             if job.request.direction is Direction.WRITE:
                 for page in job.edges:
                     self._cut(job, page)
@@ -185,7 +186,7 @@ class IntegrityBackend(BackendWrapper):
         self._is_prepared(job)
 
     def _is_prepared(self, job: _Job) -> None:
-        with self._changed:
+        with self._lock:
             self._preparing.discard(job)
             self._changed.notify_all()
 
@@ -218,7 +219,7 @@ class IntegrityBackend(BackendWrapper):
         self._finish(job, transferred_bytes, error)
 
     def _finish(self, job: _Job, transferred_bytes: int, error: OSError | None) -> None:
-        with self._changed:
+        with self._lock:
             for page in job.joins:
                 del self._joiners[page]
             for page in job.edges:
@@ -275,7 +276,7 @@ class IntegrityBackend(BackendWrapper):
         start, stop = job.start, job.stop
         array = np.frombuffer(job.request.memory, dtype=np.uint8)
         if written_bytes < stop - start:
-            with self._changed:
+            with self._lock:
                 for page in self._table.pages(start, stop):
                     if page not in job.edges:  # there, _cut has done it
                         self._table.replace(page, ())
@@ -286,7 +287,7 @@ class IntegrityBackend(BackendWrapper):
         whole = [crc32c(array[page * size - start : (page + 1) * size - start]) for page in range(first, last)]
         ends = {(start, min(stop, first * size)), (max(start, last * size), stop)}
         parts = [Segment(low, high, crc32c(array[low - start : high - start])) for low, high in ends if low < high]
-        with self._changed:
+        with self._lock:
             self._table.replace_whole(first, whole)
             for segment in parts:
                 self._table.add(segment)
@@ -301,7 +302,7 @@ class IntegrityBackend(BackendWrapper):
         array = np.frombuffer(job.request.memory, dtype=np.uint8)
         size = self.page_bytes
         first, last = -(-start // size), stop // size
-        with self._changed:
+        with self._lock:
             whole = self._table.whole(first, last) if first < last else None
             ranges = [(start, stop)] if whole is None else [(start, first * size), (last * size, stop)]
             segments = [segment for low, high in ranges for segment in self._table.segments_in(low, high)]

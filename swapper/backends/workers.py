@@ -88,7 +88,8 @@ class WorkerPool(Uncopyable):
             for direction in Direction
             for index in range(num_threads)
         ]
-        self._finalizer = weakref.finalize(self, _stop, self._queues, num_threads, os.getpid())
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _stop, self._queues, num_threads, self._pid)
         self._finalizer.atexit = False
         self._is_closed = False
         for thread in self._threads:
@@ -105,7 +106,7 @@ class WorkerPool(Uncopyable):
     def stop(self) -> None:
         """Take nothing more, and have the workers end after what is queued. Idempotent."""
         self._is_closed = True
-        self._finalizer()
+        _stop(self._queues, self.num_threads, self._pid)  # not by the finalizer, which an interrupt would use up
         _open_pools.discard(self)
 
     def close(self, timeout_seconds: float) -> bool:

@@ -13,13 +13,11 @@ import torch
 import infinity
 from infinity.errors import BudgetTooSmallError, GradientNotResidentError
 from tests.exactness.lockstep import Lockstep
+from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
 
 _BF16 = {"bf16": {"enabled": True}}
 _MODES = ("in_backward", "deferred", "step")
-
-
-def _num_pending(engine: Any) -> int:
-    return int(engine._parts.stream.num_pending)
+_DEFERRED = {"infinity": {"update": "deferred"}}
 
 
 @pytest.mark.parametrize("update", [*_MODES, "auto"])
@@ -37,21 +35,23 @@ def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tm
 
 
 def test_deferred_updates_wait_for_the_forward_that_wants_them(tmp_path: Path) -> None:
-    changes = {"infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
+    budget = _budget("smallest", tmp_path)
+    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": budget}}
     with Lockstep.start(tmp_path, changes=changes) as both:
-        for step in range(3):
-            both.engine_step(step)
-        assert _num_pending(both.engine) > 0, "some units are not in memory, and nobody wants them"
+        with updates_on_demand(both.engine):
+            for step in range(3):
+                both.engine_step(step)
+        let_run_what_may(both.engine)
+        assert num_pending(both.engine) > 0, "some units are not in memory, and nobody wants them"
         both.engine_step(3)
         both.require_equal()
 
 
 def test_step_leaves_nothing_pending(tmp_path: Path) -> None:
-    changes = {"infinity": {"update": "step", "host_memory_budget": "600KB"}}
-    with Lockstep.start(tmp_path, changes=changes) as both:
+    with Lockstep.start(tmp_path, changes={"infinity": {"update": "step"}}) as both, updates_on_demand(both.engine):
         for step in range(3):
             both.engine_step(step)
-            assert _num_pending(both.engine) == 0
+            assert num_pending(both.engine) == 0
         both.require_equal()
 
 
@@ -75,49 +75,44 @@ _LOOKS: dict[str, Callable[[Lockstep, Path], Any]] = {
 def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
-    with Lockstep.start(drive, changes=changes) as both:
+    with Lockstep.start(drive, changes={**_BF16, **_DEFERRED}) as both, updates_on_demand(both.engine):
         for step in range(3):
             both.engine_step(step)
-        assert _num_pending(both.engine) > 0
+        assert num_pending(both.engine) > 0
         _LOOKS[look](both, tmp_path)
-        assert _num_pending(both.engine) == 0
+        assert num_pending(both.engine) == 0
         both.engine.train()
         both.engine_step(3)
         both.require_equal()
 
 
 def test_a_state_dict_holds_the_new_weights(tmp_path: Path) -> None:
-    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
-    with Lockstep.start(tmp_path, changes=changes) as both:
+    with Lockstep.start(tmp_path, changes={**_BF16, **_DEFERRED}) as both, updates_on_demand(both.engine):
         for step in range(3):
             both.engine_step(step)
         expected = dict(both.reference.model.named_parameters())
-        assert _num_pending(both.engine) > 0
+        assert num_pending(both.engine) > 0
         found = both.model.state_dict()
         for fqn, param in expected.items():
             assert torch.equal(found[fqn], param), fqn
 
 
 def test_closing_finishes_what_is_pending(tmp_path: Path) -> None:
-    changes = {"infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
-    with Lockstep.start(tmp_path, changes=changes) as both:
+    with Lockstep.start(tmp_path, changes=_DEFERRED) as both, updates_on_demand(both.engine):
         for step in range(3):
             both.engine_step(step)
-        stream = both.engine._parts.stream
-        assert stream.num_pending > 0
+        assert num_pending(both.engine) > 0
         both.engine.close()
-        assert stream.num_pending == 0
+        assert num_pending(both.engine) == 0
 
 
 def test_an_exception_waits_for_nothing(tmp_path: Path) -> None:
-    changes = {"infinity": {"update": "deferred", "host_memory_budget": "600KB"}}
-    both = Lockstep.start(tmp_path, changes=changes)
-    with pytest.raises(ZeroDivisionError), both.engine:
+    both = Lockstep.start(tmp_path, changes=_DEFERRED)
+    with pytest.raises(ZeroDivisionError), updates_on_demand(both.engine), both.engine:
         for step in range(3):
             both.engine_step(step)
         raise ZeroDivisionError
-    assert both.engine._parts.stream.num_pending > 0
+    assert num_pending(both.engine) > 0
 
 
 def test_what_fails_while_closing_is_logged(
@@ -204,8 +199,10 @@ def test_rounded_gradients_are_shown_as_they_wait(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("update", _MODES)
 def test_the_state_of_a_first_update_that_is_pending_is_not_missed(update: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={"infinity": {"update": update, "host_memory_budget": "600KB"}}) as both:
+    changes = {"infinity": {"update": update}}
+    with Lockstep.start(tmp_path, changes=changes) as both, updates_on_demand(both.engine):
         both.engine_step(0)
+        assert (num_pending(both.engine) > 0) == (update != "step")
         assert len(both.optimizer.state) == len(list(both.model.parameters()))
         both.optimizer.load_state_dict(both.optimizer.state_dict())
         both.engine_step(1)
