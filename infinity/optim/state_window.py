@@ -13,8 +13,8 @@ from torch import Tensor
 from infinity.optim.state_codec import Noise, decode, encode
 from infinity.optim.state_format import StateFormat
 
-_HOST_NUMEL = 1 << 16
-"""Elements that are decoded at a time on the CPU: few enough to stay in the processor's cache."""
+_HOST_NUMEL = 1 << 18
+"""Elements that are decoded at a time on the CPU: few enough to stay in the processor's cache, and enough to forget the calls."""
 _DEVICE_NUMEL = 1 << 22
 
 
@@ -45,23 +45,23 @@ class StateWindow:
         if self._form is StateFormat.FP32:
             yield slice(0, numel), stored
             return
-        for start in range(0, numel, self._part_numel(stored)):
-            span = slice(start, min(start + self._part_numel(stored), numel))
+        is_on_host = all(values.device.type == "cpu" for values in stored.values())
+        part_numel = _HOST_NUMEL if is_on_host else _DEVICE_NUMEL
+        for start in range(0, numel, part_numel):
+            span = slice(start, min(start + part_numel, numel))
             places = {name: self._form.part(values, span) for name, values in stored.items()}
-            views = {name: self._memory(name, place.device)[: span.stop - start] for name, place in places.items()}
+            views = {
+                name: self._memory(name, place.device, part_numel)[: span.stop - start]
+                for name, place in places.items()
+            }
             for name, place in places.items():
                 decode(self._form, name, place, views[name])
             yield span, views
             for name, place in places.items():
                 encode(self._form, name, views[name], place, noise(name, start))
 
-    def _part_numel(self, stored: Mapping[str, Tensor]) -> int:
-        is_on_host = all(values.device.type == "cpu" for values in stored.values())
-        return _HOST_NUMEL if is_on_host else _DEVICE_NUMEL
-
-    def _memory(self, name: str, device: torch.device) -> Tensor:
+    def _memory(self, name: str, device: torch.device, numel: int) -> Tensor:
         found = self._scratch.get((name, device))
         if found is None:
-            numel = _HOST_NUMEL if device.type == "cpu" else _DEVICE_NUMEL
             found = self._scratch[name, device] = torch.empty(numel, dtype=torch.float32, device=device)
         return found

@@ -127,8 +127,8 @@ def test_what_is_not_finite_is_seen(bad: float, has_kernels: bool, monkeypatch: 
 
 @pytest.mark.parametrize("form", StateFormat, ids=lambda form: form.value)
 def test_a_window_stores_what_was_changed_in_it(form: StateFormat) -> None:
-    """A piece of more than two parts, which begins in the middle of the parameter."""
-    numel, first = 150_000, 512 * 300
+    """A piece of three parts on the CPU, which begins in the middle of the parameter."""
+    numel, first = 600_000, 512 * 300
     stored = {state: _stored(form, numel) for state in _STATES}
     wholes = {}
     for state in _STATES:
