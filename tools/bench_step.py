@@ -85,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
         help="order of the micro-batches of ours: auto, vertical, ordinary",
     )
     add("--main-weights", choices=["remainder", "fp32"], default="remainder", help="infinity.main_weights of ours")
+    add("--state-dtype", choices=["fp32", "bf16", "int8"], default="fp32", help="infinity.state_dtype of ours")
     add("--memory-limit", type=size_bytes, help="memory limit of ours, e.g. 1.5GB")
     add("--throttle", type=list_of(throttle), default=[600, None], help="MB/s each way, e.g. 300,600,1200,none")
     add("--peer", choices=["deepspeed"], help="run DeepSpeed in alternation, lean and pipelined, if it is installed")
@@ -155,6 +156,7 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
                     "update": update,
                     "schedule": schedule,
                     "main_weights": arguments.main_weights,
+                    "state_dtype": arguments.state_dtype,
                 }
                 if arguments.timeline is not None:
                     number = next(numbers)

@@ -93,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
         default=Path("train.png"),
         help="where the loss curve and the breakdown go (default: train.png)",
     )
+    add("--state-dtype", choices=["fp32", "bf16", "int8"], help="infinity.state_dtype: smaller optimizer states")
     add("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for name in ("steps", "batch_size", "seq_len", "gradient_accumulation_steps"):
@@ -180,6 +181,7 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
         "gradient_clipping": arguments.clip,
         "optimizer.params.lr": arguments.lr,
         "infinity.host_memory_budget": arguments.host_memory_budget,
+        "infinity.state_dtype": arguments.state_dtype,
         "zero_optimization.offload_param.nvme_path": arguments.nvme_path,
         "zero_optimization.offload_optimizer.nvme_path": arguments.nvme_path,
     }

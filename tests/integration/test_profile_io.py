@@ -22,6 +22,7 @@ from torch import nn
 import infinity
 from bench.cgroup import why_unavailable
 from infinity.config import load_config
+from infinity.optim import StateFormat
 from io_profile.model import facts_of
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -328,11 +329,12 @@ def test_a_terminal_sees_the_time_left(nvme_dir: Path) -> None:
     assert "fio is not installed" not in text, "nobody asked for it"
 
 
-def test_the_bytes_of_a_step_are_those_of_the_engine(nvme_dir: Path) -> None:
+@pytest.mark.parametrize("states", StateFormat, ids=lambda form: form.value)
+def test_the_bytes_of_a_step_are_those_of_the_engine(states: StateFormat, nvme_dir: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
 
-    least = facts_of("six layers", build().to("meta")).least
+    least = facts_of("six layers", build().to("meta"), states).least
     place = {"device": "nvme", "nvme_path": str(nvme_dir)}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -340,7 +342,7 @@ def test_the_bytes_of_a_step_are_those_of_the_engine(nvme_dir: Path) -> None:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": least.budget_bytes},
+        "infinity": {"host_memory_budget": least.budget_bytes, "state_dtype": states.value},
     }
     engine, *_ = infinity.initialize(model=build(), config=config)
     with engine:

@@ -25,6 +25,7 @@ def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
             "update": settings.get("update", "auto"),
             "schedule": settings.get("schedule", "auto"),
             "main_weights": settings.get("main_weights", "auto"),
+            "state_dtype": settings.get("state_dtype", "fp32"),
             "timeline": settings.get("timeline"),
         },
     }

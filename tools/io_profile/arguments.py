@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from infinity.config.quantities import parse_bytes
+from infinity.optim import StateFormat
 from swapper.config import ALIGNMENT, BackendName
 
 from . import config_file, picture, throttle
@@ -80,6 +81,12 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     group = parser.add_argument_group("what it means for training")
     add = group.add_argument
     add("--model", metavar="N", help=f"parameters (7B, 374M) or the path of a Hugging Face config (default {EXAMPLE})")
+    add(
+        "--state-dtype",
+        choices=[form.value for form in StateFormat],
+        default="fp32",
+        help="infinity.state_dtype for it",
+    )
     add("--tokens-per-second", type=_positive, metavar="N", help="what your device computes with the model in memory")
     add("--tbw", type=_terabytes, metavar="TB", help="what one drive is rated to take in its life, e.g. 600 or 1.2PB")
     return parser

@@ -22,6 +22,7 @@ from torch import nn
 from infinity.errors import BudgetTooSmallError
 from infinity.host_memory import free_share
 from infinity.layout import UnitLayout
+from infinity.optim import StateFormat
 from infinity.placement import place
 from infinity.prediction import best_placement, predict
 from infinity.sizes import Request, UnitSize
@@ -61,12 +62,14 @@ class ModelFacts:
         num_parameters: all of them.
         least: bytes with as little host memory as works.
         roomy: bytes with as much memory as the engine takes here of its own accord; None if that is too little.
+        states: how optimizer states are stored.
     """
 
     name: str
     num_parameters: int
     least: StepBytes
     roomy: StepBytes | None
+    states: StateFormat = StateFormat.FP32
 
 
 def read_model(text: str) -> tuple[str, nn.Module]:
@@ -89,15 +92,15 @@ def read_model(text: str) -> tuple[str, nn.Module]:
     return _count_words(round(value)), _of_equal_blocks(round(value))
 
 
-def facts_of(name: str, model: nn.Module) -> ModelFacts:
-    """What the engine's planner says of a model."""
-    sizes, used_together = _sizes(model), ()
+def facts_of(name: str, model: nn.Module, states: StateFormat = StateFormat.FP32) -> ModelFacts:
+    """What the engine's planner says of a model whose optimizer states are stored as ``states``."""
+    sizes, used_together = _sizes(model, states), ()
     request = Request(
         budget_bytes=1 << 62,
         device_budget_bytes=None,
         param_tier="nvme",
         optimizer_tier="nvme",
-        record_format=RecordFormat.of(_DTYPE, has_remainder=True),
+        record_format=RecordFormat.of(_DTYPE, has_remainder=True, states=states),
         shares_host_memory=True,
         update="in_backward",
         num_micro_batches=1,
@@ -119,6 +122,7 @@ def facts_of(name: str, model: nn.Module) -> ModelFacts:
         sum(parameter.numel() for parameter in model.parameters()),
         _step_bytes(sizes, dataclasses.replace(request, budget_bytes=minimum)),
         roomy,
+        states,
     )
 
 
@@ -130,11 +134,11 @@ def _step_bytes(sizes: Sequence[UnitSize], request: Request) -> StepBytes:
     return StepBytes(prediction.read_bytes, prediction.write_bytes, request.budget_bytes)
 
 
-def _sizes(model: nn.Module) -> list[UnitSize]:
+def _sizes(model: nn.Module, states: StateFormat) -> list[UnitSize]:
     by_name = dict(model.named_parameters())
     sizes = []
     for members in partition(model, _DTYPE.itemsize):
-        layout = UnitLayout([spec_of(fqn, by_name[fqn], _DTYPE) for fqn in members.fqns])
+        layout = UnitLayout([spec_of(fqn, by_name[fqn], _DTYPE) for fqn in members.fqns], states.block_numel)
         is_all_trainable = all(segment.is_trainable for segment in layout.segments)
         sizes.append(UnitSize(members.name, layout.num_bytes, layout.trainable_numel, _ADAM_STATES, is_all_trainable))
     return sizes

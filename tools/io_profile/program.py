@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.machine import describe_machine
+from infinity.optim import StateFormat
 from swapper.errors import SwapperError, VolumeError
 from swapper.io_setting import Workload
 from swapper.measurement import STEP_READ_SHARE, DriveTest
@@ -175,7 +176,7 @@ def _outlook(arguments: argparse.Namespace, results: Results) -> Outlook | None:
     rate = results.final_rate(Workload.MIXED)
     if rate is None:
         return None
-    model = facts_of(arguments.model_name, arguments.model_shapes)
+    model = facts_of(arguments.model_name, arguments.model_shapes, StateFormat(arguments.state_dtype))
     tokens_per_second, source = arguments.tokens_per_second, "given by --tokens-per-second"
     if tokens_per_second is None:
         flops, device = measure_flops_per_second()

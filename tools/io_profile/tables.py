@@ -170,7 +170,9 @@ def print_outlook(console: Console, outlook: Outlook, *, is_example: bool) -> No
     """What it means for training."""
     example = " (an example: --model N or the path of a Hugging Face config takes yours)" if is_example else ""
     console.print(f"\nTraining {outlook.facts.name}{example}", style="bold", markup=False)
-    console.print("bf16, AdamW, everything on these drives, one micro-batch per step, no clipping", style="dim")
+    states = outlook.facts.states.value
+    optimizer = "AdamW" if states == "fp32" else f"AdamW with {states} states"
+    console.print(f"bf16, {optimizer}, everything on these drives, one micro-batch per step, no clipping", style="dim")
     console.print(_two_columns(outlook.lines()))
 
 
