@@ -88,7 +88,8 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
                 predicted = [predicted[0] + report.predicted_read_bytes, predicted[1] + report.predicted_write_bytes]
     for name, got, wanted in zip(("read", "written"), moved, predicted, strict=True):
         # An update may end in a later report than its own: what lags at either end is less than one step's bytes.
-        # Without fetching ahead, a view that lives an instant longer than expected changes what is evicted next.
-        share = 0.01 if row["prefetch"] else 0.05
+        # A view that lives an instant longer than expected changes what is evicted next,
+        # more so without fetching ahead.
+        share = 0.02 if row["prefetch"] else 0.05
         tolerance = share * wanted + wanted / _MEASURED
         assert abs(got - wanted) <= tolerance, f"{name}: {got / _MEASURED} per step, predicted {wanted / _MEASURED}"

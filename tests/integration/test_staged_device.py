@@ -20,6 +20,7 @@ from infinity.placement import Placement
 from infinity.prediction import best_placement
 from infinity.sizes import Request, UnitSize
 from infinity.storage import Storage
+from infinity.vertical import worth
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
 from tests.exactness.shapes import SHAPES
@@ -93,7 +94,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     # The function of the same name hides the module in the package's namespace.
     module = importlib.import_module("infinity.initialize")
     monkeypatch.setattr(module, "device_for", lambda torch_device: lazy)
-    monkeypatch.setattr(module, "best_placement", place)
+    monkeypatch.setattr(worth, "best_placement", place)
     monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
     monkeypatch.setattr(Storage, "__init__", opened)
     return lazy
