@@ -70,7 +70,7 @@ def kernels() -> Kernels:
         adam=compiled(
             _adam, [types.void(halves, halves, gradient, floats, floats, *scalars) for gradient in (halves, floats)]
         ),
-        add_squares=_compile(_add_squares, [types.void(halves, floats)]),
+        add_squares=compiled(_add_squares, [types.void(halves, floats)]),
     )
 
 
