@@ -1,0 +1,123 @@
+"""A training that limits its own memory control group to what its budget promises, and then has to live with that."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.host_memory import give_back_freed_memory
+from infinity.optim.cpu_kernels import kernels
+
+BUDGET_BYTES = 240_000_000
+NUM_STEPS = 2
+"""Nothing is known of the model in the first step; the second is like all that follow."""
+_WIDTH, _NUM_RESULTS, _NUM_TOKENS, _NUM_BLOCKS = 1024, 32_000, 128, 4
+_RESULT_BYTES = _NUM_TOKENS * _NUM_RESULTS * (2 + 4 + 4 + 2 + 2)
+_ACTIVATION_BYTES = _WIDTH * _NUM_RESULTS * 2 + _RESULT_BYTES
+"""What plain torch needs at its peak besides weights: the head's gradient, its results in bf16 and fp32, and theirs."""
+
+
+class Block(nn.Module):
+    """About 17 MB in bf16, in parameters of a size that the C library takes from its heap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, 4 * _WIDTH)
+        self.down = nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return result
+
+
+class Model(nn.Module):
+    """Its largest parameter alone has 65 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(_NUM_BLOCKS))
+        self.head = nn.Linear(_WIDTH, _NUM_RESULTS, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: torch.Tensor = self.head(x).float().square().mean()
+        return loss
+
+
+def _load_libraries() -> None:
+    """All of numba and torch that a training comes to need: torch loads its compiler with the first optimizer."""
+    kernels()
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+    small = nn.Linear(64, 64).bfloat16()
+    small(torch.ones(8, 64).bfloat16()).sum().backward()
+
+
+def _make_model() -> Model:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return Model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _batches() -> Iterator[tuple[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield (torch.randn(1, _NUM_TOKENS, _WIDTH, generator=generator).bfloat16(),)
+
+
+def _anonymous_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
+
+
+def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any]) -> None:
+    """Print a line of JSON in the end, if the kernel has let it come that far.
+
+    Args:
+        group: directory of the memory control group that this process is in.
+        directory: on a drive.
+        slack_bytes: what it may use beyond libraries, activations and budget.
+        changes: to the config.
+    """
+    if str(os.getpid()) not in (Path(group) / "cgroup.procs").read_text().split():
+        raise RuntimeError(f"this process is not in {group}")
+    torch.set_num_threads(1)
+    _load_libraries()
+    gc.collect()
+    give_back_freed_memory()
+    limit = _anonymous_bytes() + _ACTIVATION_BYTES + BUDGET_BYTES + slack_bytes
+    (Path(group) / "memory.limit_in_bytes").write_text(str(limit))
+    place = {"device": "nvme", "nvme_path": directory}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        **changes,
+        "infinity": {"host_memory_budget": BUDGET_BYTES, **changes.get("infinity", {})},
+    }
+    engine, *_ = infinity.initialize(model=_make_model(), config=config)
+    with engine:
+        data = _batches()
+        for _ in range(NUM_STEPS):
+            engine.train_batch(itertools.islice(data, engine.gradient_accumulation_steps()))
+        answer = {
+            "update": engine.config.infinity.update,
+            "schedule": engine.report.schedule if engine.report is not None else "",
+            "limit_bytes": limit,
+        }
+    print(json.dumps(answer))
