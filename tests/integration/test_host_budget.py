@@ -43,8 +43,7 @@ def test_a_training_stays_inside_its_budget(
 ) -> None:
     group = str(memory_cgroup.task_files[0].parent)
     code = (
-        "from tests.budgeted_training import train\n"
-        f"train({group!r}, {str(nvme_dir)!r}, {slack_bytes}, {changes!r})\n"
+        f"from tests.budgeted_training import train\ntrain({group!r}, {str(nvme_dir)!r}, {slack_bytes}, {changes!r})\n"
     )
     ended = run_in_cgroup(memory_cgroup, code)
     assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it: it took more memory than its budget"
