@@ -299,20 +299,23 @@ def test_a_flipped_bit_stops_training_and_names_the_parameter(
 def test_no_step_is_computed_from_flipped_bits(direction: Direction, clipping: float, tmp_path: Path) -> None:
     """On the way to the drive or back: either the bits are never used, or the engine says so."""
     changes = _changes(tmp_path, gradient_clipping=clipping)
-    num_found = 0
-    for nth in (1, 4, 9, 15):
+    every = range(1, 40)
+    for flipped in ([1], [4], [9], [15], every):
+        is_found = False
         with faulty_drives() as backends, Lockstep.start(tmp_path, changes=changes) as both:
             both.engine_step(0)
             for backend in backends:
-                backend.add(FaultRule(direction=direction, nth=nth, flipped_bit=8 * 1000 + 4))
+                for nth in flipped:
+                    backend.add(FaultRule(direction=direction, nth=nth, flipped_bit=8 * 1000 + 4))
             try:
                 for step in range(1, 4):
                     both.engine_step(step)
                 both.require_equal()
             except (InfinityError, SwapperError) as error:
                 _mismatch_in(error)
-                num_found += 1
-    assert num_found >= 2
+                is_found = True
+        # A single flip may lie in bytes that are written anew before anyone asks for them; not all of them can.
+        assert is_found or flipped != every
 
 
 @pytest.mark.parametrize(
