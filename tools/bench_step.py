@@ -241,7 +241,7 @@ def main() -> int:
                 result = CaseResult(case)
                 results.append(result)
                 is_offloading = case.specs[0].kind != "in_memory"
-                measure_drive = is_offloading and case.throttle_megabytes is None and Drive.is_available()
+                measure_drive = is_offloading and Drive.is_available()
                 run_case(result, Path(directory), schedule, console.print, measure_drive=measure_drive)
                 if is_offloading:
                     report(result, results)

@@ -15,7 +15,7 @@ import pytest
 from bench.case import Case, CaseResult, Outcome
 from bench.cgroup import Cgroup, block_device
 from bench.child import run_turn
-from bench.drive import DriveSample
+from bench.drive import Drive, DriveSample
 from bench.models import MODEL_SIZES, Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 from bench.summary import bound_seconds, remarks
@@ -49,6 +49,22 @@ def test_the_374m_model_has_that_many_parameters() -> None:
 def test_throttled_bound_is_the_larger_direction() -> None:
     result = CaseResult(Case(_TINY, 300, ()))
     assert result.bytes_bound_seconds(outcome(read_bytes=600e6, write_bytes=450e6)) == pytest.approx(2.0)
+
+
+@pytest.mark.root
+def test_fio_is_held_to_the_speed_of_the_throttle(nvme_dir: Path, blkio_cgroup: object) -> None:
+    if not Drive.is_available():
+        pytest.skip("fio is not installed")
+    with Drive(nvme_dir, bytes_per_second=40_000_000, num_bytes=32 << 20, run_seconds=2) as drive:
+        sample = drive.sample(0.5)
+    for speed in (sample.read_bytes_per_second, sample.write_bytes_per_second):
+        assert 20e6 < speed < 48e6
+    assert list(nvme_dir.iterdir()) == []
+
+
+def test_what_fio_reached_under_the_throttle_counts_more_than_the_throttle() -> None:
+    result = CaseResult(Case(_TINY, 1200, ()), drive_samples=[DriveSample(0.9e9, 0.8e9)])
+    assert result.bytes_bound_seconds(outcome(read_bytes=1.8e9, write_bytes=1.6e9)) == pytest.approx(2.0)
 
 
 def test_unthrottled_bound_is_all_bytes_at_the_mixed_speed() -> None:

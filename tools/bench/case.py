@@ -111,13 +111,16 @@ class CaseResult:
         return next((outcome for outcome in self.outcomes if outcome.name == name and not outcome.error), None)
 
     def bytes_bound_seconds(self, outcome: Outcome) -> float | None:
-        """How long the outcome's bytes take at the drive's speed; None if that speed is unknown."""
+        """How long the outcome's bytes take at the speed that fio reached between the turns.
+
+        Without fio, at the speed of the throttle; None if there is none either.
+        """
         read, written = outcome.read_bytes_per_step, outcome.write_bytes_per_step
+        if self.drive_samples:
+            return (read + written) / statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
         if self.case.throttle_megabytes is not None:
             return max(read, written) / (self.case.throttle_megabytes * 1e6)
-        if not self.drive_samples:
-            return None
-        return (read + written) / statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
+        return None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for the JSON file."""
@@ -157,7 +160,11 @@ def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Prog
                 except ParticipantFailed as error:
                     result.outcomes.append(Outcome(spec.name, error=str(error)))
             _take_turns(result, alive, schedule.num_warmup_steps, tell, counts=False)
-            drive = stack.enter_context(Drive(directory)) if measure_drive and alive else None
+            drive = None
+            if measure_drive and alive:
+                throttle = case.throttle_megabytes
+                limit = None if throttle is None else throttle * 10**6
+                drive = stack.enter_context(Drive(directory, bytes_per_second=limit))
             for turn in range(schedule.num_turns):
                 tell(f"{case.label}: turn {turn + 1} of {schedule.num_turns}")
                 _take_turns(result, alive, schedule.steps_per_turn, tell, counts=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -9,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from .cgroup import Cgroup
+
 _COMMON = ("--name=mix", "--direct=1", "--bs=1M", "--ioengine=libaio", "--iodepth=32", "--output-format=json")
+# Enters the control group whose file comes first, then becomes the command after it.
+_INSIDE = ("/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,31 @@ class DriveSample:
 
 
 class Drive:
-    """A test file in `directory`, removed on exit. Written once at first: the first write to a block is slower."""
+    """A test file in `directory`, removed on exit. Written once at first: the first write to a block is slower.
 
-    def __init__(self, directory: Path, *, num_bytes: int = 2 << 30, run_seconds: int = 5) -> None:
+    With `bytes_per_second`, samples are taken in a control group that holds reads and writes, each, to that.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        bytes_per_second: int | None = None,
+        num_bytes: int = 2 << 30,
+        run_seconds: int = 5,
+    ) -> None:
         self._path = directory / "fio.bin"
         self._num_bytes = num_bytes
         self._run_seconds = run_seconds
-        self._run("--rw=write", "--end_fsync=1")
+        self._group: Cgroup | None = None
+        try:
+            self._run("--rw=write", "--end_fsync=1")
+            if bytes_per_second is not None:
+                self._group = Cgroup("fio", ("blkio",))
+                self._group.throttle(directory, bytes_per_second)
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def is_available() -> bool:
@@ -46,7 +69,8 @@ class Drive:
         return DriveSample(float(job["read"]["bw_bytes"]), float(job["write"]["bw_bytes"]))
 
     def _run(self, *options: str) -> dict[str, dict[str, float]]:
-        command = ["fio", f"--filename={self._path}", f"--size={self._num_bytes}", *_COMMON, *options]
+        inside = () if self._group is None else (*_INSIDE, str(self._group.task_files[0]))
+        command = [*inside, "fio", f"--filename={self._path}", f"--size={self._num_bytes}", *_COMMON, *options]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode != 0:
             raise RuntimeError(f"fio failed ({answer.returncode}): {answer.stderr.strip() or answer.stdout.strip()}")
@@ -54,8 +78,11 @@ class Drive:
         return job
 
     def close(self) -> None:
-        """Removes the test file."""
-        self._path.unlink(missing_ok=True)
+        """Removes the test file and the control group."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._path.unlink, missing_ok=True)
+            if self._group is not None:
+                self._group.close()
 
     def __enter__(self) -> Drive:
         return self
