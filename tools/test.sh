@@ -20,13 +20,19 @@ step "$python" -m ruff check .
 step "$python" -m ruff format --check .
 step "$python" -m mypy --strict infinity swapper
 
-# pytest-timeout ends a single test; `timeout` ends a run that a lock in C++ keeps it from ending, after all stacks were printed.
-step timeout --kill-after=30 3000 "$python" -m pytest "$@"
+# Two processes at a time: much of a test is waiting. pytest-timeout ends a single test; `timeout` ends a run that a lock in
+# C++ keeps it from ending, after all stacks were printed.
+side_by_side=(-n 2 --dist worksteal)
+step timeout --kill-after=30 3000 "$python" -m pytest "${side_by_side[@]}" "$@"
 [ $# -eq 0 ] || exit 0
 
 # Once more without assertions: no line of the packages may do its work inside an assert. pytest still checks the asserts of
-# test files (it rewrites them) and warns that those of helper modules are gone, which is known.
-optimized=("$python" -O -m pytest -W 'ignore:assertions not in test modules:pytest.PytestConfigWarning' -p no:cacheprovider)
+# test files (it rewrites them) and warns that those of helper modules are gone, which is known. The variable is -O for all
+# processes that pytest starts, too.
+optimized=(
+    env PYTHONOPTIMIZE=1 "$python" -m pytest "${side_by_side[@]}"
+    -W 'ignore:assertions not in test modules:pytest.PytestConfigWarning' -p no:cacheprovider
+)
 step timeout --kill-after=30 1500 "${optimized[@]}" tests/unit tests/fault
 
 # This must fail, once because of an assert in a test file, once because of a helper that raises by itself: else the run above proves nothing.
