@@ -34,7 +34,7 @@ from bench.drive import Drive
 from bench.machine import describe_machine, version_in
 from bench.models import MODEL_SIZES, Workload
 from bench.participant import ParticipantSpec
-from bench.summary import bound_seconds, case_table, find_alone, machine_table, remarks
+from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, case_table, find_alone, machine_table, remarks
 
 T = TypeVar("T")
 console = Console(highlight=False, width=max(Console().width, 140))
@@ -132,7 +132,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
 
 
 def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """Compute alone once per workload, then the workload at every speed of the drive."""
+    """Every workload at every speed of the drive, with compute alone in turns beside it; with peers once, before."""
     shape = {"model": arguments.model, "dtype": arguments.dtype, "batch_size": arguments.batch_size}
     numbers = itertools.count(1)
     settings = itertools.product(arguments.layers, arguments.checkpointing, arguments.clip, arguments.micro_batches)
@@ -145,8 +145,10 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
             clip=clip,
             num_micro_batches=micro_batches,
         )
-        if not arguments.without_compute_alone:
-            yield Case(workload, None, (ParticipantSpec("in_memory", "in_memory"),))
+        alone = [] if arguments.without_compute_alone else compute_alone(workload)
+        if arguments.peer and alone:  # all at once would not fit into the memory of most machines
+            yield Case(workload, None, tuple(alone))
+            alone = []
         settings_of_case = (arguments.throttle, arguments.budget, arguments.update, arguments.schedule)
         for limit, budget, update, schedule in itertools.product(*settings_of_case):
             specs = []
@@ -166,10 +168,19 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
                 )
             if arguments.peer:
                 specs += peers(arguments.peer_build_dir, arguments.peer_python)
+            specs += alone
             if not specs:
                 continue
             rate = None if limit is None else limit * 10**6
             yield Case(workload, limit, tuple(replace(spec, throttle_bytes_per_second=rate) for spec in specs))
+
+
+def compute_alone(workload: Workload) -> list[ParticipantSpec]:
+    """Plain torch in memory; with several micro-batches also as a vertical step computes: each block once more."""
+    alone = [ParticipantSpec(IN_MEMORY, "in_memory")]
+    if workload.num_micro_batches > 1 and workload.checkpointing == "none":
+        alone.append(ParticipantSpec(RECOMPUTING, "in_memory", {"checkpointing": "non-reentrant"}))
+    return alone
 
 
 def numbered(path: Path, number: int) -> Path:
@@ -200,7 +211,7 @@ def build_peer(arguments: argparse.Namespace, directory: Path) -> None:
 
 def report(result: CaseResult, results: list[CaseResult]) -> None:
     """Prints one case."""
-    alone = find_alone(results, result.case.workload)
+    alone = find_alone(results, result)
     console.print(case_table(result, alone))
     for line in remarks(result, alone):
         console.print("  " + line, markup=False, soft_wrap=True)
@@ -210,7 +221,7 @@ def write_json(path: Path, facts: dict[str, Any], results: list[CaseResult]) -> 
     """Machine, command and every turn of every case; also what a table does not show."""
     cases = []
     for result in results:
-        alone, ours = find_alone(results, result.case.workload), result.outcome("ours")
+        alone, ours = find_alone(results, result), result.outcome("ours")
         bound = bound_seconds(result, ours, alone) if ours is not None else None
         ratio = None if ours is None or bound is None else ours.median_seconds / bound
         cases.append(result.as_json() | {"bound_seconds": bound, "step_over_bound": ratio})
@@ -240,7 +251,7 @@ def main() -> int:
             for case in make_cases(arguments):
                 result = CaseResult(case)
                 results.append(result)
-                is_offloading = case.specs[0].kind != "in_memory"
+                is_offloading = any(spec.kind != "in_memory" for spec in case.specs)
                 measure_drive = is_offloading and Drive.is_available()
                 run_case(result, Path(directory), schedule, console.print, measure_drive=measure_drive)
                 if is_offloading:

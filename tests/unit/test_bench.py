@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -18,7 +19,7 @@ from bench.child import run_turn
 from bench.drive import Drive, DriveSample
 from bench.models import MODEL_SIZES, Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
-from bench.summary import bound_seconds, remarks
+from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone, remarks
 
 _TINY = Workload(model="tiny", seq_len=16)
 
@@ -79,6 +80,17 @@ def test_the_bound_is_the_slower_of_bytes_and_compute() -> None:
     assert bound_seconds(result, ours, outcome(seconds=2.5)) == pytest.approx(2.5)
 
 
+def test_a_vertical_step_is_held_against_compute_that_recomputes_too() -> None:
+    alone, recomputing = Outcome(IN_MEMORY, [1.0]), Outcome(RECOMPUTING, [1.3])
+    before = CaseResult(Case(_TINY, None, ()), [alone, recomputing])
+    for schedule, expected in (("vertical", recomputing), ("ordinary", alone)):
+        result = CaseResult(Case(_TINY, 300, ()), [replace(outcome(), schedule=schedule)])
+        assert find_alone([before, result], result) is expected
+        result.outcomes += [alone, recomputing]
+        assert find_alone([result], result) is expected
+    assert find_alone([CaseResult(Case(_TINY, 300, ()), [outcome()])], CaseResult(Case(_TINY, 300, ()))) is None
+
+
 def test_an_unknown_drive_gives_no_bound() -> None:
     assert bound_seconds(CaseResult(Case(_TINY, None, ())), outcome(), outcome()) is None
 
@@ -97,7 +109,7 @@ def _turn(*reports: dict[str, object]) -> dict[str, object]:
 
 def _report(compute: float, bound_by: str) -> dict[str, object]:
     shares = dict.fromkeys(("drive_busy_share", "read_busy_share", "write_busy_share", "optimizer_share"), 0.25)
-    return {"compute_share": compute, **shares, "bound_by": bound_by}
+    return {"compute_share": compute, **shares, "bound_by": bound_by, "schedule": "vertical"}
 
 
 def test_busy_shares_are_medians_over_the_steps_and_are_printed() -> None:
@@ -111,7 +123,7 @@ def test_busy_shares_are_medians_over_the_steps_and_are_printed() -> None:
     )
     ours = Outcome.of(cast(Participant, participant))
     assert ours.busy_shares["compute_share"] == 0.5
-    assert ours.bound_by == "read"
+    assert (ours.bound_by, ours.schedule) == ("read", "vertical")
     result = CaseResult(Case(_TINY, 300, ()), [ours])
     assert any("compute 50 %, drive 25 % (reads 25 %" in line and "read" in line for line in remarks(result, None))
     assert result.as_json()["outcomes"][0]["busy_shares"]["drive_busy_share"] == 0.25

@@ -59,6 +59,8 @@ class Outcome:
     """Medians over the steps of what the engine itself reports: who was busy for which share of a step."""
     bound_by: str = ""
     """What most steps were bound by, in the engine's own judgement."""
+    schedule: str = ""
+    """How most steps of the engine went over their micro-batches."""
     error: str | None = None
 
     @property
@@ -88,13 +90,14 @@ class Outcome:
 
 
 def _judge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`busy_shares` and `bound_by` of an outcome from the reports of its steps."""
+    """`busy_shares`, `bound_by` and `schedule` of an outcome from the reports of its steps."""
     if not reports:
         return {}
     names = [name for name in reports[0] if name.endswith("_share")]
     return {
         "busy_shares": {name: statistics.median(report[name] for report in reports) for name in names},
         "bound_by": statistics.mode(report["bound_by"] for report in reports),
+        "schedule": statistics.mode(report["schedule"] for report in reports),
     }
 
 

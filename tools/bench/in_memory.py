@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ class InMemory:
     """Mixed precision as the engine defines it: fp32 main weights and gradients, model weights cast after each step."""
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
+        workload = replace(workload, checkpointing=settings.get("checkpointing", workload.checkpointing))
         self._workload = workload
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # The cast is for the buffers: both engines cast those as well, so all participants train the same function.

@@ -11,6 +11,10 @@ from rich.table import Table
 from .case import CaseResult, Outcome
 from .models import Workload
 
+IN_MEMORY = "in memory"
+RECOMPUTING = "in memory, recomputing"
+"""Names of the participants that are compute alone. The second computes what a vertical step does."""
+
 _GIGA = 1e9
 # Bytes are per parameter and step. `peak` is the group's from start to end, `steady` that of the counted turns.
 _COLUMNS = ("step (min-max)", "bound", "step/bound", "read", "written", "predicted", "peak", "steady", "VmHWM")
@@ -31,10 +35,13 @@ def case_table(result: CaseResult, alone: Outcome | None) -> Table:
     for heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
     if alone is not None and alone not in result.outcomes:
-        table.add_row("in memory", _times(alone), "", "", "", "", "", *_memory(alone))
+        table.add_row(alone.name, _times(alone), "", "", "", "", "", *_memory(alone))
     for outcome in result.outcomes:
         if not outcome.seconds_per_step:
             table.add_row(outcome.name, "failed", *[""] * 8)
+            continue
+        if outcome.name in (IN_MEMORY, RECOMPUTING):
+            table.add_row(outcome.name, _times(outcome), "", "", "", "", "", *_memory(outcome))
             continue
         bound = bound_seconds(result, outcome, alone)
         parameters = outcome.description["num_parameters"]
@@ -75,11 +82,19 @@ def bound_seconds(result: CaseResult, outcome: Outcome, alone: Outcome | None) -
     return max(at_drive_speed, alone.median_seconds)
 
 
-def find_alone(results: Sequence[CaseResult], workload: Workload) -> Outcome | None:
-    """The compute-alone run of a workload."""
-    for result in results:
-        if result.case.workload == workload and (outcome := result.outcome("in_memory")):
-            return outcome
+def find_alone(results: Sequence[CaseResult], result: CaseResult) -> Outcome | None:
+    """The compute-alone run that `result` is held against, from the same case or from one before it.
+
+    The one that recomputes, if our steps went vertically and so had to.
+    """
+    ours = result.outcome("ours")
+    is_vertical = ours is not None and ours.schedule == "vertical"
+    wanted = (RECOMPUTING, IN_MEMORY) if is_vertical else (IN_MEMORY,)
+    same = [each for each in results if each.case.workload == result.case.workload and each is not result]
+    for name in wanted:
+        for each in [result, *same]:
+            if (outcome := each.outcome(name)) is not None:
+                return outcome
     return None
 
 
@@ -89,7 +104,7 @@ def _ours_remarks(result: CaseResult, ours: Outcome, alone: Outcome | None) -> l
     if at_drive_speed is not None and alone is not None:
         lines.append(
             f"bound of ours: bytes at the drive's speed {at_drive_speed:.2f} s, "
-            f"compute alone {alone.median_seconds:.2f} s"
+            f"compute alone ({alone.name}) {alone.median_seconds:.2f} s"
         )
     for word, measured in (("read", ours.read_bytes_per_step), ("write", ours.write_bytes_per_step)):
         predicted = ours.description.get(f"predicted_{word}_bytes")
@@ -114,7 +129,7 @@ def _ours_remarks(result: CaseResult, ours: Outcome, alone: Outcome | None) -> l
             f"optimizer {shares['optimizer']}; bound by: {ours.bound_by}"
         )
     for outcome in result.outcomes:
-        if outcome.name == "ours" or not outcome.seconds_per_step:
+        if outcome.name in ("ours", IN_MEMORY, RECOMPUTING) or not outcome.seconds_per_step:
             continue
         ratio = f"{outcome.name} / ours: step {outcome.median_seconds / ours.median_seconds:.2f}"
         if outcome.peak_bytes and ours.peak_bytes:
