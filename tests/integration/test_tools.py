@@ -100,7 +100,7 @@ def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) ->
     result = json.loads((nvme_dir / "bench_step.json").read_text())
     (case,) = result["cases"]
     ours, alone = case["outcomes"]
-    assert (ours["name"], alone["name"]) == ("ours", "in memory")
+    assert (ours["name"], alone["name"]) == ("ours", "in_memory")
     assert ours["error"] is None
     assert ours["read_bytes_per_step"] > 0
     assert 0 < ours["busy_shares"]["drive_busy_share"] <= 1

@@ -9,10 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from .case import CaseResult, Outcome
-from .models import Workload
 
-IN_MEMORY = "in memory"
-RECOMPUTING = "in memory, recomputing"
+IN_MEMORY = "in_memory"
+RECOMPUTING = "in_memory_recomputing"
 """Names of the participants that are compute alone. The second computes what a vertical step does."""
 
 _GIGA = 1e9
