@@ -86,7 +86,7 @@ class Forecast:
 
 def _typical(values: Sequence[float]) -> float:
     """The lower quartile: what a script does between steps (an evaluation, a checkpoint) only ever makes them longer."""
-    return float(np.quantile(values, 0.25))
+    return float(np.quantile(values, 0.25, method="lower"))
 
 
 def _busy_seconds(report: StepReport) -> float:

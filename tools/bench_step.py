@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--turns", type=int, default=5, help="counted turns of each participant (default 5)")
     add("--steps-per-turn", type=int, default=2, help="steps of one turn (default 2); a turn ends with a flush")
-    add("--warmup-steps", type=int, default=2, help="the first write into reserved space is slower (default 2)")
+    add("--warmup-steps", type=int, default=3, help="the first write into reserved space is slower (default 3)")
     add("--nvme-path", type=Path, default=Path(), help="directory on the drive (default: the current one)")
     add(
         "--timeline",

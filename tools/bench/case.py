@@ -21,7 +21,7 @@ Progress = Callable[[str], None]
 class Schedule:
     """How long to measure. A turn is a few steps and the flush that ends them: one sample is one turn's mean step."""
 
-    num_warmup_steps: int = 2
+    num_warmup_steps: int = 3
     num_turns: int = 5
     steps_per_turn: int = 2
 
