@@ -17,22 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from infinity.errors import BudgetTooSmallError, ConfigValueError, format_bytes
-from infinity.layout import CHUNK_GRANULE
+from infinity.errors import BudgetTooSmallError, format_bytes
+from infinity.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
 from infinity.retention import most_gradients, order_of_weights, take_gradients, take_states, take_weights
 from infinity.sizes import Request, UnitSize, needed_together
 
 HOST_KEY = "infinity.host_memory_budget"
 DEVICE_KEY = "infinity.device_memory_budget"
-_PAGE_GRANULE = 4096
-_FEWEST_PAGES = 3
-"""One chunk being read, one updated, one written."""
-_MOST_PAGES = 16
-_PREFERRED_PAGES = 8
-_ENOUGH_PAGE_BYTES = 48 << 20
-"""For all pages together: more in flight makes no drive faster."""
-_SMALLEST_CHUNK = 32 * CHUNK_GRANULE
-_LARGEST_CHUNK = 1024 * CHUNK_GRANULE
+_CHUNK_COST_BYTES = 512 << 10
+"""So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing."""
 _UPLOAD_PAGE_BYTES = 4 << 20
 _FEWEST_UPLOAD_PAGES = 2
 _PREFERRED_UPLOAD_PAGES = 8
@@ -132,11 +125,11 @@ class _Planner:
         self._order = order_of_weights(units, request)
         self._sizes = [unit.weight_bytes for unit in units]
         self._total = sum(self._sizes)
-        self._widest = max((unit.num_states for unit in units), default=0)
         self._largest_numel = max(unit.trainable_numel for unit in units)
         self._records = sum(request.record_bytes(unit) for unit in units)
         self._has_pages = request.optimizer_tier != "none" or request.shares_host_memory
-        self._smallest_page, self._smallest_chunk = self._find_smallest_page()
+        widest = max((unit.num_states for unit in units), default=0)
+        self._pages = PageSizes(request, widest, self._largest_numel)
         self._device_bytes = self._total
         self._on_device: frozenset[int] = frozenset()
 
@@ -209,8 +202,8 @@ class _Planner:
             hosts_all=hosts_all,
             keeps_all_records=records,
             flat_bytes=flat_bytes,
-            page_bytes=self._smallest_page,
-            num_pages=_FEWEST_PAGES if self._has_pages else 0,
+            page_bytes=self._pages.smallest_bytes,
+            num_pages=FEWEST_PAGES if self._has_pages else 0,
             upload_bytes=upload_bytes,
             # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
             gradient_bytes=numel * request.scratch_itemsize,
@@ -247,7 +240,8 @@ class _Planner:
         moving = [index for index in self._order if index not in option.residents]
         pages, flats, uploads, gradients = self._staging(option, moving, left)
         left -= pages + flats + uploads + gradients
-        chunk_numel, page_bytes, num_pages = self._cut(option, option.page_bytes * option.num_pages + pages)
+        page_area = option.page_bytes * option.num_pages + pages
+        chunk_numel, page_bytes, num_pages = self._pages.cut(page_area, keeps_all_records=option.keeps_all_records)
 
         saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
         taken: list[int] = moving if option.hosts_all else []
@@ -290,7 +284,9 @@ class _Planner:
             gradient_bytes += more
         share = most_gradients(take_gradients(units, request, gradient_bytes))
         trainable = sum(unit.trainable_numel > 0 for unit in units)
-        return (saved, left), Placement(
+        moving_numels = (unit.trainable_numel - kept for unit, kept in zip(units, states, strict=True))
+        num_chunks = sum(-(-numel // chunk_numel) for numel in moving_numels)
+        return (saved - num_chunks * _CHUNK_COST_BYTES, left), Placement(
             weights_bytes=weights_bytes,
             page_bytes=page_bytes,
             num_pages=num_pages,
@@ -327,10 +323,7 @@ class _Planner:
         request = self._request
         wished = [0, 0, 0, 0]
         if option.num_pages and not (request.page_bytes is not None and option.keeps_all_records):
-            largest = self._page_for(min(_LARGEST_CHUNK, self._largest_numel))
-            enough = min(_ENOUGH_PAGE_BYTES, _MOST_PAGES * largest)
-            if option.keeps_all_records:
-                enough = min(enough, _FEWEST_PAGES * largest)
+            enough = self._pages.enough_bytes(keeps_all_records=option.keeps_all_records)
             wished[0] = max(enough - option.page_bytes * option.num_pages, 0)
         if request.shares_host_memory:
             ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
@@ -340,44 +333,13 @@ class _Planner:
             wished[2] = (_PREFERRED_UPLOAD_PAGES - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
         if request.gradient_moves == 0:
             wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
+        granted = min(left // 2, sum(wished))
+        first = min(wished[0], granted // 2, GOOD_PAGE_BYTES)
+        wished[0] -= first
         total = sum(wished)
-        granted = min(left // 2, total)
-        shares = [granted * wish // total if total else 0 for wish in wished]
+        shares = [(granted - first) * wish // total if total else 0 for wish in wished]
+        shares[0] += first
         return shares[0], shares[1], shares[2] // _UPLOAD_PAGE_BYTES * _UPLOAD_PAGE_BYTES, shares[3]
-
-    # -------------------------------------------------------------------------------------------------------- the pages
-
-    def _cut(self, option: _Option, area_bytes: int) -> tuple[int, int, int]:
-        """Elements per chunk, bytes per page, number of pages."""
-        if not option.num_pages:
-            return self._smallest_chunk, self._smallest_page, _FEWEST_PAGES
-        chunk_numel, page_bytes = self._smallest_chunk, self._smallest_page
-        if self._request.page_bytes is None:
-            number = _FEWEST_PAGES if option.keeps_all_records else _PREFERRED_PAGES
-            numel = self._request.record_format.numel_in(area_bytes // number, self._widest, CHUNK_GRANULE)
-            chunk_numel = min(max(numel, self._smallest_chunk), _LARGEST_CHUNK, self._largest_numel)
-            page_bytes = self._page_for(chunk_numel)
-        return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, _MOST_PAGES), _FEWEST_PAGES)
-
-    def _find_smallest_page(self) -> tuple[int, int]:
-        wanted = self._request.page_bytes
-        if wanted is None:
-            chunk_numel = min(_SMALLEST_CHUNK, self._largest_numel)
-            return self._page_for(chunk_numel), chunk_numel
-        chunk_numel = self._request.record_format.numel_in(wanted, self._widest, CHUNK_GRANULE)
-        if chunk_numel == 0:
-            raise ConfigValueError(
-                "infinity.page_bytes",
-                wanted,
-                f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state",
-                cure=f"Set it to at least {format_bytes(self._page_for(CHUNK_GRANULE))}, or leave it out",
-            )
-        chunk_numel = min(chunk_numel, self._largest_numel)
-        return self._page_for(chunk_numel), chunk_numel
-
-    def _page_for(self, chunk_numel: int) -> int:
-        num_bytes = self._request.record_format.workspace_bytes(chunk_numel, self._widest)
-        return -(-num_bytes // _PAGE_GRANULE) * _PAGE_GRANULE
 
 
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
