@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import gc
-import os
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from swapper import (
 )
 from swapper.backends import MemoryBackend
 from swapper.config import Priority
+from tests.open_files import open_files
 
 _CAPACITY = 8 << 20
 
@@ -273,7 +273,7 @@ def test_worker_threads_are_named_daemons_and_end_with_close(tmp_path: Path) -> 
 
 
 def test_a_swapper_that_nobody_closes_still_goes_away(tmp_path: Path) -> None:
-    before, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    before, files = set(threading.enumerate()), open_files(tmp_path)
     swapper = Swapper.open([tmp_path], 1 << 20, SwapperConfig(deadline_seconds=0.8))
     swapper.write(swapper.allocate(ALIGNMENT, "x"), bytearray(ALIGNMENT)).wait()
     workers = set(threading.enumerate()) - before
@@ -283,7 +283,7 @@ def test_a_swapper_that_nobody_closes_still_goes_away(tmp_path: Path) -> None:
         worker.join(5)
     assert not any(worker.is_alive() for worker in workers)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files(tmp_path) == files
 
 
 def test_priorities_are_those_of_the_package() -> None:

@@ -23,6 +23,7 @@ from swapper.backends.ring import Library, Ring, library
 from swapper.backends.ring_loop import RingLoop
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from tests.forked import require_in_child
+from tests.open_files import open_files
 from tests.uring import needs_uring
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -42,19 +43,15 @@ def _ring_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "swapper-ring"]
 
 
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_close_gives_everything_back_at_once(small_tmpfs: Callable[[int], Path]) -> None:
     directory = small_tmpfs(8 << 20)
-    free_bytes, num_files = os.statvfs(directory).f_bavail, _open_files()
+    free_bytes, files = os.statvfs(directory).f_bavail, open_files(directory)
     for _ in range(5):
         backend = UringBackend(Volume([directory], 4 << 20))
         backend.register_memory(AlignedRegion(1 << 20))
         write(backend, 0, random_bytes(1 << 20, 0))
         assert backend.close(_SECONDS)
-        assert (os.statvfs(directory).f_bavail, _open_files()) == (free_bytes, num_files)
+        assert (os.statvfs(directory).f_bavail, open_files(directory)) == (free_bytes, files)
     assert not _ring_threads()
 
 
@@ -98,7 +95,7 @@ def test_close_from_a_completion_does_not_wait_for_itself(tmp_path: Path) -> Non
 
 def test_a_backend_that_nobody_closes_goes_away(tmp_path: Path) -> None:
     gc.collect()
-    num_files = _open_files()
+    files = open_files(tmp_path)
     backend = UringBackend(Volume([tmp_path], 1 << 20))
     write(backend, 0, random_bytes(5000, 0))
     threads = _ring_threads()
@@ -107,18 +104,18 @@ def test_a_backend_that_nobody_closes_goes_away(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(_SECONDS)
     gc.collect()
-    assert not _ring_threads() and _open_files() == num_files
+    assert not _ring_threads() and open_files(tmp_path) == files
 
 
 @pytest.mark.parametrize("name", ["queue_init", "register_files"])
 def test_a_failed_set_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     volume = Volume([tmp_path], ALIGNMENT)
     gc.collect()
-    num_files = _open_files()
+    files = open_files(tmp_path)
     monkeypatch.setattr(library(), name, lambda *_: -errno.EPERM)
     with pytest.raises(BackendUnavailableError, match=r"Operation not permitted \(errno 1, EPERM\)"):
         UringBackend(volume)
-    assert not _ring_threads() and _open_files() == num_files
+    assert not _ring_threads() and open_files(tmp_path) == files
     volume.close()
 
 

@@ -29,6 +29,7 @@ from swapper import (
     VolumeTooSmallError,
     describe_drive,
 )
+from tests.open_files import open_files
 
 _STRIPE = 16 * ALIGNMENT
 _MIB = 1 << 20
@@ -133,7 +134,7 @@ def test_directories_of_one_file_system_share_its_free_space(
 
 def test_too_little_in_all_of_them_names_what_each_can_give(paths: list[Path], on_drives: Callable[..., None]) -> None:
     on_drives({paths[0]: 5 * _STRIPE + 10, paths[1]: 100 * _STRIPE, paths[2]: 2 * _STRIPE})
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files(*paths)
     wanted = [paths[0], Directory(paths[1], capacity_bytes=4 * _STRIPE), paths[2]]
     with pytest.raises(VolumeTooSmallError) as caught:
         Volume(wanted, 12 * _STRIPE, stripe_bytes=_STRIPE)
@@ -151,7 +152,7 @@ def test_too_little_in_all_of_them_names_what_each_can_give(paths: list[Path], o
         "add a directory on another drive",
     ):
         assert part in str(error)
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files(*paths) == files
     with contextlib.closing(Volume(wanted, 11 * _STRIPE, stripe_bytes=_STRIPE)) as volume:
         assert _shares(volume) == [5, 4, 2]
 
