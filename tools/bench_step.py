@@ -146,7 +146,7 @@ def make_cases(arguments: argparse.Namespace) -> Iterator[Case]:
             num_micro_batches=micro_batches,
         )
         alone = [] if arguments.without_compute_alone else compute_alone(workload)
-        if arguments.peer and alone:  # all at once would not fit into the memory of most machines
+        if alone and (arguments.peer or arguments.without_ours):  # with peers, all at once would take too much memory
             yield Case(workload, None, tuple(alone))
             alone = []
         settings_of_case = (arguments.throttle, arguments.budget, arguments.update, arguments.schedule)

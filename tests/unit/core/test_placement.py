@@ -328,6 +328,17 @@ def test_keeping_never_moves_more_than_not_keeping(question: tuple[list[UnitSize
     assert _predicted(units, request) <= _predicted(units, dataclasses.replace(request, keeps_in_memory=False))
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 8])
+def test_pages_are_not_made_small_to_keep_a_little_more_in_memory(num_micro_batches: int) -> None:
+    numels = [32_768_000, *[12_847_104] * 24, 32_768_000]
+    numels = [-(-numel // CHUNK_GRANULE) * CHUNK_GRANULE for numel in numels]
+    units = [UnitSize(f"unit {index}", 2 * numel, numel, 2, True) for index, numel in enumerate(numels)]
+    request = _request(record_format=_FORMATS["remainder"], num_micro_batches=num_micro_batches)
+    placement = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request) + 100_000_000))
+    assert placement.num_pages * placement.page_bytes >= 12_000_000
+    assert placement.page_bytes >= 1_500_000
+
+
 def test_weights_come_first_then_gradients_then_states() -> None:
     units = _model(num_blocks=16)
     total = sum(unit.trainable_numel for unit in units)
