@@ -73,6 +73,13 @@ class Backwards:
         return is_last and self._stepper.rules.updates_in_backward
 
     def _notice(self) -> None:
+        if self._stepper.scaler.is_active and self._guard.phase is not Phase.BACKWARD:
+            raise StepOrderError(
+                "loss.backward()",
+                "with fp16 the loss has to be scaled, and the step undoes that",
+                cure="Call engine.backward(loss) and engine.step()",
+                step=self._step(),
+            )
         if self._has_stale_gradients and self._guard.phase is not Phase.BACKWARD:
             raise StepOrderError(
                 "backward",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -16,47 +15,20 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity.access import StateAccess
 from infinity.backwards import Backwards
 from infinity.config import InfinityConfig
 from infinity.export import save_safetensors
-from infinity.forecast import Forecast
-from infinity.holding import ModelHolding
 from infinity.interrupts import surely
 from infinity.loop_guard import LoopGuard, Phase
-from infinity.optim import PagedOptimizer, PieceUpdater, Template
+from infinity.optim import PagedOptimizer
 from infinity.parameter_gradients import ParameterGradients
+from infinity.parts import Parts
 from infinity.plan import Plan
-from infinity.residence import Residence
 from infinity.shutdown import Shutdown, finish_pending
 from infinity.step_backend import EngineBackend
-from infinity.stepper import Stepper
-from infinity.storage import Storage
-from infinity.telemetry import Recording, Reporter, StepClock, StepReport
+from infinity.telemetry import StepReport
 from infinity.train_batch import LossFunction, TrainBatch
-from infinity.update import UpdateStream
-from infinity.vertical import SharedPager, Surroundings, VerticalSchedule
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an engine works with; made by `infinity.initialize`."""
-
-    holding: ModelHolding
-    residence: Residence
-    pager: SharedPager
-    storage: Storage
-    stream: UpdateStream
-    stepper: Stepper
-    access: StateAccess
-    template: Template
-    updater: PieceUpdater
-    clock: StepClock
-    reporter: Reporter
-    recording: Recording | None
-    forecast: Forecast
-    device: torch.device
-    vertical: Surroundings
+from infinity.vertical import VerticalSchedule
 
 
 class Engine:
@@ -78,6 +50,7 @@ class Engine:
         self.training_dataloader: Any = None
         self.global_steps = 0
         self.micro_steps = 0
+        self.skipped_steps = 0
         self.report: StepReport | None = None
         self._parts = parts
         self._pager = parts.pager
@@ -122,7 +95,7 @@ class Engine:
         """Backward of one micro-batch: gradients of ``loss / gradient_accumulation_steps`` are accumulated.
 
         Args:
-            loss: tensor with one element and a graph.
+            loss: tensor with one element and a graph. With fp16 it is multiplied by `loss_scale` before.
 
         Returns:
             ``loss`` as it was passed.
@@ -135,7 +108,7 @@ class Engine:
         self._guard.check_backward(loss)
         self._backwards.collect()
         self._reporter.note_loss(loss, self.global_steps)
-        self._backwards.run(loss / self.config.gradient_accumulation_steps)
+        self._backwards.run(self._stepper.scaler.share_of(loss, self.config.gradient_accumulation_steps))
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -145,19 +118,34 @@ class Engine:
     def step(self) -> None:
         """End a micro-batch; at the gradient accumulation boundary, update the weights.
 
-        The update may still run when this returns. Whatever looks at weights or states waits for it.
+        The update may still run when this returns. Whatever looks at weights or states waits for it. With fp16, or
+        ``bf16.check_grad_overflow``, a step whose gradients are not finite changes nothing, and `lr_scheduler` stays.
+
+        Raises:
+            LossScaleError: gradients are not finite even with the smallest loss scale allowed.
         """
         self._check_usable()
         self._guard.check_whole()
-        if self.is_gradient_accumulation_boundary():
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary:
             self._is_in_step = True
             try:
                 self.optimizer.step()  # so that its hooks run, and schedulers see it
             finally:
                 self._is_in_step = False
-            if self.lr_scheduler is not None:
+            if self.lr_scheduler is not None and self.was_step_applied():
                 self.lr_scheduler.step()
         self.micro_steps += 1
+        if is_boundary:
+            self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed weights; False if its gradients were not finite and the config checks that."""
+        return not self._stepper.is_skipped
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
+        return self._stepper.scaler.scale
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Run all micro-batches of one step, forward, backward and step.
@@ -236,7 +224,9 @@ class Engine:
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
         self._backwards.end_step(leaves_gradients=had_gradients and not self._is_in_step)
         self.global_steps += 1
-        self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm())
+        is_skipped = self._stepper.is_skipped
+        self.skipped_steps += is_skipped
+        self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm(), is_skipped=is_skipped)
         self._parts.forecast.note(self.report)
 
     def optimizer_zero_grad(self) -> None:

@@ -24,7 +24,8 @@
     │   ├── LateGradientError                  a gradient came after its update began
     │   ├── LateUseError                       backward needs weights that were updated already
     │   ├── ScheduleError                      a vertical step cannot go on, and units are updated already
-    │   └── PartialUpdateError                 some units are updated, others are not
+    │   ├── PartialUpdateError                 some units are updated, others are not
+    │   └── LossScaleError                     fp16 gradients overflow whatever the loss scale
     └── EngineClosedError (RuntimeError)       a call after `close()`
 
     NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
@@ -335,6 +336,18 @@ class PartialUpdateError(StepError):
             f"step {step}: {problem}, after {num_updated} of {num_units} units had been updated in backward. "
             "The weights are a mixture of two steps: load a checkpoint, or finish the step. To be able to skip steps, "
             "set config key 'infinity.update' to \"step\"",
+            step=step,
+        )
+
+
+class LossScaleError(StepError):
+    """Gradients are not finite although losses are scaled by the smallest factor that the config allows."""
+
+    def __init__(self, scale: float, *, step: int) -> None:
+        self.scale = scale
+        super().__init__(
+            f"the gradients of step {step} are not finite, and the loss scale cannot become smaller: it is {scale}. The "
+            'model diverges, or its gradients do not fit into fp16. Lower the learning rate, or take "bf16" instead',
             step=step,
         )
 

@@ -67,7 +67,9 @@ class Forecast:
         )
 
     def note(self, report: StepReport) -> None:
-        """A step has ended."""
+        """A step has ended. One that was skipped says nothing of the others."""
+        if report.is_skipped:
+            return
         self._num_steps += 1
         if self._num_steps <= _WARM_UP:
             return

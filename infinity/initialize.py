@@ -17,13 +17,14 @@ from infinity.autotune import tune_io
 from infinity.collectives import check_single_process
 from infinity.config import InfinityConfig, load_config
 from infinity.device import ComputeDevice, choose_device, device_for
-from infinity.engine import Engine, Parts
+from infinity.engine import Engine
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
 from infinity.forecast import Forecast, first_plan
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.layout import Slot, UnitLayout
+from infinity.loss_scale import LossScaler
 from infinity.model_check import check_model
 from infinity.optim import (
     FusedAdam,
@@ -36,6 +37,7 @@ from infinity.optim import (
     check_state_format,
 )
 from infinity.parameter import hold
+from infinity.parts import Parts
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
 from infinity.sizes import Request, UnitSize
@@ -307,12 +309,13 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             units,
             chunks,
             groups,
-            StepRules(config.gradient_clipping, config.infinity.update),
+            StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
             device=device,
             pager=pager,
             gradients=gradients,
             stream=stream,
             template=template,
+            scaler=LossScaler(config.loss_scaling),
         )
         for parameter, state in template.take_initial_states():
             access.load_state(parameter, state)

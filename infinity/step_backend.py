@@ -12,6 +12,8 @@ class OptimizerHost(Protocol):
 
     def optimizer_step(self) -> None: ...
 
+    def was_step_applied(self) -> bool: ...
+
     def optimizer_zero_grad(self) -> None: ...
 
     def has_state(self, parameter: torch.Tensor) -> bool: ...
@@ -30,6 +32,11 @@ class EngineBackend:
     def step(self) -> None:
         """One optimizer step on the gradients that are there."""
         self._engine.optimizer_step()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped."""
+        return not self._engine.was_step_applied()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget all gradients. They are always dropped, never set to zero."""

@@ -25,6 +25,7 @@ from infinity.device import ComputeDevice
 from infinity.errors import PartialUpdateError
 from infinity.gradients import GradientStore, clip_coefficient, total_norm
 from infinity.layout import Chunk, Slot
+from infinity.loss_scale import LossScaler
 from infinity.optim import Template
 from infinity.pager import Pager
 from infinity.unit import Unit
@@ -40,6 +41,8 @@ class StepRules:
     """Largest global norm; 0 for no clipping."""
     update: UpdateMode
     """When units are updated."""
+    checks_overflow: bool = False
+    """Whether a step whose gradients are not finite updates nothing."""
 
     @property
     def updates_in_backward(self) -> bool:
@@ -62,6 +65,7 @@ class Stepper:
         gradients: GradientStore,
         stream: UpdateStream,
         template: Template,
+        scaler: LossScaler | None = None,
     ) -> None:
         """
         Args:
@@ -70,9 +74,11 @@ class Stepper:
             group_slots: the trainable parameters of each parameter group, in its order.
             rules: how a step goes.
             device, pager, gradients, stream, template: whom it works with.
+            scaler: knows with which factor the gradients come; None: with none.
         """
         self.units = list(units)
         self.rules = rules
+        self.scaler = scaler or LossScaler(None)
         self.gradients = gradients
         self._chunks = chunks
         self._group_slots = [list(group) for group in group_slots]
@@ -91,6 +97,8 @@ class Stepper:
         """Units that were updated in the backward of the present step."""
         self.grad_norm: torch.Tensor | None = None
         """2-norm of all gradients of the last step, before clipping: 0-dim fp32."""
+        self.is_skipped = False
+        """Whether the last step updated nothing, because its gradients were not finite."""
 
     @property
     def is_between_steps(self) -> bool:
@@ -165,6 +173,8 @@ class Stepper:
     def apply(self, step: int) -> None:
         """The rest of the step: whatever has a gradient and was not updated in backward.
 
+        Or nothing at all, see `is_skipped`.
+
         Raises:
             PartialUpdateError: hyperparameters changed since the first update in backward.
         """
@@ -177,10 +187,17 @@ class Stepper:
                 self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
         if was_in_backward:
             self._check_groups_unchanged(step)
-        self.grad_norm = total_norm(self._norms_in_order())
+        self.grad_norm = total_norm(self._norms_in_order()) / self.scaler.scale
+        self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
+        if self.is_skipped:
+            self.clear()
+            self._pager.pump()
+            return
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
+        if self.scaler.is_active:
+            coefficient = (1.0 if coefficient is None else coefficient) / torch.tensor(self.scaler.scale)
         is_held = self._pager.fills and not was_in_backward and self.rules.update != "step"
         for unit in with_gradients:
             self._pager.prepare_update(unit)

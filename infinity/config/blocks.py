@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
 from infinity.config.offload_blocks import AioBlock, ZeroBlock
+from infinity.config.precision_blocks import Bf16Block, DataTypesBlock, Fp16Block
 from infinity.config.quantities import parse_bytes, parse_count, parse_flag, parse_names, parse_number, parse_path
 from swapper.config import BackendName
 
@@ -30,8 +31,6 @@ _MONITOR = "no effect: metrics are not sent anywhere; engine.report holds those 
 _LOGGING = "no effect: use Python's logging, e.g. logging.getLogger('infinity').setLevel(...)"
 _EAGER = "no effect: the model runs as it is, uncompiled"
 _ANY_OPTIMIZER = "no effect: every optimizer that treats each element by itself is accepted, and checked at start"
-_SCALING = "no effect: bf16 has the range of fp32, so no loss scaling is needed"
-_FLOAT_TYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 
 def _steps_per_print(value: object) -> object:
@@ -39,13 +38,6 @@ def _steps_per_print(value: object) -> object:
     if isinstance(value, float) and math.isinf(value):
         return None
     return parse_count(value) or None
-
-
-def _float_type(value: object) -> str:
-    name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
-    if name is None:
-        raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")
-    return name
 
 
 def _lower(value: object) -> object:
@@ -76,54 +68,6 @@ class SchedulerBlock(Block):
 
     type: str
     params: Untyped = None
-
-
-class Bf16Block(Block):
-    """`bf16`. Also takes the loss scaling keys of `fp16`, which many files repeat here."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
-
-    enabled: Flag = False
-    check_grad_overflow: Annotated[
-        Flag, NoEffect("no effect: steps are not skipped; a loss that is not finite is reported with its step")
-    ] = True
-    immediate_grad_update: Annotated[
-        Flag, NoEffect("no effect: main gradients are always accumulated in fp32 as they arrive")
-    ] = True
-    bf16_master_weights_and_grads: Annotated[
-        Flag, Refused("main weights and main gradients are fp32", "Set it to false")
-    ] = False
-    bf16_optimizer_states: Annotated[
-        Flag,
-        Refused(
-            "it rounds optimizer state to nearest, so that second moments stand still",
-            'Set it to false; "infinity": {"state_dtype": "bf16"} rounds stochastically',
-        ),
-    ] = False
-    auto_cast: Annotated[Flag, Refused("inputs are taken as they come", "Cast the inputs in the data loader")] = False
-    loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
-    initial_scale_power: Annotated[Number, NoEffect(_SCALING)] = 0
-    loss_scale_window: Annotated[Number, NoEffect(_SCALING)] = 0
-    hysteresis: Annotated[Number, NoEffect(_SCALING)] = 0
-    consecutive_hysteresis: Annotated[Flag, NoEffect(_SCALING)] = False
-    min_loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
-
-
-class DataTypesBlock(Block):
-    """`data_types`. What does not fit `bf16` is refused when the compute dtype is known."""
-
-    grad_accum_dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None,
-        BeforeValidator(_float_type),
-        Refused("gradients are accumulated in fp32", 'Set it to "fp32" or remove it', allowed=("fp32",)),
-    ] = None
-    param_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
-    buffer_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
-    keep_in_fp32_modules: Annotated[
-        tuple[str, ...],
-        BeforeValidator(parse_names),
-        Refused("buffers get the compute dtype, as module.to(dtype) leaves them", "Remove it", allowed=((),)),
-    ] = ()
 
 
 class InfinityBlock(Block):
@@ -208,6 +152,7 @@ class RootBlock(Block):
         ),
     ] = DEFAULT_GRADIENT_CLIPPING
     bf16: Bf16Block = Bf16Block()
+    fp16: Fp16Block = Fp16Block()
     data_types: DataTypesBlock = DataTypesBlock()
     zero_optimization: ZeroBlock = ZeroBlock()
     aio: AioBlock = AioBlock()
@@ -218,14 +163,6 @@ class RootBlock(Block):
 
     # ---- what would change the numbers
 
-    fp16: Annotated[
-        Untyped,
-        Keys.of(
-            "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-            "min_loss_scale fp16_master_weights_and_grads"
-        ),
-        Refused("fp16 with its loss scaling is not implemented yet", 'Use "bf16": {"enabled": true}'),
-    ] = None
     amp: Annotated[
         Untyped,
         Refused("Apex mixed precision does not work with paged parameters", 'Use "bf16": {"enabled": true}'),

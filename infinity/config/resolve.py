@@ -11,6 +11,7 @@ from infinity.config.batch import resolve_batch_sizes
 from infinity.config.block import Block, Findings
 from infinity.config.blocks import InfinityBlock, OptimizerBlock, RootBlock, SchedulerBlock
 from infinity.config.offload_blocks import AioBlock, OffloadBlock
+from infinity.config.precision import resolve_precision
 from infinity.config.quantities import parse_flag, parse_number
 from infinity.config.resolved import (
     AutotuneMode,
@@ -32,7 +33,7 @@ from infinity.config.storage import (
     resolve_directories,
     resolve_file,
 )
-from infinity.errors import ConfigValueError, UnsupportedConfigError
+from infinity.errors import ConfigValueError
 from infinity.schedules import schedule_parameters
 
 _ALIGNMENT = 4096  # of everything that goes past the page cache
@@ -57,9 +58,9 @@ def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_stora
     )
     book.decisions.extend(batch.decisions)
     book.note("gradient_clipping", root.gradient_clipping, default="default, as in DeepSpeed since 0.19")
-    compute_dtype = torch.bfloat16 if root.bf16.enabled else torch.float32
+    compute_dtype, loss_scaling = resolve_precision(root)
     book.note("bf16.enabled", root.bf16.enabled)
-    _check_data_types(root, compute_dtype)
+    book.note("fp16.enabled", root.fp16.enabled)
     _check_update(root)
     zero = root.zero_optimization
     offload_param = _resolve_offload("offload_param", zero.offload_param, book, check_storage)
@@ -78,6 +79,8 @@ def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_stora
         gradient_accumulation_steps=batch.accumulation,
         gradient_clipping=root.gradient_clipping,
         compute_dtype=compute_dtype,
+        loss_scaling=loss_scaling,
+        checks_overflow=_checks_overflow(root),
         optimizer=_resolve_optimizer(root.optimizer),
         scheduler=_resolve_scheduler(root.scheduler, findings, book),
         offload_param=offload_param,
@@ -131,20 +134,27 @@ class _Book:
         return isinstance(block, Block) and name in block.model_fields_set
 
 
-def _check_data_types(root: RootBlock, compute_dtype: torch.dtype) -> None:
-    name = "bf16" if compute_dtype is torch.bfloat16 else "fp32"
-    for key in ("param_dtype", "buffer_dtype"):
-        value = getattr(root.data_types, key)
-        if value not in (None, name):
-            reason = f"parameters and buffers get the compute dtype, which is {name}"
-            cure = f'Set it to "{name}" or remove it; "bf16": {{"enabled": ...}} chooses the compute dtype'
-            raise UnsupportedConfigError(f"data_types.{key}", value, reason, cure=cure)
+def _checks_overflow(root: RootBlock) -> bool:
+    """Whether a step whose gradients are not finite is skipped."""
+    return root.fp16.enabled or (root.bf16.enabled and root.bf16.check_grad_overflow)
+
+
+def _needs_all_gradients(root: RootBlock) -> tuple[str, str] | None:
+    """What in the config needs all gradients before the first update, and the cure; None if nothing does."""
+    if root.gradient_clipping > 0:
+        return f"gradient_clipping = {root.gradient_clipping}", "gradient_clipping to 0"
+    if root.fp16.enabled:
+        return "the overflow check of fp16", "take bf16 instead of fp16"
+    if _checks_overflow(root):
+        return "bf16.check_grad_overflow", "that to false"
+    return None
 
 
 def _check_update(root: RootBlock) -> None:
-    if root.infinity.update == "in_backward" and root.gradient_clipping > 0:
-        problem = f"gradient_clipping = {root.gradient_clipping} needs all gradients before the first update"
-        cure = 'Set infinity.update to "auto", or gradient_clipping to 0'
+    found = _needs_all_gradients(root)
+    if root.infinity.update == "in_backward" and found is not None:
+        problem = f"{found[0]} needs all gradients before the first update"
+        cure = f'Set infinity.update to "auto", or {found[1]}'
         raise ConfigValueError("infinity.update", "in_backward", problem, cure=cure)
 
 
@@ -274,16 +284,23 @@ def _resolve_update(root: RootBlock, book: _Book) -> UpdateMode:
     if update != "auto":
         book.note("infinity.update", update)
         return update
-    if root.gradient_clipping > 0:
-        book.decide("infinity.update", "deferred", "clipping needs all gradients before the first update")
+    found = _needs_all_gradients(root)
+    if found is not None:
+        book.decide("infinity.update", "deferred", f"{found[0]} needs all gradients before the first update")
         return "deferred"
     book.decide("infinity.update", "in_backward", "nothing needs all gradients before the first update")
     return "in_backward"
 
 
 def _resolve_main_weights(block: InfinityBlock, compute_dtype: torch.dtype, book: _Book) -> MainWeights:
-    if compute_dtype != torch.bfloat16:
+    if compute_dtype == torch.float32:
         book.decide("infinity.main_weights", "fp32", "the model weights are fp32, and are the main weights")
+        return "fp32"
+    if compute_dtype == torch.float16:
+        if block.main_weights == "remainder":
+            problem = "fp16 cuts fp32 in the exponent, too: what it lacks of a main weight does not fit into 16 bits"
+            raise ConfigValueError("infinity.main_weights", "remainder", problem, cure="Remove it, or take bf16")
+        book.decide("infinity.main_weights", "fp32", "the only way with fp16")
         return "fp32"
     if block.main_weights != "auto":
         book.note("infinity.main_weights", block.main_weights)
@@ -298,14 +315,14 @@ def _resolve_gradient_dtype(
     """The dtype in which gradients wait, and whether it may round their sums."""
     key, chosen = "infinity.gradient_dtype", root.infinity.gradient_dtype
     if chosen == "bf16" and compute_dtype != torch.bfloat16:
-        problem = "gradients are fp32, as the model weights are, and would be rounded"
+        problem = "gradients come with more bits than bf16 has, and would be rounded"
         raise ConfigValueError(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
     if chosen != "auto":
         book.note(key, chosen)
         return chosen, chosen == "bf16"
     zero = root.zero_optimization
     if compute_dtype != torch.bfloat16:
-        book.decide(key, "fp32", "the compute dtype")
+        book.decide(key, "fp32", "gradients come with more bits than bf16 has")
     elif num_micro_batches > 1:
         book.decide(key, "fp32", "sums of several micro-batches would be rounded")
     elif "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):

@@ -46,6 +46,27 @@ class SchedulerSection:
 
 
 @dataclass(frozen=True)
+class LossScaling:
+    """`fp16`: the factor that lifts gradients out of what fp16 rounds to zero.
+
+    Attributes:
+        initial: the factor of the first step.
+        is_dynamic: whether it is halved and doubled; otherwise it stays as it is.
+        window: it is doubled after so many steps in a row whose gradients were finite.
+        hysteresis: it is halved from the so-many-th step on whose gradients were not.
+        refills_hysteresis: whether these are counted anew after every finite step, and not only after doubling.
+        minimum: it is never smaller.
+    """
+
+    initial: float
+    is_dynamic: bool
+    window: int
+    hysteresis: int
+    refills_hysteresis: bool
+    minimum: float
+
+
+@dataclass(frozen=True)
 class OffloadSection:
     """Where parameters, or optimizer states, rest. The directories' paths are absolute; none unless `device` is "nvme"."""
 
@@ -137,6 +158,8 @@ class InfinityConfig:
         gradient_accumulation_steps: backwards per step.
         gradient_clipping: largest global norm of the gradients; 0 switches clipping off.
         compute_dtype: dtype of the model weights.
+        loss_scaling: with fp16, how losses are scaled; else None.
+        checks_overflow: whether a step whose gradients are not finite is skipped.
         optimizer: None when the config names none.
         scheduler: None when the config names none.
         offload_param: where parameters rest.
@@ -155,6 +178,8 @@ class InfinityConfig:
     gradient_accumulation_steps: int
     gradient_clipping: float
     compute_dtype: torch.dtype
+    loss_scaling: LossScaling | None
+    checks_overflow: bool
     optimizer: OptimizerSection | None
     scheduler: SchedulerSection | None
     offload_param: OffloadSection

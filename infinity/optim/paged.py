@@ -22,6 +22,11 @@ class StepBackend(Protocol):
         """Update every parameter that has a gradient, with the hyperparameters as they are now."""
         ...
 
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step changed nothing, because its gradients were not finite."""
+        ...
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop all gradients, as `Optimizer.zero_grad` does."""
         ...
@@ -91,6 +96,11 @@ class PagedOptimizer(Optimizer):
         # A scheduler made on the user's own instance looks there for whether a step came before its own.
         self._template.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step changed nothing, because its gradients were not finite."""
+        return self._backend.overflow
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters."""

@@ -52,6 +52,8 @@ class StepReport:
     """"vertical" when all micro-batches went through each unit together, else "ordinary"."""
     schedule_reason: str = ""
     """Why the step of `Engine.train_batch` did not go vertically; empty if it did, and for the user's own loop."""
+    is_skipped: bool = False
+    """Whether the step changed nothing, because its gradients were not finite."""
 
     @property
     def compute_share(self) -> float:
@@ -120,6 +122,8 @@ class StepReport:
             f"waited: {self._waits()}",
             f"bound by {_WORDS[self.bound_by]}",
         ]
+        if self.is_skipped:
+            parts.insert(1, "skipped: gradients were not finite")
         if self.copy_busy_seconds:
             parts.insert(3, f"copies {self.copy_busy_share:.0%}")
         return " | ".join(parts).replace("%", " %")

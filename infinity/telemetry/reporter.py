@@ -97,7 +97,7 @@ class Reporter:
         """The micro-batches so far do not count."""
         self._losses.clear()
 
-    def end_step(self, step: int, grad_norm: float | None) -> StepReport:
+    def end_step(self, step: int, grad_norm: float | None, *, is_skipped: bool = False) -> StepReport:
         """The report of the step that ends now, which is the ``step``-th."""
         self._settle()
         began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
@@ -134,6 +134,7 @@ class Reporter:
             copy_busy_seconds=copy_busy_seconds,
             schedule=self._schedule[0],
             schedule_reason=self._schedule[1],
+            is_skipped=is_skipped,
         )
         self._schedule = ("ordinary", "")
         self._counted, self._optimizer_seconds = counted, optimizer_seconds

@@ -256,7 +256,7 @@ class _Step:
         self._loop.note_loss(loss, self._loop.step)
         self._losses.append(loss.detach())
         with torch.enable_grad():
-            share = loss / self._num_micro_batches
+            share = on.stepper.scaler.share_of(loss, self._num_micro_batches)
         if not share.requires_grad:
             raise NotVertical("the loss does not depend on the parameters")
         batch.glue.seal(share)

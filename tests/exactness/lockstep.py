@@ -52,6 +52,18 @@ def make_batch(
     return case.batch(Draw(step, micro_batch, dtype, torch.device("cpu")))
 
 
+def _scaler(block: Mapping[str, Any]) -> torch.amp.GradScaler:
+    """What the config's ``fp16`` means, where its hysteresis is 1 or all gradients are finite."""
+    scale = block.get("loss_scale", 0)
+    window = 10**9 if scale else block["loss_scale_window"]
+    return torch.amp.GradScaler("cpu", init_scale=scale or 2.0 ** block["initial_scale_power"], growth_interval=window)
+
+
+def _comparable(norm: torch.Tensor) -> torch.Tensor:
+    """One value for all that is not finite: NaN is not equal to itself."""
+    return norm if norm.isfinite() else torch.tensor(-1.0)
+
+
 @dataclass
 class Lockstep:
     """A reference and an engine that started from equal models.
@@ -90,7 +102,9 @@ class Lockstep:
             loop: ``plain`` when the test divides no losses and calls no ``engine.backward``.
         """
         config = everything_on_nvme(directory, changes)
-        dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
+        is_half = config.get("fp16", {}).get("enabled")
+        is_narrow = config.get("bf16", {}).get("enabled")
+        dtype = torch.float16 if is_half else torch.bfloat16 if is_narrow else torch.float32
         model = case.make("none")
         own = config["infinity"]
         reference = PlainTorch(
@@ -102,6 +116,7 @@ class Lockstep:
             rounds_half_up=dtype == torch.bfloat16 and own.get("main_weights", "auto") != "fp32",
             rounds_gradients=own.get("gradient_dtype") == "bf16",
             state_dtype=own.get("state_dtype", "fp32"),
+            scaler=_scaler(config["fp16"]) if is_half else None,
         )
         engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=config, **arguments(model))
         return cls(reference, model, engine, optimizer, loader, scheduler, case, dtype)
@@ -132,8 +147,23 @@ class Lockstep:
             self.engine.backward(loss)
             self.engine.step()
             self.note(f"loss {step}.{micro_batch}", expected, loss)
+        self._end_step(step)
+
+    def batch_step(self, step: int) -> None:
+        """One whole step with ``engine.train_batch``."""
+        batches = [self.batch(step, micro_batch) for micro_batch in range(self.reference.num_micro_batches)]
+        losses = []
+        for batch in batches:
+            losses.append(self.reference.forward(batch))
+            self.reference.backward(losses[-1])
+        loss = self.engine.train_batch(iter(batches))
+        self.note(f"loss {step}", torch.stack([loss.detach().float() for loss in losses]).mean(), loss)
+        self._end_step(step)
+
+    def _end_step(self, step: int) -> None:
         norm = self.reference.step()
-        self.note(f"norm {step}", norm, torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32))
+        found = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
+        self.note(f"norm {step}", _comparable(norm), _comparable(found))
 
     def plain_backward(self, step: int, micro_batch: int = 0) -> None:
         """Forward and ``loss.backward`` on the hooked module."""

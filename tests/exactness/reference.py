@@ -6,6 +6,7 @@
 - The norm is taken over whole main gradients in the order of the parameter groups, and clips by torch's own rule.
 - The optimizer updates the main weights, and their cast goes back into the model. It is torch's, or, where main weights are
   kept in two halves, rounds to the nearest with halves away from zero.
+- With a scaler, torch's own, losses are scaled, main gradients unscaled, and steps whose gradients are not finite skipped.
 - If asked, the main gradient is rounded to bf16 after each addition.
 - If asked, the states of the parameters that were updated are rounded after each step: see ``rounding``.
 """
@@ -35,6 +36,7 @@ class PlainTorch:
         rounds_half_up: how trainable main weights are cast to bf16.
         rounds_gradients: whether main gradients are rounded to bf16.
         state_dtype: as what states are kept between steps: ``fp32``, ``bf16`` or ``int8``.
+        scaler: scales losses.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PlainTorch:
         rounds_half_up: bool = False,
         rounds_gradients: bool = False,
         state_dtype: str = "fp32",
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         model.to(device)
         self.main = {
@@ -64,6 +67,8 @@ class PlainTorch:
         self._rounds_half_up = rounds_half_up
         self._rounds_gradients = rounds_gradients
         self._state_dtype = state_dtype
+        self.scaler = scaler or torch.amp.GradScaler(enabled=False)
+        self.was_skipped = False
         self._num_updates = dict.fromkeys(self.main, 0)
         self._cast()
 
@@ -75,7 +80,8 @@ class PlainTorch:
         return loss_of(self.model(**batch))
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss / self.num_micro_batches).backward()
+        share = loss.float() if self.scaler.is_enabled() else loss
+        self.scaler.scale(share / self.num_micro_batches).backward()
         for fqn, param in self.trainable.items():
             if param.grad is None:
                 continue
@@ -87,6 +93,7 @@ class PlainTorch:
             param.grad = None
 
     def step(self) -> torch.Tensor:
+        self.scaler.unscale_(self.optimizer)
         in_group_order = [main for group in self.param_groups for main in group["params"] if main.grad is not None]
         norm = torch.nn.utils.get_total_norm([main.grad for main in in_group_order if main.grad is not None])
         if self.max_norm > 0:
@@ -96,8 +103,12 @@ class PlainTorch:
 
     def update(self) -> None:
         """The optimizer's step with the main gradients, and what follows from it."""
-        updated = [fqn for fqn, main in self.main.items() if main.grad is not None]
-        self.optimizer.step()
+        gradients = {fqn: main.grad for fqn, main in self.main.items() if main.grad is not None}
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        self.was_skipped = self.scaler.is_enabled() and not is_finite
+        updated = [] if self.was_skipped else list(gradients)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         for fqn in updated:
             self._num_updates[fqn] += 1

@@ -147,7 +147,8 @@ def test_batch_sizes_that_do_not_multiply(changes: dict[str, Any], words: tuple[
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fp16": {"enabled": True}}, ("fp16", "bf16")),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16", "bf16", "one of them")),
+        ({"amp": {"enabled": True}}, ("amp", "bf16")),
         ({"zero_optimization": {"offload_param": {"device": "tape"}}}, ("offload_param.device", "tape", "nvme")),
         ({"infinity": {"host_memory_budget": "lots"}}, ("host_memory_budget", "lots")),
         ({"infinity": {"page_bytes": 5000}}, ("page_bytes", "5000", "8192")),

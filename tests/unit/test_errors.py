@@ -77,6 +77,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         errors.StepError,
         ["step 6", "2 of 9", "forward raised", "infinity.update"],
     ),
+    (errors.LossScaleError(0.5, step=8), errors.StepError, ["step 8", "0.5", "Lower the learning rate"]),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
     (errors.NonFiniteLossWarning(step=7, loss=float("-inf")), UserWarning, ["step 7", "-inf"]),
 ]

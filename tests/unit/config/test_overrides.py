@@ -61,8 +61,8 @@ def test_deprecated_form_can_be_overridden(tmp_path: Path) -> None:
 def test_they_are_checked_like_the_file() -> None:
     with pytest.raises(UnknownConfigKeyError, match=r"'aio.blocksize' \(did you mean 'aio.block_size'\?\)"):
         load_config(BASE, overrides={"aio.blocksize": 3})
-    with pytest.raises(UnsupportedConfigError, match=r"'fp16'"):
-        load_config(BASE, overrides={"fp16.enabled": True})
+    with pytest.raises(UnsupportedConfigError, match=r"'amp'"):
+        load_config(BASE, overrides={"amp.enabled": True})
     with pytest.raises(ConfigError, match=r"override 'zero_optimization.stage': .* not an object"):
         load_config(BASE | {"zero_optimization": 3}, overrides={"zero_optimization.stage": 3})
 

@@ -15,10 +15,8 @@ from infinity.errors import UnsupportedConfigError
 BASE: dict[str, Any] = {"train_batch_size": 1}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("fp16", {"fp16": {"enabled": True}}),
-    ("fp16", {"fp16": True}),
-    ("fp16", {"fp16": {"enabled": "true"}, "bf16": {"enabled": True}}),
-    ("fp16", {"fp16": {"loss_scale": 0}}),  # no word on whether it is enabled
+    ("fp16.auto_cast", {"fp16": {"enabled": True, "auto_cast": True}}),
+    ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
     ("amp", {"amp": {"enabled": True, "opt_level": "O1"}}),
     ("torch_autocast", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     ("bf16.bf16_master_weights_and_grads", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
@@ -28,6 +26,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("data_types.param_dtype", {"data_types": {"param_dtype": "bf16"}}),
     ("data_types.param_dtype", {"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}),
     ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "float32"}, "bf16": {"enabled": True}}),
+    ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "bf16"}, "fp16": {"enabled": True}}),
     ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
     ("sparse_gradients", {"sparse_gradients": True}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),

@@ -41,15 +41,15 @@ _NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_pat
 @pytest.mark.parametrize(
     ("changes", "update", "main_weights", "gradients", "reason"),
     [
-        ({}, "deferred", "fp32", ("fp32", False), "the compute dtype"),
-        ({"gradient_clipping": 0}, "in_backward", "fp32", ("fp32", False), "the compute dtype"),
+        ({}, "deferred", "fp32", ("fp32", False), "more bits than bf16 has"),
+        ({"gradient_clipping": 0}, "in_backward", "fp32", ("fp32", False), "more bits than bf16 has"),
         (_BF16, "deferred", "remainder", ("fp32", False), "there is no NVMe tier"),
         (_BF16 | _NVME, "deferred", "remainder", ("bf16", False), "loses nothing with one micro-batch"),
         (_BF16 | _NVME | {"gradient_accumulation_steps": 2}, "deferred", "remainder", ("fp32", False), "several"),
         (_BF16 | {"infinity": {"gradient_dtype": "bf16"}}, "deferred", "remainder", ("bf16", True), "config"),
         (_BF16 | _NVME | {"infinity": {"gradient_dtype": "fp32"}}, "deferred", "remainder", ("fp32", False), "config"),
         (_BF16 | {"infinity": {"main_weights": "fp32", "update": "step"}}, "step", "fp32", ("fp32", False), "no NVMe"),
-        ({"infinity": {"main_weights": "remainder"}}, "deferred", "fp32", ("fp32", False), "the compute dtype"),
+        ({"infinity": {"main_weights": "remainder"}}, "deferred", "fp32", ("fp32", False), "more bits than bf16 has"),
         (
             _BF16 | {"infinity": {"main_weights": "auto", "update": "auto"}},
             *("deferred", "remainder", ("fp32", False), "no NVMe"),

@@ -48,8 +48,15 @@ class _Bench:
         assert unit.flat is not None
         assert torch.equal(unit.flat.tensor(), self.bytes[unit.index])
 
-    def fail_reads(self, nth: int | None = None) -> None:
-        self.backend.add(FaultRule(direction=Direction.READ, nth=nth, errno=errno.EIO))
+    def fail_reads(self, page: int | None = None) -> None:
+        """All, or the one of the ``page``-th page of the first unit, counted from 1, once."""
+        if page is None:
+            self.backend.add(FaultRule(direction=Direction.READ, errno=errno.EIO))
+            return
+        extent = self.units[0].extent
+        assert extent is not None
+        offset = extent.start + (page - 1) * _PAGE  # not the nth read: two threads read
+        self.backend.add(FaultRule(direction=Direction.READ, offset=offset, times=1, errno=errno.EIO))
 
     def close(self) -> None:
         self.store.close()
@@ -84,9 +91,9 @@ def test_nobody_holds_the_buffer_after_the_arrival(bench: _Bench) -> None:
     assert not unit.flat.has_views
 
 
-@pytest.mark.parametrize("nth", [1, 2, 5])
-def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, nth: int) -> None:
-    bench.fail_reads(nth)
+@pytest.mark.parametrize("page", [1, 2, 5])
+def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: int) -> None:
+    bench.fail_reads(page)
     arrivals = [bench.store.fetch(unit, is_demand=unit.index == 0) for unit in bench.units]
     with pytest.raises(SwapperError, match="EIO"):
         arrivals[0].wait()

@@ -1,0 +1,66 @@
+"""Decides the compute dtype, and what follows from it for the loss."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.config.blocks import RootBlock
+from infinity.config.precision_blocks import Fp16Block
+from infinity.config.resolved import LossScaling
+from infinity.errors import ConfigValueError, UnsupportedConfigError
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_LARGEST_SCALE = 2.0**96
+"""So that a scaled gradient of 1 still has a finite square in fp32, with room."""
+
+
+def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]:
+    """The compute dtype, and with fp16 the loss scaling.
+
+    Raises:
+        ConfigError: two dtypes at once, one that contradicts `data_types`, or a scaling that makes no sense.
+    """
+    if root.fp16.enabled and root.bf16.enabled:
+        problem = "bf16 is switched on, too, and there is one compute dtype"
+        raise ConfigValueError("fp16.enabled", True, problem, cure='Set "enabled" of one of them to false')
+    compute_dtype = torch.float16 if root.fp16.enabled else torch.bfloat16 if root.bf16.enabled else torch.float32
+    _check_data_types(root, _NAMES[compute_dtype])
+    return compute_dtype, _loss_scaling(root.fp16) if root.fp16.enabled else None
+
+
+def _check_data_types(root: RootBlock, name: str) -> None:
+    for key in ("param_dtype", "buffer_dtype"):
+        value = getattr(root.data_types, key)
+        if value not in (None, name):
+            reason = f"parameters and buffers get the compute dtype, which is {name}"
+            cure = (
+                f'Set it to "{name}" or remove it; "bf16": {{"enabled": ...}} and "fp16": {{"enabled": ...}} choose the '
+                "compute dtype"
+            )
+            raise UnsupportedConfigError(f"data_types.{key}", value, reason, cure=cure)
+
+
+def _loss_scaling(block: Fp16Block) -> LossScaling:
+    limits = {"loss_scale": 0.0, "min_loss_scale": 2.0**-24, "loss_scale_window": 1, "hysteresis": 1}
+    for name, least in limits.items():
+        value = getattr(block, name)
+        if not least <= value <= _LARGEST_SCALE:
+            problem = f"must be at least {least:g} and at most 2^96"
+            raise ConfigValueError(f"fp16.{name}", value, problem, cure="Remove it: the default fits most models")
+    if not -24 <= block.initial_scale_power <= 96:
+        problem = "the factor is 2 to that power: it must be between -24 and 96"
+        cure = "Remove it: the default, 16, fits most models"
+        raise ConfigValueError("fp16.initial_scale_power", block.initial_scale_power, problem, cure=cure)
+    is_dynamic = block.loss_scale == 0
+    initial = 2.0**block.initial_scale_power if is_dynamic else float(block.loss_scale)
+    if is_dynamic and initial < block.min_loss_scale:
+        problem = f"the first factor would be {initial:g}, below fp16.min_loss_scale = {block.min_loss_scale:g}"
+        raise ConfigValueError("fp16.initial_scale_power", block.initial_scale_power, problem, cure="Raise it")
+    return LossScaling(
+        initial=initial,
+        is_dynamic=is_dynamic,
+        window=block.loss_scale_window,
+        hysteresis=block.hysteresis,
+        refills_hysteresis=block.consecutive_hysteresis,
+        minimum=float(block.min_loss_scale),
+    )

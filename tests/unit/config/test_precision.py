@@ -1,0 +1,102 @@
+"""The compute dtype and the loss scaling that a config asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.config import LossScaling, load_config
+from infinity.errors import ConfigValueError
+
+_BASE: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}
+
+
+def _load(block: dict[str, Any], **others: Any) -> Any:
+    return load_config({**_BASE, "fp16": block, **others})
+
+
+def test_fp16_has_deepspeeds_defaults() -> None:
+    config = _load({"enabled": True})
+    assert config.compute_dtype is torch.float16
+    assert config.loss_scaling == LossScaling(65536.0, True, 1000, 2, False, 1.0)
+    assert config.checks_overflow
+    assert (config.infinity.update, config.infinity.main_weights) == ("deferred", "fp32")
+    assert "the overflow check of fp16 needs all gradients" in config.describe()
+    assert config.notices == ()
+
+
+def test_every_key_counts() -> None:
+    block = {
+        "enabled": "true",
+        "loss_scale": 0,
+        "initial_scale_power": 10,
+        "loss_scale_window": "50",
+        "hysteresis": 3,
+        "consecutive_hysteresis": True,
+        "min_loss_scale": 4,
+    }
+    assert _load(block).loss_scaling == LossScaling(1024.0, True, 50, 3, True, 4.0)
+    assert _load({**block, "loss_scale": 128}).loss_scaling == LossScaling(128.0, False, 50, 3, True, 4.0)
+
+
+@pytest.mark.parametrize("block", [True, {"enabled": True, "loss_scale": "auto", "loss_scale_window": "auto"}])
+def test_forms_of_tools(block: Any) -> None:
+    assert _load(block).loss_scaling == LossScaling(65536.0, True, 1000, 2, False, 1.0)
+
+
+@pytest.mark.parametrize("block", [False, {}, None, {"enabled": "auto"}, {"loss_scale": 0}, {"enabled": False}])
+def test_off(block: Any) -> None:
+    config = _load(block)
+    assert config.compute_dtype is torch.float32
+    assert config.loss_scaling is None
+    assert not config.checks_overflow
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("loss_scale", -1),
+        ("loss_scale", float("inf")),
+        ("loss_scale", float("nan")),
+        ("min_loss_scale", 0),
+        ("loss_scale_window", 0),
+        ("hysteresis", 0),
+        ("initial_scale_power", 1000),
+        ("initial_scale_power", -30),
+        ("initial_scale_power", "sixteen"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigValueError) as caught:
+        _load({"enabled": True, key: value})
+    assert caught.value.key == f"fp16.{key}"
+
+
+def test_what_contradicts_is_refused() -> None:
+    with pytest.raises(ConfigValueError, match=r"fp16.enabled.*bf16 is switched on, too.*one of them to false"):
+        _load({"enabled": True}, bf16={"enabled": True})
+    with pytest.raises(ConfigValueError, match=r"infinity.main_weights.*does not fit into 16 bits"):
+        _load({"enabled": True}, infinity={"main_weights": "remainder"})
+    with pytest.raises(ConfigValueError, match=r"infinity.gradient_dtype.*more bits than bf16"):
+        _load({"enabled": True}, infinity={"gradient_dtype": "bf16"})
+    with pytest.raises(ConfigValueError, match=r"infinity.update.*overflow check of fp16.*take bf16"):
+        _load({"enabled": True}, infinity={"update": "in_backward"})
+    with pytest.raises(ConfigValueError, match=r"initial_scale_power.*below fp16.min_loss_scale = 100000"):
+        _load({"enabled": True, "min_loss_scale": 100000})
+
+
+def test_bf16_checks_for_overflow_only_if_asked() -> None:
+    plain = load_config({**_BASE, "bf16": {"enabled": True}})
+    assert (plain.checks_overflow, plain.infinity.update) == (False, "in_backward")
+    asked = load_config({**_BASE, "bf16": {"enabled": True, "check_grad_overflow": True}})
+    assert (asked.checks_overflow, asked.infinity.update) == (True, "deferred")
+    with pytest.raises(ConfigValueError, match=r"infinity.update.*bf16.check_grad_overflow.*that to false"):
+        load_config(
+            {
+                **_BASE,
+                "bf16": {"enabled": True, "check_grad_overflow": True},
+                "infinity": {"update": "in_backward"},
+            }
+        )
