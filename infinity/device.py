@@ -40,6 +40,10 @@ class FlatBuffer(Protocol):
         """Address of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
         ...
 
+    def discard_front(self, num_bytes: int) -> int:
+        """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
+        ...
+
     def release(self) -> None:
         """Give the memory back; it goes when the last view has died."""
         ...
@@ -72,6 +76,9 @@ class HostFlatBuffer:
     @property
     def address(self) -> int:
         return self._region.address
+
+    def discard_front(self, num_bytes: int) -> int:
+        return self._region.discard(num_bytes)
 
     def release(self) -> None:
         self._region.release()
@@ -116,6 +123,9 @@ class CudaFlatBuffer:
     @property
     def address(self) -> int:
         return self._address
+
+    def discard_front(self, num_bytes: int) -> int:
+        return 0  # a block of the allocator is given back as a whole
 
     def release(self) -> None:
         self._base = None

@@ -15,6 +15,8 @@ class FlatPool:
     def __init__(self, device: ComputeDevice, capacity_bytes: int) -> None:
         self._device = device
         self._free: list[FlatBuffer] = []
+        self._discarded: dict[FlatBuffer, int] = {}
+        """Bytes that buffers in use have lost at their front."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
 
@@ -41,10 +43,24 @@ class FlatPool:
         """The point in the compute stream from which on a buffer handed out now is free of its former use."""
         return self._device.mark()
 
+    def give_back_front(self, buffer: FlatBuffer, num_bytes: int) -> bool:
+        """The first ``num_bytes`` of a buffer are unused from now on. Returns whether that makes room."""
+        known = self._discarded.get(buffer, 0)
+        more = buffer.discard_front(num_bytes) - known if num_bytes > known else 0
+        if more <= 0:
+            return False
+        self._discarded[buffer] = known + more
+        self.used_bytes -= more
+        return True
+
     def give_back(self, buffer: FlatBuffer) -> None:
         """The buffer is unused from now on. It must not have views."""
-        self.used_bytes -= buffer.num_bytes
-        self._free.append(buffer)
+        discarded = self._discarded.pop(buffer, 0)
+        self.used_bytes -= buffer.num_bytes - discarded
+        if discarded:
+            buffer.release()  # it would have to grow again, and there may be no room for that
+        else:
+            self._free.append(buffer)
 
     def close(self) -> None:
         """Release the free buffers. Those in use are released by their holders."""

@@ -38,6 +38,8 @@ class Gradients:
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.used_bytes = 0
+        """Bytes of their memory, from its beginning, that the update has used up."""
         self._slots = list(slots)
         self._is_released = False
         self._on_release: Callable[[], None] = lambda: None
@@ -50,6 +52,9 @@ class Gradients:
         """See `GradientSource.prepare`."""
         return None
 
+    def note_used(self, chunk: Chunk) -> None:
+        """See `GradientSource.note_used`."""
+
     def release(self) -> None:
         """The update has used them up, or failed."""
         self._is_released = True
@@ -60,7 +65,7 @@ class Gradients:
         return self._is_released
 
     def tell(self, on_release: Callable[[], None]) -> None:
-        """Call ``on_release``, from any thread, when the memory is free."""
+        """Call ``on_release``, from any thread, when the memory is free, or more of it."""
         self._on_release = on_release
 
 
@@ -156,6 +161,10 @@ class MemoryGradients(Gradients):
         start = piece.slot.start + piece.start
         values = self._values[start : start + piece.numel]
         return values if values.device == scratch.device else scratch.copy_(values)
+
+    def note_used(self, chunk: Chunk) -> None:
+        self.used_bytes = chunk.stop * self.dtype.itemsize
+        self._on_release()
 
     def release(self) -> None:
         self._values = None  # a view would keep the memory from being unmapped

@@ -36,15 +36,22 @@ _MOST_UNITS_ON_DEVICE = 2
 class _Loan(Protocol):
     """Memory in use by something that ends by itself."""
 
+    @property
+    def used_bytes(self) -> int:
+        """So much of it, from its beginning, is not in use any more."""
+        ...
+
     def is_released(self) -> bool: ...
 
     def tell(self, on_release: Callable[[], None]) -> None:
-        """Call ``on_release``, from any thread, at the end."""
+        """Call ``on_release``, from any thread, at the end, and when `used_bytes` has grown."""
         ...
 
 
 class _Write:
     """Gradients on their way to NVMe."""
+
+    used_bytes = 0
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -300,26 +307,29 @@ class GradientStore:
                 raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
             self._await_loan()
 
-    def _retire(self) -> bool:
-        """Take back what is free again; return whether anything was."""
+    def _retire(self, *, in_parts: bool = False) -> bool:
+        """Take back what is free again, ``in_parts``: of what is still in use, too; return whether anything was."""
         num_loans = len(self._loans)
+        made_room = False
         for _ in range(num_loans):
             loan, flat = self._loans.popleft()
             if not loan.is_released():
                 self._loans.append((loan, flat))
+                if in_parts and flat is not None:
+                    made_room |= self._pool.give_back_front(flat, loan.used_bytes)
             elif flat is not None:
                 self._pool.give_back(flat)
-        return len(self._loans) < num_loans
+        return made_room or len(self._loans) < num_loans
 
     def _lend(self, loan: _Loan, flat: FlatBuffer | None) -> None:
         loan.tell(self._ended.ring)
         self._loans.append((loan, flat))
 
     def _await_loan(self) -> None:
-        """Return when a loan has ended, whichever ends first, and its memory is back."""
+        """Return when a loan has ended, whichever ends first, or a part of one, and that memory is back."""
         with self._clock.waiting("gradients"):
             while True:
-                if self._retire() or not self._loans:
+                if self._retire(in_parts=True) or not self._loans:
                     return
                 self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through
 

@@ -165,6 +165,7 @@ class UpdateStream:
                 item.job.after = self._device.mark()
             begin = time.perf_counter()
             self._update(item)
+            item.job.gradients.note_used(item.chunk)
             self._window.popleft()
             end = time.perf_counter()
             self.busy_seconds += end - begin

@@ -52,6 +52,10 @@ class GradientSource(Protocol):
         """The gradient of one piece: 1-D; may be changed in place. ``scratch`` is its part of the chunk's scratch."""
         ...
 
+    def note_used(self, chunk: Chunk) -> None:
+        """Those of this chunk, and of all before it, are used up."""
+        ...
+
     def release(self) -> None:
         """They are used up."""
         ...

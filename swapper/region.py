@@ -19,6 +19,7 @@ from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_DONTNEED = 4
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 
@@ -70,6 +71,13 @@ class _Mapping:
         finalizer = weakref.finalize(self, _unmap, self.address, num_bytes, os.getpid())
         finalizer.atexit = False  # the process takes the memory along; views may outlive this call
 
+    def discard(self, num_bytes: int) -> int:
+        """Give back the memory of the first whole huge pages in ``num_bytes``; returns how many bytes that are."""
+        whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        if not whole or sys.platform != "linux" or _libc.madvise(self.address, whole, _MADV_DONTNEED):
+            return 0
+        return whole
+
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Tell numpy where the bytes are; an array made from it keeps this object, hence the mapping, alive."""
@@ -111,6 +119,18 @@ class AlignedRegion(Uncopyable):
     def array(self) -> npt.NDArray[np.uint8]:
         """Return a fresh writable uint8 array over all bytes; it keeps the memory mapped while it lives."""
         return np.asarray(self._live())[: self.num_bytes]
+
+    def discard(self, num_bytes: int) -> int:
+        """Forget the first ``num_bytes`` and give their memory back, as far as the system does that in place.
+
+        They stay mapped: their contents are undefined, and writing to them takes memory again.
+
+        Returns:
+            How many bytes were given back, from the first on; less than ``num_bytes``, as pages are whole or 0.
+        """
+        if not 0 <= num_bytes <= self.num_bytes:
+            raise ArgumentError(f"a region of {self.num_bytes} bytes has no first {num_bytes}")
+        return self._live().discard(num_bytes)
 
     def release(self) -> None:
         """Give the memory back now, or as soon as the last array over it has died. Calling it again does nothing."""
