@@ -6,6 +6,7 @@ Knows one unit's gradients; must not know how many there are or what becomes of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -40,6 +41,8 @@ class Gradients:
         self.dtype = dtype
         self.used_bytes = 0
         """Bytes of their memory, from its beginning, that the update has used up."""
+        self.is_kept_back = False
+        """Whether their update has not been asked for yet."""
         self._slots = list(slots)
         self._is_released = False
         self._on_release: Callable[[], None] = lambda: None
@@ -94,6 +97,42 @@ class DeviceGradients(Gradients):
     def release(self) -> None:
         self._gradients.clear()
         super().release()
+
+
+class Loan(Protocol):
+    """Memory in use by something that ends by itself."""
+
+    @property
+    def used_bytes(self) -> int:
+        """So much of it, from its beginning, is not in use any more."""
+        ...
+
+    @property
+    def is_kept_back(self) -> bool:
+        """Whether it will not end before somebody asks for that."""
+        ...
+
+    def is_released(self) -> bool: ...
+
+    def tell(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, at the end, and when `used_bytes` has grown."""
+        ...
+
+
+class SpillingWrite:
+    """Gradients on their way to NVMe."""
+
+    used_bytes = 0
+    is_kept_back = False
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def is_released(self) -> bool:
+        return self._handle.done()
+
+    def tell(self, on_release: Callable[[], None]) -> None:
+        self._handle.add_done_callback(lambda _: on_release())
 
 
 class GradientBuffer:

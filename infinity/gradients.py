@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -18,8 +17,10 @@ from infinity.gradient_sources import (
     FP32_BYTES,
     DeviceGradients,
     GradientBuffer,
+    Loan,
     MemoryGradients,
     SpilledGradients,
+    SpillingWrite,
     in_slot_order,
 )
 from infinity.layout import Slot
@@ -27,40 +28,10 @@ from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 from infinity.update_job import POLL_SECONDS, GradientSource
 from infinity.waiting_dtype import WaitingDtype
-from swapper import Bell, Extent, Handle, Swapper
+from swapper import Bell, Extent, Swapper
 
 _MOST_UNITS_ON_DEVICE = 2
 """Units whose gradients may wait in a GPU's memory for their update."""
-
-
-class _Loan(Protocol):
-    """Memory in use by something that ends by itself."""
-
-    @property
-    def used_bytes(self) -> int:
-        """So much of it, from its beginning, is not in use any more."""
-        ...
-
-    def is_released(self) -> bool: ...
-
-    def tell(self, on_release: Callable[[], None]) -> None:
-        """Call ``on_release``, from any thread, at the end, and when `used_bytes` has grown."""
-        ...
-
-
-class _Write:
-    """Gradients on their way to NVMe."""
-
-    used_bytes = 0
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def is_released(self) -> bool:
-        return self._handle.done()
-
-    def tell(self, on_release: Callable[[], None]) -> None:
-        self._handle.add_done_callback(lambda _: on_release())
 
 
 class GradientStore:
@@ -113,11 +84,13 @@ class GradientStore:
         self._present: dict[int, set[int]] = {}
         self._spilled_dtypes: dict[int, torch.dtype] = {}
         self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
-        self._loans: deque[tuple[_Loan, FlatBuffer | None]] = deque()
+        self._loans: deque[tuple[Loan, FlatBuffer | None]] = deque()
         self._ended = Bell()
         """Rung when a loan ends."""
         self._sums: dict[int, GradientBuffer] = {}
         """Of units to be spilled, while several micro-batches' gradients come one after the other."""
+        self.on_need: Callable[[], None] = lambda: None
+        """Called when all memory is lent to updates that have not been asked for."""
         self.resumed_bytes = 0
         """Bytes read so far to add to sums that had been spilled before."""
 
@@ -293,7 +266,7 @@ class GradientStore:
         for slot in changed:
             self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
         self._spilled_dtypes[unit.index] = buffer.dtype
-        self._lend(_Write(swapper.write(extent, buffer.values)), buffer.flat)
+        self._lend(SpillingWrite(swapper.write(extent, buffer.values)), buffer.flat)
 
     def _take(self, num_bytes: int) -> FlatBuffer:
         self._retire()
@@ -321,12 +294,14 @@ class GradientStore:
                 self._pool.give_back(flat)
         return made_room or len(self._loans) < num_loans
 
-    def _lend(self, loan: _Loan, flat: FlatBuffer | None) -> None:
+    def _lend(self, loan: Loan, flat: FlatBuffer | None) -> None:
         loan.tell(self._ended.ring)
         self._loans.append((loan, flat))
 
     def _await_loan(self) -> None:
         """Return when a loan has ended, whichever ends first, or a part of one, and that memory is back."""
+        if self._loans and all(loan.is_kept_back for loan, _ in self._loans):
+            self.on_need()
         with self._clock.waiting("gradients"):
             while True:
                 if self._retire(in_parts=True) or not self._loans:

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, format_bytes
 from infinity.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
-from infinity.retention import most_gradients, order_of_weights, take_gradients, take_states, take_weights
+from infinity.retention import (
+    late_updates,
+    most_gradients,
+    order_of_weights,
+    take_gradients,
+    take_states,
+    take_weights,
+)
 from infinity.sizes import Request, UnitSize, needed_together
 
 HOST_KEY = "infinity.host_memory_budget"
@@ -61,6 +68,8 @@ class Placement:
     minimum_bytes: int
     spills: bool
     """Whether some main gradients go to NVMe."""
+    late_units: frozenset[int] = frozenset()
+    """Units that are updated after backward although the others are in it. Their gradients wait in memory until then."""
     activation_bytes: int = 0
     """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
 
@@ -97,7 +106,12 @@ class _Option:
 
 
 def place(units: Sequence[UnitSize], request: Request) -> Placement:
-    """Divide the budgets.
+    """Divide the budgets: see `placements`."""
+    return placements(units, request)[0]
+
+
+def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
+    """Sensible ways to divide the budgets, the best first, as far as that can be told without a simulation.
 
     Raises:
         BudgetTooSmallError: names the minimum.
@@ -114,8 +128,17 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
             minimum_bytes=least.cost_bytes,
             reason=_explain(units, request, least),
         )
-    found = [planner.divide(option, least.cost_bytes) for option in options]
-    return max((pair for pair in found if pair is not None), key=lambda pair: pair[0])[1]
+    found = [pair for option in options if (pair := planner.divide(option, least.cost_bytes)) is not None]
+    return [placement for _, placement in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
+    """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
+    moving = (unit.trainable_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
+    num_chunks = sum(-(-numel // placement.chunk_numel) for numel in moving)
+    # What moves to forward, where the drives have time, is as good as saved.
+    late_bytes = 2 * sum(request.record_bytes(units[index]) for index in placement.late_units)
+    return num_chunks * _CHUNK_COST_BYTES - late_bytes
 
 
 class _Planner:
@@ -237,6 +260,10 @@ class _Planner:
         left = request.budget_bytes - option.cost_bytes
         if left < 0:
             return None
+        late, late_bytes = frozenset[int](), 0
+        if request.updates_in_backward and request.optimizer_tier == "nvme" and not option.keeps_all_records:
+            late, late_bytes = late_updates(units, request, 2 * left // 3)
+            left -= late_bytes
         moving = [index for index in self._order if index not in option.residents]
         pages, flats, uploads, gradients = self._staging(option, moving, left)
         left -= pages + flats + uploads + gradients
@@ -284,18 +311,17 @@ class _Planner:
             gradient_bytes += more
         share = most_gradients(take_gradients(units, request, gradient_bytes))
         trainable = sum(unit.trainable_numel > 0 for unit in units)
-        moving_numels = (unit.trainable_numel - kept for unit, kept in zip(units, states, strict=True))
-        num_chunks = sum(-(-numel // chunk_numel) for numel in moving_numels)
-        return (saved - num_chunks * _CHUNK_COST_BYTES, left), Placement(
+        placement = Placement(
             weights_bytes=weights_bytes,
             page_bytes=page_bytes,
             num_pages=num_pages,
             chunk_numel=chunk_numel,
             upload_page_bytes=_UPLOAD_PAGE_BYTES,
             num_upload_pages=(option.upload_bytes + uploads) // _UPLOAD_PAGE_BYTES,
-            gradient_bytes=gradient_bytes,
+            gradient_bytes=gradient_bytes + late_bytes,
             gradient_scratch_bytes=share.scratch_bytes,
             gradients_in_memory=share.units,
+            late_units=late,
             resident_units=residents,
             hosted_units=hosted,
             states_in_memory=states,
@@ -303,6 +329,7 @@ class _Planner:
             minimum_bytes=minimum_bytes,
             spills=len(share.units) < trainable,
         )
+        return (saved - apparent_bytes(units, request, placement), left), placement
 
     def _kept_records(self, numels: Sequence[int]) -> int:
         record_bytes = self._request.record_format.record_bytes

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError
-from infinity.placement import Placement, place
+from infinity.placement import Placement, apparent_bytes, place, placements
 from infinity.sizes import Request, UnitSize
 from infinity.trace import simulate
+
+_SIMULATED = 4
+"""So many ways to divide the budgets are compared by what they move: with many units a simulation takes a second."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Prediction:
 
 
 def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
-    """What `place` says, or, if that moves fewer bytes, the same with all memory for units that come and go.
+    """The best of a few ways to divide the budgets, or one with all memory for units that come and go if that moves fewer bytes.
 
     Raises:
         BudgetTooSmallError, ConfigValueError: see `place`.
@@ -34,7 +37,8 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
         prediction = predict(units, request, placement, order, backward_start)
         return prediction.read_bytes + prediction.write_bytes
 
-    kept = place(units, request)
+    found = placements(units, request)[:_SIMULATED]
+    kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, request, placement))
     try:
         passing = place(units, dataclasses.replace(request, keeps_in_memory=False))
     except BudgetTooSmallError:
@@ -76,7 +80,7 @@ def predict(
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
-        just_used = () if in_step else order[backward_start:]
+        just_used = set() if in_step else set(order[backward_start:]) - placement.late_units
         read += sum(request.trainable_bytes(units[index]) for index in on_nvme - simulation.held.union(just_used))
     if request.optimizer_tier == "nvme":
         records = sum(

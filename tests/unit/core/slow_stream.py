@@ -42,6 +42,9 @@ class Gradients:
     def slots(self) -> Sequence[Slot]:
         return self._slots
 
+    def note_used(self, chunk: Chunk) -> None:
+        pass
+
     def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
         return None
 

@@ -121,3 +121,24 @@ def test_buffers_are_aligned_for_direct_transfers(num_bytes: int) -> None:
     assert flat.address % _PAGE == 0
     assert flat.tensor().numel() == num_bytes
     flat.release()
+
+
+def test_the_front_of_a_buffer_makes_room_and_takes_no_memory() -> None:
+    huge = 2 << 20
+    pool = FlatPool(ComputeDevice(), 4 * huge)
+    flat = pool.allocate(4 * huge)
+    assert flat is not None
+    flat.tensor().fill_(7)
+    assert not pool.give_back_front(flat, huge - 1), "memory goes in whole huge pages"
+    assert pool.give_back_front(flat, 2 * huge + 5)
+    assert not pool.give_back_front(flat, 2 * huge + 5)
+    assert pool.used_bytes == 2 * huge
+    assert bool((flat.tensor()[2 * huge :] == 7).all())
+    other = pool.allocate(2 * huge)
+    assert other is not None
+    assert pool.allocate(1) is None
+    pool.give_back(flat)
+    assert (pool.used_bytes, pool.free_bytes) == (2 * huge, 0)
+    pool.give_back(other)
+    assert pool.used_bytes == 0
+    pool.close()

@@ -94,3 +94,59 @@ def test_a_failed_update_gives_its_memory_back(swapper: Swapper) -> None:
     source.release()
     store.hand_over(units[1], _ones(units[1]), {}).release()
     store.close()
+
+
+_HUGE_PAGE = 2 << 20
+
+
+def _large(swapper: Swapper, room_bytes: int) -> tuple[GradientStore, list[Unit], FlatPool]:
+    """Units whose gradients take 4, 4 and 6 huge pages."""
+    units = [trainable_unit(index, [(pages << 9, 1 << 10)]) for index, pages in enumerate((4, 4, 6))]
+    pool = FlatPool(ComputeDevice(), room_bytes)
+    store = GradientStore(units, ComputeDevice(), StepClock(), in_memory=(), open_swapper=lambda: swapper, pool=pool)
+    return store, units, pool
+
+
+def test_memory_that_an_update_has_used_up_makes_room_before_it_ends(swapper: Swapper) -> None:
+    store, units, pool = _large(swapper, 10 * _HUGE_PAGE)
+    first, second = (store.hand_over(unit, _ones(unit), {}) for unit in units[:2])
+    chunks = units[0].layout.chunks(1 << 19)
+    assert len(chunks) == 4
+
+    def use_up() -> None:
+        for chunk in chunks[:3]:
+            first.note_used(chunk)
+        second.note_used(chunks[0])
+
+    timer = threading.Timer(0.05, use_up)
+    timer.start()
+    third = store.hand_over(units[2], _ones(units[2]), {})
+    timer.join()
+    assert pool.used_bytes == pool.capacity_bytes
+    rest = first.piece(chunks[3].pieces[0], torch.empty(0)).clone()
+    assert torch.equal(rest, torch.ones(1 << 19)), "what is not used up is left alone"
+    for source in (first, second, third):
+        source.release()
+    store._retire()
+    assert pool.used_bytes == 0
+    store.close()
+
+
+def test_updates_that_nobody_has_asked_for_are_asked_for_when_their_memory_is_needed(swapper: Swapper) -> None:
+    store, units, _ = _make(swapper, room_for=2)
+    sources = [store.hand_over(unit, _ones(unit), {}) for unit in units[:2]]
+    for source in sources:
+        source.is_kept_back = True
+    asked: list[int] = []
+
+    def ask() -> None:
+        asked.append(len(asked))
+        for source in sources:
+            source.is_kept_back = False
+            source.release()
+
+    store.on_need = ask
+    third = store.hand_over(units[2], _ones(units[2]), {})
+    assert asked == [0]
+    third.release()
+    store.close()

@@ -121,3 +121,21 @@ def test_a_forked_child_does_not_unmap_what_is_not_its_own() -> None:
 def test_needs_a_size(num_bytes: int) -> None:
     with pytest.raises(ArgumentError, match="at least one byte"):
         AlignedRegion(num_bytes)
+
+
+def test_what_is_discarded_takes_no_memory_and_the_rest_stays() -> None:
+    region = AlignedRegion(3 * (2 << 20))
+    array = region.array()
+    array[:] = 9
+    resident = _mapping(region.address, region.num_bytes)
+    assert region.discard(ALIGNMENT) == 0
+    assert region.discard((4 << 20) + 17) == 4 << 20
+    assert (array[4 << 20 :] == 9).all()
+    after = _mapping(region.address, region.num_bytes)
+    if resident is not None and after is not None:
+        assert int(resident["Rss"].split()[0]) - int(after["Rss"].split()[0]) == 4096
+    with pytest.raises(ArgumentError):
+        region.discard(region.num_bytes + 1)
+    region.release()
+    with pytest.raises(ArgumentError):
+        region.discard(0)
