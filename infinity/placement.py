@@ -153,6 +153,10 @@ class _Planner:
         self._has_pages = request.optimizer_tier != "none" or request.shares_host_memory
         widest = max((unit.num_states for unit in units), default=0)
         self._pages = PageSizes(request, widest, self._largest_numel)
+        # Where the device has memory of its own, gradients do not come to the host before their update.
+        self._may_be_late = (
+            request.updates_in_backward and request.optimizer_tier == "nvme" and request.shares_host_memory
+        )
         self._device_bytes = self._total
         self._on_device: frozenset[int] = frozenset()
 
@@ -261,7 +265,7 @@ class _Planner:
         if left < 0:
             return None
         late, late_bytes = frozenset[int](), 0
-        if request.updates_in_backward and request.optimizer_tier == "nvme" and not option.keeps_all_records:
+        if self._may_be_late and not option.keeps_all_records:
             late, late_bytes = late_updates(units, request, 2 * left // 3)
             left -= late_bytes
         moving = [index for index in self._order if index not in option.residents]

@@ -15,7 +15,9 @@ from infinity.sizes import Request, UnitSize
 from infinity.trace import simulate
 
 _SIMULATED = 4
-"""So many ways to divide the budgets are compared by what they move: with many units a simulation takes a second."""
+"""So many ways to divide the budgets are compared by what they move."""
+_MANY_UNITS = 300
+"""With more, a simulation takes a good part of a second."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
         prediction = predict(units, request, placement, order, backward_start)
         return prediction.read_bytes + prediction.write_bytes
 
-    found = placements(units, request)[:_SIMULATED]
+    found = placements(units, request)[: _SIMULATED if len(units) <= _MANY_UNITS else 1]
     kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, request, placement))
     try:
         passing = place(units, dataclasses.replace(request, keeps_in_memory=False))

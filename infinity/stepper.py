@@ -139,9 +139,10 @@ class Stepper:
 
     def _submit_late(self) -> None:
         while self._late:
-            unit, source = self._late.pop(0)
-            source.is_kept_back = False
+            unit, source = self._late[0]
             self._pager.prepare_update(unit)
+            source.is_kept_back = False
+            del self._late[0]
             self._submit(unit, source, None, may_fill=False)
 
     def _update_waiting(self, *, only_settled: bool) -> None:
