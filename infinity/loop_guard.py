@@ -119,6 +119,13 @@ class LoopGuard:
     def check_optimizer_step(self, *, is_engine_step: bool) -> None:
         """Raise if the optimizer's step makes no sense now."""
         self.check_whole()
+        if self._stepper.scaler.is_active and not is_engine_step:
+            raise StepOrderError(
+                "optimizer.step()",
+                "with fp16 the loss scale has to follow each step",
+                cure="Call engine.step() with engine.backward(loss)",
+                step=self._step(),
+            )
         if self._stepper.is_between_steps and not is_engine_step:
             raise StepOrderError(
                 "optimizer.step()",

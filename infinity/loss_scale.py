@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from infinity.config import LossScaling
+from infinity.config import LARGEST_LOSS_SCALE, LossScaling
 from infinity.errors import LossScaleError
 
 _FACTOR = 2.0
-_LARGEST = 2.0**96
 
 
 class LossScaler:
@@ -61,6 +60,6 @@ class LossScaler:
         self._num_finite += 1
         is_due = self._num_finite % rules.window == 0
         if is_due:
-            self.scale = min(self.scale * _FACTOR, _LARGEST)
+            self.scale = min(self.scale * _FACTOR, LARGEST_LOSS_SCALE)
         if is_due or rules.refills_hysteresis:
             self._patience = rules.hysteresis

@@ -8,6 +8,7 @@
 
 from infinity.config.load import ConfigSource, load_config
 from infinity.config.resolved import (
+    LARGEST_LOSS_SCALE,
     Decision,
     InfinityConfig,
     InfinitySection,
@@ -20,6 +21,7 @@ from infinity.config.resolved import (
 )
 
 __all__ = [
+    "LARGEST_LOSS_SCALE",
     "ConfigSource",
     "Decision",
     "IOSection",

@@ -6,12 +6,10 @@ import torch
 
 from infinity.config.blocks import RootBlock
 from infinity.config.precision_blocks import Fp16Block
-from infinity.config.resolved import LossScaling
+from infinity.config.resolved import LARGEST_LOSS_SCALE, LossScaling
 from infinity.errors import ConfigValueError, UnsupportedConfigError
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_LARGEST_SCALE = 2.0**96
-"""So that a scaled gradient of 1 still has a finite square in fp32, with room."""
 
 
 def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]:
@@ -44,7 +42,7 @@ def _loss_scaling(block: Fp16Block) -> LossScaling:
     limits = {"loss_scale": 0.0, "min_loss_scale": 2.0**-24, "loss_scale_window": 1, "hysteresis": 1}
     for name, least in limits.items():
         value = getattr(block, name)
-        if not least <= value <= _LARGEST_SCALE:
+        if not least <= value <= LARGEST_LOSS_SCALE:
             problem = f"must be at least {least:g} and at most 2^96"
             raise ConfigValueError(f"fp16.{name}", value, problem, cure="Remove it: the default fits most models")
     if not -24 <= block.initial_scale_power <= 96:

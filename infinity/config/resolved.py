@@ -45,6 +45,10 @@ class SchedulerSection:
     params: dict[str, Any]
 
 
+LARGEST_LOSS_SCALE = 2.0**96
+"""So that a scaled gradient of 1 is finite in fp32, with room."""
+
+
 @dataclass(frozen=True)
 class LossScaling:
     """`fp16`: the factor that lifts gradients out of what fp16 rounds to zero.

@@ -88,9 +88,8 @@ def test_they_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_where_weights_are_read_for_it_the_plan_knows(tmp_path: Path) -> None:
-    """What an update after backward reads again is predicted: with the least memory, no unit is still there by then."""
+    """An update after backward reads weights again that have left memory by then."""
     budget_bytes = int(_least(tmp_path, _BF16, "plain") * 1.5)
-    found = []
     for is_late in (False, True):
         worth._LATE_SHARE = 0.7 if is_late else 0.0
         changes = _changes(_BF16, budget_bytes)
@@ -101,8 +100,6 @@ def test_where_weights_are_read_for_it_the_plan_knows(tmp_path: Path) -> None:
                 read += both.engine.report.read_bytes if step >= 3 else 0
             predicted = both.engine.plan.predicted_read_bytes_per_step
             assert read / 30 == pytest.approx(predicted, rel=0.02)
-            found.append(predicted)
-    assert found[1] != found[0]
 
 
 def test_a_step_that_is_cut_off_gives_their_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

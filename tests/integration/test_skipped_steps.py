@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from infinity.errors import BudgetTooSmallError, LossScaleError, StepOrderError
+from tests.exactness.case import loss_of
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.updates_on_demand import num_pending, updates_on_demand
 
@@ -138,6 +139,17 @@ def test_whoever_does_not_scale_is_told(tmp_path: Path) -> None:
         pytest.raises(StepOrderError, match=r"with fp16 the loss has to be scaled.*Call engine\.backward\(loss\)"),
     ):
         both.plain_backward(0)
+
+
+def test_the_engines_step_is_the_one_that_follows_the_scale(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_fp16()) as both:
+        both.engine.backward(loss_of(both.engine(**both.batch(0))))
+        with pytest.raises(
+            StepOrderError, match=r"optimizer\.step\(\).*loss scale has to follow.*Call engine\.step\(\)"
+        ):
+            both.optimizer.step()
+        both.engine.step()
+        assert both.engine.loss_scale() == 2.0**21
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
