@@ -16,8 +16,8 @@ from infinity.vertical.suitability import Suitability
 _ACTIVATIONS_SHARE = 4
 """One part in so many of what the budget leaves is for units' inputs."""
 _LATE_SHARE = 0.0
-"""Of the parameters; switched off. With 0.1 and 1 GB at 300 MB/s a step of 374M parameters took 16.9 s instead of 16.7 s: the drives
-rested less, but the memory for the gradients that wait saves more bytes when weights are kept in it."""
+"""Of the parameters; switched off. With 0.1, 1 GB and 300 MB/s a step of 374M parameters took 16.9 s instead of 16.7 s: the
+drives rested less, but the memory for the gradients that wait saves more bytes when weights are kept in it."""
 _LEAST_SAVED_SHARE = 0.1
 """Less of a step's bytes than this is not worth computing everything once more."""
 
