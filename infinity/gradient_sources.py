@@ -41,8 +41,6 @@ class Gradients:
         self.dtype = dtype
         self.used_bytes = 0
         """Bytes of their memory, from its beginning, that the update has used up."""
-        self.is_kept_back = False
-        """Whether their update has not been asked for yet."""
         self._slots = list(slots)
         self._is_released = False
         self._on_release: Callable[[], None] = lambda: None
@@ -107,11 +105,6 @@ class Loan(Protocol):
         """So much of it, from its beginning, is not in use any more."""
         ...
 
-    @property
-    def is_kept_back(self) -> bool:
-        """Whether it will not end before somebody asks for that."""
-        ...
-
     def is_released(self) -> bool: ...
 
     def tell(self, on_release: Callable[[], None]) -> None:
@@ -123,7 +116,6 @@ class SpillingWrite:
     """Gradients on their way to NVMe."""
 
     used_bytes = 0
-    is_kept_back = False
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle

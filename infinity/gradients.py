@@ -89,8 +89,6 @@ class GradientStore:
         """Rung when a loan ends."""
         self._sums: dict[int, GradientBuffer] = {}
         """Of units to be spilled, while several micro-batches' gradients come one after the other."""
-        self.on_need: Callable[[], None] = lambda: None
-        """Called when all memory is lent to updates that have not been asked for."""
         self.resumed_bytes = 0
         """Bytes read so far to add to sums that had been spilled before."""
 
@@ -300,8 +298,6 @@ class GradientStore:
 
     def _await_loan(self) -> None:
         """Return when a loan has ended, whichever ends first, or a part of one, and that memory is back."""
-        if self._loans and all(loan.is_kept_back for loan, _ in self._loans):
-            self.on_need()
         with self._clock.waiting("gradients"):
             while True:
                 if self._retire(in_parts=True) or not self._loans:

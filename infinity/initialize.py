@@ -316,7 +316,6 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             stream=stream,
             template=template,
             scaler=LossScaler(config.loss_scaling),
-            late_units=placement.late_units,
         )
         for parameter, state in template.take_initial_states():
             access.load_state(parameter, state)

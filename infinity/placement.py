@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from infinity.errors import BudgetTooSmallError, format_bytes
 from infinity.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
 from infinity.retention import (
-    late_updates,
     most_gradients,
     order_of_weights,
     take_gradients,
@@ -136,9 +135,7 @@ def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Place
     """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
     moving = (unit.trainable_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
     num_chunks = sum(-(-numel // placement.chunk_numel) for numel in moving)
-    # What moves to forward, where the drives have time, is as good as saved.
-    late_bytes = 2 * sum(request.record_bytes(units[index]) for index in placement.late_units)
-    return num_chunks * _CHUNK_COST_BYTES - late_bytes
+    return num_chunks * _CHUNK_COST_BYTES
 
 
 class _Planner:
@@ -153,10 +150,6 @@ class _Planner:
         self._has_pages = request.optimizer_tier != "none" or request.shares_host_memory
         widest = max((unit.num_states for unit in units), default=0)
         self._pages = PageSizes(request, widest, self._largest_numel)
-        # Where the device has memory of its own, gradients do not come to the host before their update.
-        self._may_be_late = (
-            request.updates_in_backward and request.optimizer_tier == "nvme" and request.shares_host_memory
-        )
         self._device_bytes = self._total
         self._on_device: frozenset[int] = frozenset()
 
@@ -264,10 +257,6 @@ class _Planner:
         left = request.budget_bytes - option.cost_bytes
         if left < 0:
             return None
-        late, late_bytes = frozenset[int](), 0
-        if self._may_be_late and not option.keeps_all_records:
-            late, late_bytes = late_updates(units, request, 2 * left // 3)
-            left -= late_bytes
         moving = [index for index in self._order if index not in option.residents]
         pages, flats, uploads, gradients = self._staging(option, moving, left)
         left -= pages + flats + uploads + gradients
@@ -322,10 +311,9 @@ class _Planner:
             chunk_numel=chunk_numel,
             upload_page_bytes=_UPLOAD_PAGE_BYTES,
             num_upload_pages=(option.upload_bytes + uploads) // _UPLOAD_PAGE_BYTES,
-            gradient_bytes=gradient_bytes + late_bytes,
+            gradient_bytes=gradient_bytes,
             gradient_scratch_bytes=share.scratch_bytes,
             gradients_in_memory=share.units,
-            late_units=late,
             resident_units=residents,
             hosted_units=hosted,
             states_in_memory=states,

@@ -104,8 +104,6 @@ class Plan:
                 + (", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""),
             ),
         ]
-        if placement.late_units:
-            rows.append(("  updated after backward", f"{len(placement.late_units)} units, beside the next forward"))
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
         rows.append(("optimizer update", self.update.replace("_", " ")))

@@ -82,7 +82,7 @@ def predict(
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
-        just_used = set() if in_step else set(order[backward_start:]) - placement.late_units
+        just_used = set() if in_step else set(order[backward_start:])
         read += sum(request.trainable_bytes(units[index]) for index in on_nvme - simulation.held.union(just_used))
     if request.optimizer_tier == "nvme":
         records = sum(

@@ -77,26 +77,6 @@ def most_gradients(shares: Iterator[GradientShare]) -> GradientShare:
     )
 
 
-def late_updates(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[frozenset[int], int]:
-    """The units to be updated last, after backward, and the bytes of their gradients, which have to fit into the room.
-
-    Updates in backward leave the drives little to do in forward. So some wait for that: of the units whose gradients come
-    first and which the next forward needs last. A byte of their gradients moves three times its size from backward to
-    forward; spent on keeping states in memory it would save twice its size.
-    """
-    late: set[int] = set()
-    used_bytes = 0
-    share = int(request.late_share * sum(unit.trainable_numel for unit in units))
-    for index in reversed(range((len(units) + 1) // 2, len(units))):
-        numel = units[index].trainable_numel
-        num_bytes = numel * request.scratch_itemsize
-        if 0 < numel <= share and used_bytes + num_bytes <= room_bytes:
-            late.add(index)
-            share -= numel
-            used_bytes += num_bytes
-    return frozenset(late), used_bytes
-
-
 def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
     """For each unit, of how many elements the optimizer state stays in memory: the same share of each. And the room left.
 

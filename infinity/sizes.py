@@ -48,8 +48,6 @@ class Request:
     """Whether sums of gradients keep that size; otherwise they are fp32."""
     used_together: tuple[frozenset[int], ...] = ()
     """For each block, the units in which its parameters lie."""
-    late_share: float = 0.0
-    """So many of the parameters, at most, may be updated after backward, beside the next forward."""
     keeps_in_memory: bool = True
     """Whether what the budgets leave is spent on keeping weights and states off the drives."""
 

@@ -8,14 +8,13 @@ Updates that are pending when a step ends run beside the next forward, and nothi
 should be left over that the forward needs last. Backward delivers them first: therefore, where all weights fit into memory,
 the update whose unit the next forward needs soonest always comes next, and the others wait as far as there is room for their
 gradients. Where units have to make room for each other, updates run as they come: a pending one keeps its unit in memory,
-and those that the forward needs last would be kept at the expense of those that it needs first. There, the plan may name a few
-units whose gradients wait until backward has ended and every other update is under way (`infinity.retention.late_updates`); by
-then their weights have made room. Whoever waits for a unit gets it updated next in any case.
+and those that the forward needs last would be kept at the expense of those that it needs first. Whoever waits for a unit gets
+it updated next in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +66,6 @@ class Stepper:
         stream: UpdateStream,
         template: Template,
         scaler: LossScaler | None = None,
-        late_units: Collection[int] = (),
     ) -> None:
         """
         Args:
@@ -77,7 +75,6 @@ class Stepper:
             rules: how a step goes.
             device, pager, gradients, stream, template: whom it works with.
             scaler: knows with which factor the gradients come; None: with none.
-            late_units: indices of the units whose update in backward waits for its end: see [Note: the order of updates].
         """
         self.units = list(units)
         self.rules = rules
@@ -93,9 +90,6 @@ class Stepper:
         self._stream = stream
         self._template = template
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
-        self._late_units = frozenset(late_units)
-        self._late: list[tuple[Unit, GradientSource]] = []
-        gradients.on_need = self._submit_late
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         self._ranks: dict[int, int] = {}
         self._groups: list[dict[str, Any]] | None = None
@@ -135,15 +129,6 @@ class Stepper:
                     self._pager.prepare_update(unit)
                     self._waiting.append((unit, {}))
             self._update_waiting(only_settled=False)
-            self._submit_late()
-
-    def _submit_late(self) -> None:
-        while self._late:
-            unit, source = self._late[0]
-            self._pager.prepare_update(unit)
-            source.is_kept_back = False
-            del self._late[0]
-            self._submit(unit, source, None, may_fill=False)
 
     def _update_waiting(self, *, only_settled: bool) -> None:
         waiting, self._waiting = self._waiting, []
@@ -155,7 +140,7 @@ class Stepper:
                 source = self.gradients.hand_over(unit, gradients, self._norms)
                 gradients.clear()
                 try:
-                    self._update(unit, source)
+                    self._submit(unit, source, None)
                 except BaseException:
                     self._waiting += waiting[place + 1 :]
                     raise
@@ -164,27 +149,13 @@ class Stepper:
             else:
                 self._waiting.append((unit, gradients))
 
-    def _update(self, unit: Unit, source: GradientSource) -> None:
-        if unit.index in self._late_units:
-            source.is_kept_back = True
-            self._late.append((unit, source))
-        else:
-            self._submit(unit, source, None)
-
     def _submit(
-        self,
-        unit: Unit,
-        source: GradientSource,
-        coefficient: torch.Tensor | None,
-        *,
-        is_held: bool = False,
-        may_fill: bool = True,
+        self, unit: Unit, source: GradientSource, coefficient: torch.Tensor | None, *, is_held: bool = False
     ) -> None:
         if self._groups is None:
             self._groups = self._template.snapshots()
         groups = {slot.index: self._groups[self._group_of[unit.index, slot.index]] for slot in source.slots()}
         job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
-        job.may_fill = may_fill
         job.is_held = is_held and job.accepts_buffer
         if self._pager.holds_all:  # see [Note: the order of updates]
             job.rank = self._rank_of(unit)
@@ -279,9 +250,6 @@ class Stepper:
         self._groups = None
         self.updated.clear()
         self._waiting.clear()
-        for _, source in self._late:
-            source.release()
-        self._late.clear()
 
     def clear(self) -> None:
         """Forget the present step and all gradients."""

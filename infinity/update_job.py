@@ -30,9 +30,6 @@ POLL_SECONDS = 1.0
 class GradientSource(Protocol):
     """The gradients of one unit for one update."""
 
-    is_kept_back: bool
-    """Whether the update has not been asked for yet."""
-
     @property
     def dtype(self) -> torch.dtype:
         """Of all of them: fp32, or bf16 if their values are."""
@@ -118,8 +115,6 @@ class UpdateJob:
         self._fence: Fence = None
         self._device: ComputeDevice | None = None
         self._error: BaseException | None = None
-        self.may_fill = True
-        """Whether an empty buffer may be attached."""
         self.is_held = False
         """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
         self.on_release: Callable[[], None] = lambda: None
@@ -138,7 +133,7 @@ class UpdateJob:
 
     @property
     def accepts_buffer(self) -> bool:
-        return self.may_fill and self._covers_all and self.flat is None and not self._has_begun
+        return self._covers_all and self.flat is None and not self._has_begun
 
     def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
         with self._lock:

@@ -130,23 +130,3 @@ def test_memory_that_an_update_has_used_up_makes_room_before_it_ends(swapper: Sw
     store._retire()
     assert pool.used_bytes == 0
     store.close()
-
-
-def test_updates_that_nobody_has_asked_for_are_asked_for_when_their_memory_is_needed(swapper: Swapper) -> None:
-    store, units, _ = _make(swapper, room_for=2)
-    sources = [store.hand_over(unit, _ones(unit), {}) for unit in units[:2]]
-    for source in sources:
-        source.is_kept_back = True
-    asked: list[int] = []
-
-    def ask() -> None:
-        asked.append(len(asked))
-        for source in sources:
-            source.is_kept_back = False
-            source.release()
-
-    store.on_need = ask
-    third = store.hand_over(units[2], _ones(units[2]), {})
-    assert asked == [0]
-    third.release()
-    store.close()
