@@ -6,10 +6,9 @@ Knows plans, traces and reports; must not know how anything moves.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import deque
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Collection, Sequence
 
 from infinity.config import InfinityConfig
 from infinity.measured_io import Bandwidth, measured_bandwidth
@@ -74,21 +73,22 @@ class Forecast:
         if self._num_steps <= _WARM_UP:
             return
         self._reports.append(report)
-        moved = sum(report.read_bytes + report.write_bytes for report in self._reports)
-        drive_seconds = sum(report.drive_busy_seconds for report in self._reports)
-        longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in self._reports]
-        factors = [report.seconds / seconds for report, seconds in zip(self._reports, longest, strict=True) if seconds]
+        steady = _steady(self._reports)
+        moved = sum(report.read_bytes + report.write_bytes for report in steady)
+        drive_seconds = sum(report.drive_busy_seconds for report in steady)
+        longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in steady]
+        factors = [report.seconds / seconds for report, seconds in zip(steady, longest, strict=True) if seconds]
         self._plan = dataclasses.replace(
             self._plan,
             seen_bytes_per_second=moved / drive_seconds if moved and drive_seconds else None,
-            compute_seconds=_typical([_busy_seconds(report) for report in self._reports]),
-            overlap_factor=_typical(factors) if factors else 1.0,
+            compute_seconds=statistics.median(_busy_seconds(report) for report in steady),
+            overlap_factor=statistics.median(factors) if factors else 1.0,
         )
 
 
-def _typical(values: Sequence[float]) -> float:
-    """The lower quartile: what a script does between steps (an evaluation, a checkpoint) only ever makes them longer."""
-    return float(np.quantile(values, 0.25, method="lower"))
+def _steady(reports: Collection[StepReport]) -> list[StepReport]:
+    """The half in which scripts did least of their own: a pause or a checkpoint before a step says nothing of the next one."""
+    return sorted(reports, key=lambda report: report.other_seconds)[: (len(reports) + 1) // 2]
 
 
 def _busy_seconds(report: StepReport) -> float:

@@ -132,9 +132,11 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     for seconds in (50.0, 40.0):
         forecast.note(_report(seconds, seconds))
     assert forecast.plan(trace, Traffic()).compute_seconds is None, "the first steps do not count"
-    for compute, optimizer in ((1.0, 0.5), (1.2, 3.0), (1.1, 0.5)):
+    forecast.note(_report(9.0, 1.5))
+    assert forecast.plan(trace, Traffic()).compute_seconds == pytest.approx(1.5)
+    for compute, optimizer in ((1.0, 2.0), (1.2, 0.5), (1.1, 4.0)):
         forecast.note(_report(9.0, compute, optimizer))
-    assert forecast.plan(trace, Traffic()).compute_seconds == pytest.approx(1.0), "a long one may be a pause"
+    assert forecast.plan(trace, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
     for _ in range(20):
         forecast.note(
             dataclasses.replace(_report(4.4, 1.1), drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000)
@@ -150,3 +152,18 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     trace.commit()
     assert forecast.plan(trace, Traffic()).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
     assert forecast.plan(trace, Traffic()).compute_seconds == pytest.approx(1.1)
+
+
+def test_pauses_of_the_script_do_not_count() -> None:
+    guess = [*range(8), *reversed(range(8))]
+    forecast, trace = Forecast(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
+    for step in range(12):
+        pause = 30.0 * (step % 2)
+        report = dataclasses.replace(
+            _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=1.9, drive_busy_seconds=4.0
+        )
+        forecast.note(dataclasses.replace(report, read_bytes=4_000_000))
+    plan = forecast.plan(trace, Traffic())
+    assert plan.compute_seconds == pytest.approx(2.0)
+    assert plan.overlap_factor == pytest.approx(5.0 / 4.0)
+    assert plan.seen_bytes_per_second == pytest.approx(1e6)
