@@ -12,6 +12,7 @@ gradient is caught there and waits.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -112,6 +113,7 @@ class Glue:
             for edge in edges:
                 self._claim(edge[0], position, piece)
         self._check_hooks()
+        self._check_crossings()
         self._inputs.clear()
         self.add(loss_edge, torch.ones_like(loss))
 
@@ -123,6 +125,27 @@ class Glue:
             num_parts += any(edge in edges for edges in self._inputs)
             if edge in borders or num_parts > 1:
                 raise NotVertical("a tensor that several blocks use has a hook for its gradient")
+
+    def _check_crossings(self) -> None:
+        """Functions of the user's own may give gradients even for nothing."""
+        for position, piece in self._pieces.items():
+            if piece.borders and self._crosses(piece, position):
+                seen: set[Any] = set()
+                stack = [edge[0] for edge in piece.borders]
+                while stack:
+                    node = stack.pop()
+                    if node not in seen:
+                        seen.add(node)
+                        if hasattr(node, "_forward_cls") and not self._is_call(node):
+                            raise NotVertical(
+                                "blocks are skipped by a value that a function of the user's own has computed"
+                            )
+                        stack += [edge[0] for edge in node.next_functions if edge[0] is not None]
+
+    def _crosses(self, piece: _Piece, position: int) -> bool:
+        """Whether ``piece`` has ends in common with earlier ones."""
+        earlier = (other.ends for number, other in self._pieces.items() if number < position)
+        return any(edge in ends for ends in earlier for edge in piece.ends)
 
     def _claim(self, start: Any, position: int, piece: _Piece) -> None:
         """All that ``start`` leads to and nobody owns yet belongs to ``piece``."""
@@ -178,20 +201,27 @@ class Glue:
         starts = [edge for edge in self._waiting if self._piece_of.get(edge[0]) == position]
         gradients = [self._waiting.pop(edge) for edge in starts]
         if starts and piece.borders:
-            self._run_to_borders(piece, starts, gradients)
+            self._run_to_borders(piece, starts, gradients, crosses=self._crosses(piece, position))
         elif starts:
             torch.autograd.backward(_edges(starts), gradients)
         for node in piece.nodes:
             del self._piece_of[node]
 
-    def _run_to_borders(self, piece: _Piece, starts: list[Edge], gradients: list[torch.Tensor]) -> None:
+    def _run_to_borders(
+        self, piece: _Piece, starts: list[Edge], gradients: list[torch.Tensor], *, crosses: bool
+    ) -> None:
         # What waits at a border goes first: then the sum there has the order of one single backward.
         for edge in piece.borders:
             if edge in self._waiting:
                 starts.append(edge)
                 gradients.append(self._waiting.pop(edge))
         wanted = [*piece.borders, *piece.ends]
-        found = torch.autograd.grad(_edges(starts), _edges(wanted), gradients, allow_unused=True)
+        with contextlib.ExitStack() as stack:
+            for node in {edge[0] for edge in piece.borders} if crosses else ():
+                stack.callback(node.register_prehook(_nothing).remove)
+            found = torch.autograd.grad(
+                _edges(starts), _edges(wanted), gradients, retain_graph=crosses, allow_unused=True
+            )
         gradients.clear()
         for edge, gradient in zip(wanted, found, strict=True):
             if gradient is None:
@@ -209,6 +239,10 @@ class Glue:
         self._waiting.clear()
         self._watched.clear()
         self._hooked.clear()
+
+
+def _nothing(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
+    return (None,) * len(gradients)
 
 
 def _edges(edges: Sequence[Edge]) -> Any:

@@ -242,6 +242,30 @@ class HookedNorm(Net):
         return self.blocks[2](x + 2 * memory)
 
 
+class AddsOne(torch.autograd.Function):
+    """Its gradient is more than what comes: of an auxiliary loss, for example."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient + 1.0
+
+
+class CrossingFunction(Net):
+    """Past the blocks goes the result of a function of the user's own, and the embedding is used behind them as well."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.head.weight = self.embedding.weight
+
+    def body(self, x: Tensor) -> Tensor:
+        start = AddsOne.apply(x)
+        return super().body(start) + start
+
+
 def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
     def build(checkpointing: str) -> nn.Module:
         if block is not None:
@@ -267,6 +291,7 @@ _CASES: dict[str, tuple[Any, str]] = {
     "statistics twice": (_net(StatisticsTwice, Statistics), "writes to its buffers and is called several times"),
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
     "hooked norm": (_net(HookedNorm), "has a hook for its gradient"),
+    "crossing function": (_net(CrossingFunction), "a function of the user's own has computed"),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
 }
 

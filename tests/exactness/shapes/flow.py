@@ -72,6 +72,19 @@ class SharedInput(Net):
         return x
 
 
+class CrossingSkips(Net):
+    """Past the blocks goes a value that depends on parameters which are used behind the blocks as well."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__(checkpointing)
+        self.head.weight = self.embedding.weight
+        self.offset = nn.Parameter(torch.linspace(-0.5, 0.5, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        start = x + self.offset
+        return super().body(start) + self.offset + start
+
+
 class InPlaceView(Net):
     """What a block returns, and a view of it, are modified in place."""
 
@@ -268,6 +281,7 @@ CASES = (
     Case("shared_block", SharedBlock, token_batch),
     Case("no_grad_call", NoGradCall, token_batch),
     Case("shared_input", SharedInput, token_batch),
+    Case("crossing_skips", CrossingSkips, token_batch),
     Case("in_place_view", InPlaceView, token_batch),
     Case("in_place_chunk", InPlaceChunk, token_batch),
     Case("structured_output", lambda _: StructuredOutput("none"), token_batch, has_checkpointing=False),
