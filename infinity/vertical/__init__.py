@@ -10,9 +10,10 @@
 `VerticalSchedule` runs one step like that. Nothing of it is known to the rest of the package but its results.
 """
 
-from infinity.vertical.schedule import Surroundings, VerticalSchedule
+from infinity.vertical.schedule import VerticalSchedule
 from infinity.vertical.shared_pager import SharedPager
 from infinity.vertical.space import SpillSpace
+from infinity.vertical.step import Surroundings
 from infinity.vertical.worth import place_for_schedule
 
 __all__ = ["SharedPager", "SpillSpace", "Surroundings", "VerticalSchedule", "place_for_schedule"]

@@ -6,10 +6,12 @@ Knows autocast, contexts and random generators; must not know what is computed.
 from __future__ import annotations
 
 import contextvars
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -81,11 +83,13 @@ class _Autocast:
 
 
 class RandomState:
-    """The state of torch's global generators: of the CPU and of the compute device."""
+    """The state of the global generators: torch's, of the CPU and of the compute device, Python's and NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._states = self._now()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
 
     def _now(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
@@ -95,10 +99,18 @@ class RandomState:
 
     def is_present(self) -> bool:
         """Whether nothing has been drawn since."""
-        return all(torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
+        numpy: Any = np.random.get_state()
+        is_same_numpy = numpy[2:] == self._numpy[2:] and np.array_equal(numpy[1], self._numpy[1])
+        return (
+            random.getstate() == self._python
+            and is_same_numpy
+            and all(torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
+        )
 
     def restore(self) -> None:
         """The next draws are those that came next then."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
         torch.set_rng_state(self._states[0])
         if len(self._states) > 1:
             torch.cuda.set_rng_state(self._states[1], self._device)

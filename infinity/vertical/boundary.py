@@ -114,7 +114,7 @@ class Boundary:
     def keep(self, tensor: torch.Tensor) -> Kept:
         """Keep ``tensor``, which nobody may write to until it is released."""
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor:
+        if known is not None and known[0]() is tensor and known[1].num_users:
             kept = known[1]
             kept.check_unchanged()
         else:

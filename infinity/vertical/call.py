@@ -103,6 +103,7 @@ class UnitCall:
         self._inputs: list[Kept | nn.Parameter] = []
         self._needs_gradient: list[bool] = []
         self._edges: list[Edge | None] = []
+        self._untold_edges: list[Edge] = []
         self._results: list[int] = []
         self._sums: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor | None] = []
@@ -176,6 +177,7 @@ class UnitCall:
             self._edges.append(edge_of(tensor) if tensor.requires_grad else None)
             given.append(_enter(tensor.detach().requires_grad_(), trail) if tensor.requires_grad else tensor)
         self._tree = tree
+        self._untold_edges = [edge for edge in self._edges if edge is not None]
         return given, [_version(tensor) for tensor in given]
 
     def _note_written_buffers(self) -> None:
@@ -217,10 +219,10 @@ class UnitCall:
         """The micro-batch."""
         return self._owner
 
-    @property
-    def edges(self) -> list[Edge]:
-        """Where the gradients of the inputs go."""
-        return [edge for edge in self._edges if edge is not None] if self._results else []
+    def take_edges(self) -> list[Edge]:
+        """Where the gradients of the inputs go, or would go if the call gave something new back; told once."""
+        edges, self._untold_edges = self._untold_edges, []
+        return edges
 
     @property
     def kept(self) -> list[Kept]:

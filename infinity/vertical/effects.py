@@ -5,22 +5,22 @@ Knows modules' buffers and attributes, and random generators; must not know unit
 
 from __future__ import annotations
 
-import random
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.vertical.ambient import RandomState
+from infinity.vertical.holders import Holders, is_same_value
+from infinity.vertical.watch import Key, buffers_of
 
 _IGNORED = frozenset({"_parameters", "_buffers", "_modules", "forward", "gradient_checkpointing"})
 """Attributes that are compared elsewhere, or that the schedule itself sets."""
-_COPIED = (list, dict, set, deque, OrderedDict)
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
+"""Attributes of every module, hooks for example; what users' hooks keep is theirs."""
 _MOST_COPIED_BYTES = 1 << 26
 _SMALL_BYTES = 1 << 16
 """Up to this size, copying costs less than trusting a tensor's version: batch norms write past it."""
@@ -83,19 +83,21 @@ class StepStart:
 
     def __init__(self, model: nn.Module, device: torch.device, before: StepStart | None = None) -> None:
         """``before``: of an earlier step; clones of what has not changed since are taken from it."""
+        self._model = model
         self._random = RandomState(device)
-        self._python_random = random.getstate()
-        self._numpy_random: Any = np.random.get_state()
         self._modules = list(model.modules())
         earlier = {} if before is None else before._tensors
-        self._tensors: dict[tuple[int, str], _Tensor] = {}
+        self._tensors: dict[Key, _Tensor] = {}
         for home, name, value in self._present_tensors():
             known = earlier.get((id(home), name))
             is_known = known is not None and known.is_copy_of(value)
             self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
-        self._attributes = [
-            (module, {name: (value, _copy(value)) for name, value in _others_of(module)}) for module in self._modules
-        ]
+        self._attributes = [(module, dict(_others_of(module))) for module in self._modules]
+        self._holders = Holders(
+            (f"{type(module).__name__}.{name}", value, name not in _TORCHS_OWN)
+            for module, attributes in self._attributes
+            for name, value in attributes.items()
+        )
 
     def _present_tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         for module in self._modules:
@@ -109,13 +111,21 @@ class StepStart:
         for module, before in self._attributes:
             now = dict(_others_of(module))
             for name in {*now, *before}:
-                if name not in now or name not in before or not _is_same(now[name], *before[name]):
+                if name not in now or name not in before or not is_same_value(now[name], before[name]):
                     return f"{type(module).__name__}.{name}"
         for home, name, value in self._present_tensors():
             known = self._tensors.get((id(home), name))
             if "_buffers" in home and (known is None or not known.is_same(value)):
                 return f"the tensor '{name}' of a module"
-        return None
+        return self._holders.changed()
+
+    def written_buffers(self) -> dict[Key, str]:
+        """The buffers that a forward has replaced or written to since, with their names for messages."""
+        return {
+            key: f"{type(module).__name__}.{name}"
+            for key, module, name, value in buffers_of(self._model)
+            if (known := self._tensors.get(key)) is None or not known.has_same_bits(value)
+        }
 
     def restore(self) -> None:
         """All is as it was.
@@ -124,14 +134,11 @@ class StepStart:
             RuntimeError: a tensor too large to be copied beforehand has been written to.
         """
         self._random.restore()
-        random.setstate(self._python_random)
-        np.random.set_state(self._numpy_random)
         for module, before in self._attributes:
             for name in [name for name, _ in _others_of(module) if name not in before]:
                 del module.__dict__[name]
-            for name, (value, copy) in before.items():
-                _put_back(value, copy)
-                module.__dict__[name] = value
+            module.__dict__.update(before)
+        self._holders.restore()
         for home, name, _ in list(self._present_tensors()):
             if (id(home), name) not in self._tensors:
                 del home[name]
@@ -151,6 +158,17 @@ class _Tensor:
     def is_same(self, value: torch.Tensor) -> bool:
         """Whether ``value`` is this very tensor, and nobody has written to it."""
         return value is self._value and value._version == self._version
+
+    def has_same_bits(self, value: torch.Tensor) -> bool:
+        """Whether ``value`` is this very tensor, and as it was: by its values if it is small, else by its version."""
+        if (
+            not self.is_same(value)
+            or self._clone is None
+            or value.nbytes > _SMALL_BYTES
+            or value.layout is not torch.strided
+        ):
+            return self.is_same(value)
+        return torch.equal(_bytes_of(value), _bytes_of(self._clone))
 
     def is_copy_of(self, value: torch.Tensor) -> bool:
         """Whether the copy of ``value`` is certain to be up to date."""
@@ -173,33 +191,5 @@ def _others_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return value.copy() if type(value) in _COPIED else None
-
-
-def _is_same(now: Any, value: Any, copy: Any) -> bool:
-    if now is not value:
-        return type(now) is type(value) and isinstance(now, int | float | str | tuple) and bool(now == value)
-    if copy is None:
-        return True
-    if isinstance(value, torch.Generator):
-        return torch.equal(value.get_state(), copy)
-    if isinstance(value, dict):
-        return value.keys() == copy.keys() and all(value[key] is copy[key] for key in copy)
-    if isinstance(value, set):
-        return bool(value == copy)
-    return len(value) == len(copy) and all(a is b for a, b in zip(value, copy, strict=True))
-
-
-def _put_back(value: Any, copy: Any) -> None:
-    if copy is None:
-        return
-    if isinstance(value, torch.Generator):
-        value.set_state(copy)
-    elif isinstance(value, list):
-        value[:] = copy
-    else:
-        value.clear()
-        (value.update if isinstance(value, dict | set) else value.extend)(copy)
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten().view(torch.uint8)

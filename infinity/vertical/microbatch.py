@@ -5,6 +5,7 @@ Knows what happens inside the lane; must not know the other micro-batches.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from infinity.vertical.call import Site, UnitCall
 from infinity.vertical.errors import Abandoned, NotVertical
 from infinity.vertical.glue import Glue
 from infinity.vertical.tree import tensors_in
+from infinity.vertical.watch import BufferWatch
 
 _present = threading.local()
 
@@ -49,6 +51,8 @@ class Tools:
     device: torch.device
     anchor: torch.Tensor
     is_trial: bool
+    watch: BufferWatch | None
+    """Takes note of where the model's buffers are used."""
     hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
     """The pager's ``pack`` and ``unpack``."""
 
@@ -86,22 +90,41 @@ class MicroBatch:
     def _run(self, compute_loss: Callable[[], torch.Tensor], ambient: Ambient) -> torch.Tensor:
         _present.micro_batch = self
         try:
-            with ambient.entered(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*self._tools.hooks):
+            with (
+                ambient.entered(),
+                self._watching(),
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(*self._tools.hooks),
+            ):
                 loss = compute_loss()
                 self.glue.find_hooks()
+                self._note_place()
                 return loss
         finally:
             _present.micro_batch = None
+
+    def _watching(self) -> contextlib.AbstractContextManager[Any]:
+        return self._tools.watch.watching(self._place) if self._tools.watch is not None else contextlib.nullcontext()
+
+    def _place(self) -> int:
+        """Even between two calls, odd inside one."""
+        return 2 * len(self.calls) - self.is_inside
+
+    def _note_place(self) -> None:
+        if self._tools.watch is not None:
+            self._tools.watch.note(self._place())
 
     def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called by the user's code."""
         with_gradient = torch.is_grad_enabled()
         self.glue.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         self.glue.find_hooks()
+        self._note_place()
         self._lane.park(Arrived(site, with_gradient))
         self.is_inside = True
         try:
             result = self._compute(site, forward, args, kwargs, with_gradient)
+            self._note_place()
         except NotVertical as refusal:
             self.refuse(refusal)
         finally:
@@ -125,7 +148,7 @@ class MicroBatch:
         call = UnitCall(site, forward, self, tools.boundary, tools.device, is_trial=tools.is_trial)
         self.calls.append(call)
         result = call.run(args, kwargs, tools.anchor)
-        self.glue.note_inputs(call.edges)
+        self.glue.note_inputs(call.take_edges())
         self.glue.watch(tensors_in(result))
         return result
 

@@ -1,67 +1,27 @@
-"""One step, unit by unit over all its micro-batches.
+"""Steps that go vertically, one after the other, as long as the model allows.
 
-Knows the order of things; must not know how a call is computed or where gradients go.
+Knows when a step may be tried and what a failure means; must not know what happens in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from infinity.backwards import Backwards
-from infinity.device import ComputeDevice
-from infinity.errors import EngineClosedError, ScheduleError
-from infinity.holding import ModelHolding
+from infinity.errors import EngineClosedError
 from infinity.interrupts import surely
-from infinity.loop_guard import LoopGuard, Phase
-from infinity.stepper import Stepper
-from infinity.telemetry.clock import StepClock
+from infinity.loop_guard import LoopGuard
 from infinity.traffic import Traffic
-from infinity.unit import Unit
 from infinity.vertical import ambient
-from infinity.vertical.baton import Failed, Finished, Lanes
-from infinity.vertical.boundary import Boundary
-from infinity.vertical.call import Site
+from infinity.vertical.baton import Lanes
 from infinity.vertical.effects import StepStart
 from infinity.vertical.errors import Abandoned, NotVertical
 from infinity.vertical.interception import Interception
-from infinity.vertical.microbatch import Arrived, MicroBatch, Tools, present
-from infinity.vertical.shared_pager import SharedPager
-from infinity.vertical.space import SpillSpace
-from infinity.vertical.suitability import Suitability
-from infinity.vertical.sums import UnitSums
+from infinity.vertical.step import Loop, Surroundings, VerticalStep
+from infinity.vertical.watch import Key
 from swapper import SwapperError
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """The parts of an engine that vertical steps work with."""
-
-    holding: ModelHolding
-    pager: SharedPager
-    stepper: Stepper
-    clock: StepClock
-    device: ComputeDevice
-    space: SpillSpace
-    activation_bytes: int | None
-    """Host memory for inputs of units; None: they stay where they are."""
-    blocks: tuple[str, ...]
-    """FQNs of the modules that were made units of their own."""
-    suitability: Suitability
-
-
-@dataclass(frozen=True)
-class _Loop:
-    """The engine's loop, seen from a step."""
-
-    backwards: Backwards
-    guard: LoopGuard
-    step: int
-    """Number of the step, for messages."""
-    note_loss: Callable[[torch.Tensor, int], None]
 
 
 class VerticalSchedule:
@@ -91,6 +51,8 @@ class VerticalSchedule:
         self._interception = Interception(surroundings.holding, surroundings.blocks)
         self._lanes = Lanes()
         self._start: StepStart | None = None
+        self._written: set[Key] = set()
+        """Buffers of which it is known that each is used at one place only."""
         self._anchor = torch.zeros((), requires_grad=True)
         self.traffic = Traffic()
         """What the last step of `run` means for the bytes that a step moves."""
@@ -118,9 +80,9 @@ class VerticalSchedule:
         """
         torch_device = self._on.device.torch_device
         self._start = StepStart(self._on.holding.model, torch_device, self._start)
-        loop = _Loop(self._backwards, self._guard, self._step(), self._note_loss)
+        loop = Loop(self._backwards, self._guard, self._step(), self._note_loss)
         is_trial = not self._suitability.is_proven
-        step = _Step(self._on, loop, self._interception, len(compute_losses), is_trial=is_trial)
+        step = VerticalStep(self._on, loop, self._interception, len(compute_losses), self._written, is_trial=is_trial)
         resumed_bytes = self._on.stepper.gradients.resumed_bytes
         try:
             with self._interception.active(step.on_call):
@@ -144,13 +106,14 @@ class VerticalSchedule:
         finally:
             self._lanes.close_if_asked()
         self._suitability.note_success()
+        self._written.update(step.written)
         # In a trial all gradients wait for the end, which is not how it goes on.
         resumed_bytes = 0 if is_trial else self._on.stepper.gradients.resumed_bytes - resumed_bytes
         self.traffic = Traffic(is_vertical=True, spilled_bytes=step.boundary.spilled_bytes, resumed_bytes=resumed_bytes)
         self._on.space.tidy()
         return losses
 
-    def _cut_off(self, step: _Step, error: BaseException) -> None:
+    def _cut_off(self, step: VerticalStep, error: BaseException) -> None:
         def clean_up() -> None:
             self._lanes.abandon()
             self._interception.restore()
@@ -166,226 +129,3 @@ class VerticalSchedule:
         """End the threads."""
         self._interception.restore()
         self._lanes.close()
-
-
-class _Step:
-    """One step."""
-
-    def __init__(
-        self, on: Surroundings, loop: _Loop, interception: Interception, num_micro_batches: int, *, is_trial: bool
-    ) -> None:
-        self._on = on
-        self._loop = loop
-        self._interception = interception
-        self._num_micro_batches = num_micro_batches
-        self.is_trial = is_trial
-        self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
-        self._updates_now = on.stepper.rules.updates_in_backward and not is_trial
-        self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=loop.step)
-        self._batches: list[MicroBatch] = []
-        self._sites: list[Site] = []
-        self._losses: list[torch.Tensor] = []
-        self._units = {unit.index: unit for unit in on.holding.units}
-        self._runs_glue_backward = False
-        self._is_final = False
-
-    # -------------------------------------------------------------------------------------------------------- the step
-
-    def run(
-        self,
-        lanes: Lanes,
-        compute_losses: Sequence[Callable[[], torch.Tensor]],
-        anchor: torch.Tensor,
-        start: StepStart,
-    ) -> list[torch.Tensor]:
-        on = self._on
-        pager = on.pager
-        hooks = (pager.pack, pager.unpack)
-        tools = Tools(self.boundary, on.device.torch_device, anchor, self.is_trial, hooks)
-        pager.open_step(self._is_deferred)
-        self._loop.backwards.collector.hands_out = True
-        for lane, compute_loss in zip(lanes.take(len(compute_losses)), compute_losses, strict=True):
-            self._batches.append(MicroBatch(lane, compute_loss, tools))
-        self._forward()
-        pager.close_forward()
-        self._check(start)
-        self._backward()
-        if self.is_trial and (changed := start.changed()) is not None:
-            raise NotVertical(f"the model's forward changes {changed}")
-        self._finish()
-        return self._losses
-
-    def _forward(self) -> None:
-        pager = self._on.pager
-        pager.moment = 0
-        while (site := self._advance()) is not None:
-            self._sites.append(site)
-            pager.moment = 2 * len(self._sites) - 1
-            pager.enter(site.unit)
-            try:
-                for batch in self._batches:
-                    self._resume(batch)
-            finally:
-                pager.leave(site.unit)
-            pager.moment = 2 * len(self._sites)
-
-    def _advance(self) -> Site | None:
-        """All micro-batches go on to the next unit. Returns where they have arrived; None at the end of forward."""
-        first: Any = None
-        for batch in self._batches:
-            message = self._resume(batch)
-            if isinstance(message, Finished):
-                self._end_forward(batch, message.value)
-            what = message if isinstance(message, Arrived) else None
-            if batch is not self._batches[0] and what != first:
-                raise NotVertical(f"micro-batches call different blocks: {_name(first)}, {_name(what)}")
-            first = what
-        return first.site if first is not None else None
-
-    def _resume(self, batch: MicroBatch) -> Any:
-        message = batch.resume()
-        if isinstance(message, Failed):
-            raise message.error
-        self._on.pager.on_pause()
-        return message
-
-    def _end_forward(self, batch: MicroBatch, loss: Any) -> None:
-        """A micro-batch has its loss: its backward begins at once, so that no more than one's logits are in memory."""
-        on = self._on
-        self._loop.guard.check_backward(loss)
-        self._loop.note_loss(loss, self._loop.step)
-        self._losses.append(loss.detach())
-        with torch.enable_grad():
-            share = on.stepper.scaler.share_of(loss, self._num_micro_batches)
-        if not share.requires_grad:
-            raise NotVertical("the loss does not depend on the parameters")
-        batch.glue.seal(share)
-        batch.is_forward_over = True
-        del share, loss
-        if self._loop.guard.phase is Phase.READY:
-            self._loop.guard.move_to(Phase.BACKWARD)
-        with on.pager.in_between():
-            self._run_glue(batch, len(batch.calls) + 1)
-
-    def _check(self, start: StepStart) -> None:
-        """Nothing has been updated yet: the last chance to begin anew."""
-        self.boundary.check_unchanged()
-        changed = start.changed()
-        if changed is not None:
-            raise NotVertical(f"the model's forward changes {changed}")
-        written = [site for site in self._sites if site.buffers.are_written]
-        for site in written:
-            if written.count(site) > 1:
-                raise NotVertical(f"{site.name} writes to its buffers and is called several times")
-
-    def _backward(self) -> None:
-        positions = range(len(self._sites), 0, -1)
-        calls = (batch.calls[position - 1] for position in positions for batch in self._batches)
-        self.boundary.begin_backward(kept for call in calls if call is not None for kept in call.kept)
-        self._is_final = self._updates_now
-        self._end_moment(2 * len(self._sites))
-        for position in positions:
-            self._backward_of_unit(position, self._sites[position - 1].unit)
-            self._end_moment(2 * position - 1)
-            for batch in self._batches:
-                self._run_glue(batch, position)
-            self._end_moment(2 * position - 2)
-
-    def _backward_of_unit(self, position: int, unit: Unit) -> None:
-        calls = [(batch, batch.calls[position - 1]) for batch in self._batches]
-        for batch, call in calls:
-            if call is not None:
-                batch.glue.deliver(call)
-        if not any(call is not None and call.has_gradient for _, call in calls):
-            for _, call in calls:
-                if call is not None and not call.is_over:
-                    call.drop()
-            return
-        self._on.pager.enter(unit)
-        try:
-            for batch, call in calls:
-                if call is None or call.is_over:
-                    continue
-                if not call.has_gradient:
-                    call.drop()
-                    continue
-                for edge, gradient in call.backward(self._on.pager.recomputing):
-                    batch.glue.add(edge, gradient)
-                self._gather()
-        finally:
-            self._on.pager.leave(unit)
-
-    def _run_glue(self, batch: MicroBatch, position: int) -> None:
-        self._runs_glue_backward = True
-        try:
-            batch.glue.run(position)
-        finally:
-            self._runs_glue_backward = False
-        self._gather()
-
-    def _gather(self) -> None:
-        for unit, gradients in self._loop.backwards.collector.take():
-            self._sums.add(unit, gradients)
-        self._on.pager.on_pause()
-
-    def _end_moment(self, moment: int) -> None:
-        firsts = self._on.pager.first_moments
-        self._sums.end_moment({index: self._units[index] for index, first in firsts.items() if first == moment})
-
-    def _finish(self) -> None:
-        on = self._on
-        updates = on.stepper.rules.updates_in_backward
-        self._loop.backwards.collector.hands_out = False
-        self._loop.backwards.collector.reset()
-        on.stepper.finish_backward(updates_now=updates)
-        self._loop.guard.move_to(Phase.READY)
-        on.pager.close_step()
-        # Before a step that changes all weights, nothing is worth fetching.
-        on.pager.end_backward(is_complete=True, fetches=updates)
-        self._clear()
-
-    # -------------------------------------------------------------------------------------------------------- around it
-
-    def on_call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module that lies in a block is called, by whatever thread."""
-        batch = present()
-        if batch is not None and not batch.is_inside:
-            return batch.call(site, forward, args, kwargs)
-        if batch is None and self._runs_glue_backward:
-            raise NotVertical(
-                f"the model recomputes {site.name} by itself (switch its activation checkpointing off: a vertical step "
-                "recomputes blocks anyway)"
-            )
-        return forward(*args, **kwargs)
-
-    def _is_deferred(self, unit: Unit) -> bool:
-        batch = present()
-        return batch is not None and not batch.is_inside and self._interception.is_unit(unit)
-
-    def undo(self, error: BaseException) -> None:
-        """The step was cut off by ``error``: forget it, unless some units have been updated."""
-        on = self._on
-        self._clear()
-        self._loop.backwards.drop()
-        on.holding.forget_calls()
-        on.pager.abandon_forward()
-        if self._loop.guard.phase is Phase.BACKWARD:
-            self._loop.guard.move_to(Phase.BROKEN)
-        if self._is_final and on.stepper.is_between_steps:
-            if isinstance(error, NotVertical):
-                raise ScheduleError(str(error), step=self._loop.step) from error
-            return
-        on.stepper.clear()
-        if self._loop.guard.phase is Phase.BROKEN:
-            self._loop.guard.move_to(Phase.READY)
-
-    def _clear(self) -> None:
-        for batch in self._batches:
-            batch.clear()
-        self.boundary.close()
-
-
-def _name(arrived: Arrived | None) -> str:
-    if arrived is None:
-        return "none"
-    return arrived.site.name if arrived.with_gradient else f"{arrived.site.name} without gradient"

@@ -35,8 +35,8 @@ class Suitability:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a step has gone vertically under close watch, so that the next ones need less of it."""
-        return self._num_successes > 0
+        """Whether the last step went vertically, under close watch or after one that did, so that the next one needs less."""
+        return self._num_successes > 0 and not self._failed_last
 
     def note_success(self) -> None:
         """A step went vertically."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,90 @@ class CountsInBlock(Block):
         return super().forward(x * (1.0 + 0.01 * self.calls))
 
 
+class Tally:
+    """Something of the user's own."""
+
+    def __init__(self) -> None:
+        self.inside = [[0]]
+
+
+class CountsInside(Net):
+    """Counts its calls in a list in a list in an object."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.tally = Tally()
+
+    def body(self, x: Tensor) -> Tensor:
+        self.tally.inside[0][0] += 1
+        return super().body(x) * (1.0 + 0.1 * self.tally.inside[0][0])
+
+
+class CountsInBuffer(Net):
+    """Counts its calls in a buffer before the blocks, and reads it behind them."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def body(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().body(x) * (1.0 + 0.1 * self.calls.item())
+
+
+class Centred(Net):
+    """Subtracts a running mean before the blocks, and goes on with it behind them, in a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.register_buffer("centre", torch.zeros(WIDTH))
+        self.centre: Tensor
+
+    def body(self, x: Tensor) -> Tensor:
+        y = super().body(x - self.centre.to(x.dtype))
+        self.centre = 0.5 * self.centre + 0.5 * y.detach().float().mean((0, 1))
+        return y
+
+
+class ReadsStatistics(Net):
+    """What a batch norm has gathered is used elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.stem = nn.BatchNorm1d(WIDTH, momentum=0.5)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = super().body(self.stem(x.transpose(1, 2)).transpose(1, 2))
+        assert self.stem.running_mean is not None
+        return y - self.stem.running_mean.to(x.dtype)
+
+
+class WritesBlocksBuffer(Net):
+    """A block's own buffer, which it does not use, is written to from outside."""
+
+    def __init__(self) -> None:
+        super().__init__("none", make_block=Unused)
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            with torch.no_grad():
+                block.mean.mul_(0.5).add_(x.float().mean((0, 1)), alpha=0.5)
+        return x - self.blocks[0].mean.to(x.dtype)
+
+
+class Unused(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+
 class OtherSecondTime(Block):
-    """Draws from a generator that nobody replays."""
+    """Depends on something that nobody replays."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * random.random())
+        return super().forward(x if threading.current_thread() is threading.main_thread() else 0.5 * x)
 
 
 class LayerDrop(Net):
@@ -287,6 +367,14 @@ _CASES: dict[str, tuple[Any, str]] = {
     "counts": (_net(Counts), "the model's forward changes Counts."),
     "counts in a block": (_net(Net, CountsInBlock), "changes CountsInBlock.calls"),
     "other the second time": (_net(Net, OtherSecondTime), "gives another result when it is computed again"),
+    "counts inside": (_net(CountsInside), "the model's forward changes CountsInside.tally"),
+    "counts in a buffer": (_net(CountsInBuffer), "writes to the buffer CountsInBuffer.calls, and uses it at several"),
+    "centred": (_net(Centred), "writes to the buffer Centred.centre, and uses it at several places"),
+    "reads statistics": (
+        _net(ReadsStatistics),
+        "writes to the buffer BatchNorm1d.running_mean, and uses it at several",
+    ),
+    "writes a block's buffer": (_net(WritesBlocksBuffer), "writes to the buffer Unused.mean, and uses it at several"),
     "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
     "statistics twice": (_net(StatisticsTwice, Statistics), "writes to its buffers and is called several times"),
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
@@ -343,6 +431,85 @@ def test_buffers_that_blocks_write_are_those_of_plain_torch(tmp_path: Path) -> N
             both.engine.train_batch(iter(batches))
             assert both.engine.report.schedule == "vertical"
         both.require_equal()
+
+
+class Gathering(Net):
+    """Batch norms before the blocks and behind them, and a counter that only one of these places looks at."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.first, self.last = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def body(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = x * (1.0 + 0.1 * self.calls.item())
+        x = super().body(self.first(x.transpose(1, 2)).transpose(1, 2))
+        return self.last(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_buffers_that_one_place_uses_are_those_of_plain_torch(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=Case("gathering", _net(Gathering), token_batch), changes=_VERTICAL) as both:
+        for step in range(3):
+            batches = [both.batch(step, index) for index in range(3)]
+            for batch in batches:
+                both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.train_batch(iter(batches))
+            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
+        both.require_equal()
+
+
+class WritesFromTheThirdStepOn(CountsInBuffer):
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) if self.third else Net.body(self, x)
+
+    third = False
+
+
+def test_a_buffer_that_is_written_to_later_is_noticed(tmp_path: Path) -> None:
+    WritesFromTheThirdStepOn.third = False
+    case = Case("later", _net(WritesFromTheThirdStepOn), token_batch)
+    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
+        for step in range(4):
+            WritesFromTheThirdStepOn.third = step >= 2
+            batches = [both.batch(step, index) for index in range(3)]
+            for batch in batches:
+                both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.train_batch(iter(batches))
+            assert (both.engine.report.schedule == "ordinary") == (step >= 2)
+            assert step != 2 or "begins to write to the buffer" in both.engine.report.schedule_reason
+        both.require_equal()
+
+
+_DRAWS: list[float] = []
+
+
+class DrawsInBlock(Block):
+    """Drops itself by Python's and NumPy's generators, as libraries for data do it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _DRAWS.append(random.random() + np.random.rand())
+        return super().forward(x) if _DRAWS[-1] < 1.3 else x
+
+
+def test_what_blocks_draw_from_python_and_numpy_is_drawn_again(tmp_path: Path) -> None:
+    random.seed(5)
+    np.random.seed(6)
+    with Lockstep.start(tmp_path, case=Case("draws", _net(Net, DrawsInBlock), token_batch), changes=_VERTICAL) as both:
+        for step in range(3):
+            _DRAWS.clear()
+            both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
+            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
+            forward, again = _DRAWS[:9], _DRAWS[9:]
+            assert len(set(forward)) == 9
+            assert sorted(again) == sorted(draw for draw in forward if draw < 1.3), (
+                "as those that were not dropped drew"
+            )
+            following = random.random()
+            assert following not in _DRAWS
 
 
 class ChangesHisMind(Net):

@@ -72,6 +72,18 @@ class SharedInput(Net):
         return x
 
 
+class DropsItself(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
+
+
+class StochasticDepth(Net):
+    """Blocks that give back what they are given, now and then."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__(checkpointing, make_block=DropsItself)
+
+
 class CrossingSkips(Net):
     """Past the blocks goes a value that depends on parameters which are used behind the blocks as well."""
 
@@ -282,6 +294,7 @@ CASES = (
     Case("no_grad_call", NoGradCall, token_batch),
     Case("shared_input", SharedInput, token_batch),
     Case("crossing_skips", CrossingSkips, token_batch),
+    Case("stochastic_depth", StochasticDepth, token_batch),
     Case("in_place_view", InPlaceView, token_batch),
     Case("in_place_chunk", InPlaceChunk, token_batch),
     Case("structured_output", lambda _: StructuredOutput("none"), token_batch, has_checkpointing=False),

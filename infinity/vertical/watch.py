@@ -1,0 +1,104 @@
+"""At which places of a model's forward its buffers are used.
+
+Knows tensors and their memory; must not know units or schedules. [Note: places] All micro-batches go through one place of
+the forward, a block or what lies between two blocks, before any goes through the next. What a micro-batch writes to a buffer
+at one place others have written over when it comes to the next. So a buffer that is written to may be used at one place only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+Key = tuple[int, str]
+"""The id of a module's dictionary of buffers, and the name of one."""
+_MOST_LEVELS = 3
+
+
+def buffers_of(model: nn.Module) -> Iterator[tuple[Key, nn.Module, str, torch.Tensor]]:
+    """All buffers of a model: their keys, modules, names and values."""
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                yield (id(module._buffers), name), module, name, buffer
+
+
+class BufferWatch:
+    """Takes note of each use while it is `watching`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._sees_all = not _is_compiled(model)
+        self._marks: dict[Key, tuple[int, int]] = {}
+        self._at: dict[int, list[Key]] = {}
+        self._places: defaultdict[Key, set[int]] = defaultdict(set)
+        self.note(None)
+
+    def note(self, place: int | None) -> None:
+        """A micro-batch has come to the end of ``place``. What has been replaced or written to since was so there."""
+        self._at = {}
+        for key, _, _, buffer in buffers_of(self._model):
+            mark = id(buffer), _version(buffer)
+            if place is not None and self._marks.get(key) != mark:
+                self._places[key].add(place)
+            self._marks[key] = mark
+            address = _address(buffer)
+            if address is not None:
+                self._at.setdefault(address, []).append(key)
+
+    def is_used_at_one_place(self, key: Key) -> bool:
+        """As far as that can be told: of a buffer that is written to between blocks nobody knows where compiled code reads it."""
+        places = self._places.get(key, set())
+        return len(places) <= 1 and (self._sees_all or all(place % 2 for place in places))
+
+    def watching(self, place: Callable[[], int]) -> AbstractContextManager[Any]:
+        """A context in which uses are noted; ``place`` says where the forward is: an odd number inside a block."""
+        return _Watching(lambda tensor: self._use(tensor, place())) if self._sees_all else nullcontext()
+
+    def _use(self, tensor: torch.Tensor, place: int) -> None:
+        address = _address(tensor)
+        for key in self._at.get(address, ()) if address is not None else ():
+            self._places[key].add(place)
+
+
+class _Watching(TorchFunctionMode):
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look_at((args, kwargs), 0)
+        return func(*args, **kwargs or {})
+
+    def _look_at(self, value: Any, level: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                self._note(value)
+        elif level < _MOST_LEVELS:
+            for item in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+                self._look_at(item, level + 1)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether parts of ``model`` run without Python, and cannot be watched."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # it has none: sparse, say
+        return None
