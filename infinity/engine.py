@@ -160,6 +160,9 @@ class Engine:
 
         Returns:
             The mean of the micro-batches' losses: 0-dim fp32 tensor, detached.
+
+        If it raises, because the iterator ended or from the model's code, the step has not begun: gradients of its first
+        micro-batches are forgotten. Only if updates had begun, the next call says that `reset` is needed.
         """
         self._check_usable()
         self._guard.check_whole()
@@ -326,6 +329,11 @@ class Engine:
         self._guard.cut_off()
         self.optimizer_zero_grad()
         self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
+
+    def forget_step(self) -> None:
+        """As `reset`, unless weights have been updated already: then the next call raises."""
+        if not self._shutdown.is_over and not self._stepper.is_between_steps:
+            self.reset()
 
     def _abandon_forward(self) -> None:
         self._parts.holding.forget_calls()

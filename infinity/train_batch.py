@@ -36,6 +36,8 @@ class Loop(Protocol):
 
     def step(self) -> None: ...
 
+    def forget_step(self) -> None: ...
+
 
 class TrainBatch:
     """Runs whole steps."""
@@ -84,11 +86,17 @@ class TrainBatch:
         self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]
     ) -> None:
         loop = self._loop
+        begins_step = loop.micro_steps % loop.gradient_accumulation_steps() == 0
         for _ in range(loop.gradient_accumulation_steps()):
-            batch = taken.pop(0) if taken else move(next(iterator), loop.device)
-            loss = _loss(call_with(loop, batch), batch, loss_fn)
-            losses.append(loss.detach().float())
-            loop.backward(loss)
+            try:
+                batch = taken.pop(0) if taken else move(next(iterator), loop.device)
+                loss = _loss(call_with(loop, batch), batch, loss_fn)
+                losses.append(loss.detach().float())
+                loop.backward(loss)
+            except BaseException:
+                if begins_step:
+                    loop.forget_step()
+                raise
             loop.step()
 
     def _obstacle(self) -> str | None:

@@ -103,6 +103,24 @@ def test_an_exception_in_forward_leaves_everything_as_it_was(
         both.require_equal()
 
 
+@pytest.mark.parametrize("error", [ValueError("user's fault"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_exception_in_the_ordinary_order_leaves_everything_as_it_was(
+    number: int, error: BaseException, tmp_path: Path
+) -> None:
+    changes = _VERTICAL | {"infinity": {"schedule": "ordinary"}}
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        _step(both, 0)
+        handle = both.model.get_submodule("blocks.1").register_forward_hook(Interruption(error, number))
+        with pytest.raises(type(error)):
+            both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
+        handle.remove()
+        assert both.engine.micro_steps == _NUM
+        for later in range(1, 4):
+            _step(both, later)
+        both.require_equal()
+
+
 def test_a_fault_of_the_model_is_raised_as_in_the_ordinary_order_and_does_not_count(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
         for _ in range(5):
@@ -110,7 +128,6 @@ def test_a_fault_of_the_model_is_raised_as_in_the_ordinary_order_and_does_not_co
                 both.engine.train_batch(
                     iter([{**both.batch(0, i), "tokens": torch.tensor([[99999]])} for i in range(3)])
                 )
-            both.engine.reset()
         for step in range(2):
             _step(both, step)
         assert both.engine.report.schedule == "vertical"
@@ -223,11 +240,16 @@ def test_an_engine_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
     gc.collect()
 
 
-def test_too_few_batches_change_nothing(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
+@pytest.mark.parametrize("schedule", ["vertical", "ordinary"])
+@pytest.mark.parametrize("changes", [{}, {"gradient_clipping": 0.05}], ids=["free", "clip"])
+def test_too_few_batches_change_nothing(schedule: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    changes = _VERTICAL | changes | {"infinity": {"schedule": schedule}}
+    with Lockstep.start(tmp_path, changes=changes) as both:
         _step(both, 0)
-        with pytest.raises(StopIteration):
-            both.engine.train_batch(iter([both.batch(1, 0)]))
+        for num_batches in (0, 1, 2):
+            with pytest.raises(StopIteration):
+                both.engine.train_batch(iter([both.batch(1, index) for index in range(num_batches)]))
+            assert both.engine.micro_steps == _NUM
         for step in range(1, 3):
             _step(both, step)
         both.require_equal()
