@@ -17,10 +17,11 @@ from infinity.vertical.ambient import RandomState
 from infinity.vertical.holders import Holders, is_same_value
 from infinity.vertical.watch import Key, buffers_of
 
-_IGNORED = frozenset({"_parameters", "_buffers", "_modules", "forward", "gradient_checkpointing"})
+_HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in name)
+"""Containers that every module has, nearly always empty; what users' hooks keep is theirs."""
+_NONE: dict[Any, Any] = {}
+_IGNORED = frozenset({"_parameters", "_buffers", "_modules", "forward", "gradient_checkpointing", *_HOOKS})
 """Attributes that are compared elsewhere, or that the schedule itself sets."""
-_TORCHS_OWN = frozenset(nn.Module().__dict__)
-"""Attributes of every module, hooks for example; what users' hooks keep is theirs."""
 _MOST_COPIED_BYTES = 1 << 26
 _SMALL_BYTES = 1 << 16
 """Up to this size, copying costs less than trusting a tensor's version: batch norms write past it."""
@@ -94,10 +95,14 @@ class StepStart:
             self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
         self._attributes = [(module, dict(_others_of(module))) for module in self._modules]
         self._holders = Holders(
-            (f"{type(module).__name__}.{name}", value, name not in _TORCHS_OWN)
+            (f"{type(module).__name__}.{name}", value)
             for module, attributes in self._attributes
             for name, value in attributes.items()
         )
+        hooks = [module.__dict__[name] for module in self._modules for name in _HOOKS if name in module.__dict__]
+        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+            (container, dict(container) if container else _NONE) for container in hooks
+        ]
 
     def _present_tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         for module in self._modules:
@@ -117,6 +122,8 @@ class StepStart:
             known = self._tensors.get((id(home), name))
             if "_buffers" in home and (known is None or not known.is_same(value)):
                 return f"the tensor '{name}' of a module"
+        if any(len(container) != len(before) for container, before in self._hooks):
+            return "the hooks of a module"
         return self._holders.changed()
 
     def written_buffers(self) -> dict[Key, str]:
@@ -138,6 +145,10 @@ class StepStart:
             for name in [name for name, _ in _others_of(module) if name not in before]:
                 del module.__dict__[name]
             module.__dict__.update(before)
+        for container, hooks in self._hooks:
+            if len(container) != len(hooks):
+                container.clear()
+                container.update(hooks)
         self._holders.restore()
         for home, name, _ in list(self._present_tensors()):
             if (id(home), name) not in self._tensors:

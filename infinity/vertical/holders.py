@@ -30,11 +30,11 @@ _FOREIGN = frozenset(
 class Holders:
     """Everything changeable that some values hold, however deep (within reason), as it is now."""
 
-    def __init__(self, values: Iterable[tuple[str, Any, bool]]) -> None:
-        """``values``: each with a name, for messages, and whether to look into what it holds."""
+    def __init__(self, values: Iterable[tuple[str, Any]]) -> None:
+        """``values``: each with a name, for messages."""
         self._kept: list[tuple[str, _Holder]] = []
         self._seen: set[int] = set()
-        waiting = [(name, value, 0 if is_deep else _MOST_LEVELS) for name, value, is_deep in values]
+        waiting = [(name, value, 0) for name, value in values]
         while waiting and len(self._kept) < _MOST_HOLDERS:
             name, value, level = waiting.pop()
             if isinstance(value, _ATOMS) or id(value) in self._seen:
