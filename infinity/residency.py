@@ -79,6 +79,8 @@ class Residency:
         self._prefetches = prefetches
         self._budget_key = budget_key
         self._by_address: dict[int, Unit] = {}
+        self.due: set[int] = set()
+        """Indices of units of which an update is about to be created: it needs what is in their buffers."""
         self._sizes = [unit.num_bytes for unit in self.units]
         self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
@@ -248,7 +250,7 @@ class Residency:
             if unit.flat is None or unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
                 continue
             self._collect(unit)
-            is_busy = unit.arrival is not None or unit.update is not None
+            is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
             if is_busy and not is_demand:
                 continue
             # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.

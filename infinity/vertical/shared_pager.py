@@ -58,6 +58,7 @@ class SharedPager(Pager):
         self.is_shared = False
         self.moment = None
         self._defers = None
+        self.due.clear()
 
     def abandon_forward(self) -> None:
         self.close_step()
@@ -94,6 +95,8 @@ class SharedPager(Pager):
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
         if self.moment is not None:
             self.first_moments.setdefault(unit.index, self.moment)
-        elif self.is_shared and not in_backward():
-            self.on_backward_use(unit, is_saved)
+        elif self.is_shared:
+            self.due.add(unit.index)
+            if not in_backward():
+                self.on_backward_use(unit, is_saved)
         super().touch(unit, is_saved=is_saved)

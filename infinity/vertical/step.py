@@ -245,6 +245,7 @@ class VerticalStep:
     def _end_moment(self, moment: int) -> None:
         firsts = self._on.pager.first_moments
         self._sums.end_moment({index: self._units[index] for index, first in firsts.items() if first == moment})
+        self._on.pager.due.clear()
 
     def _finish(self) -> None:
         on = self._on

@@ -225,3 +225,21 @@ def test_what_is_in_memory_between_cycles() -> None:
         assert simulate(order, sizes, room, prefetches=True).held == set(range(room))
     assert simulate(order, sizes, 2, prefetches=False).held == {0, 1}
     assert simulate(order, sizes, 2, prefetches=True, staying=[3]).held == {0, 1, 3}
+
+
+def test_what_is_about_to_be_updated_makes_room_only_on_demand() -> None:
+    units, source = [frozen_unit(index, 1) for index in range(4)], TensorSource()
+    pager = make_pager(units, source, 2 * 4096, prefetches=True)
+    pager.touch(units[0])
+    assert source.fetched == [0, 1]
+    pager.due.add(0)
+    pager.touch(units[1])
+    assert source.fetched == [0, 1] and units[0].flat is not None
+    pager.due.clear()
+    pager.pump()
+    assert source.fetched == [0, 1, 2] and units[0].flat is None
+    pager.due.update((1, 2))
+    pager.touch(units[2])
+    pager.touch(units[3])
+    assert source.fetched == [0, 1, 2, 3] and units[3].flat is not None, "what is needed now comes all the same"
+    pager.close()
