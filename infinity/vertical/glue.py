@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -72,6 +73,8 @@ class _Piece:
         """Edges into nodes of earlier pieces."""
         self.ends: dict[Edge, None] = {}
         """Edges into calls and parameters."""
+        self.crosses = False
+        """See `Glue._crosses`."""
 
 
 class Glue:
@@ -90,6 +93,11 @@ class Glue:
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """The user may put hooks on these tensors, which have to see whole gradients."""
         self._watched += [weakref.ref(tensor) for tensor in tensors if tensor.requires_grad]
+
+    def note_hook(self, tensor: torch.Tensor) -> None:
+        """The user has put a hook on ``tensor``."""
+        if tensor.requires_grad and not tensor.is_leaf:
+            self._hooked.add(edge_of(tensor))
 
     def find_hooks(self) -> None:
         """See which of the watched tensors that are still alive have hooks by now."""
@@ -118,18 +126,27 @@ class Glue:
         self.add(loss_edge, torch.ones_like(loss))
 
     def _check_hooks(self) -> None:
-        """A gradient that comes in parts would go through a hook part by part."""
+        """A gradient that comes in parts would go through a hook part by part; one that is caught, once more."""
         borders = {edge for piece in self._pieces.values() for edge in piece.borders}
+        num_parts: Counter[Edge] = Counter()
+        caught = set(borders)
+        for piece in self._pieces.values():
+            num_parts.update(piece.ends.keys())
+            if piece.borders:
+                caught.update(piece.ends)
         for edge in self._hooked:
-            num_parts = sum(edge in piece.ends for piece in self._pieces.values())
-            num_parts += any(edge in edges for edges in self._inputs)
-            if edge in borders or num_parts > 1:
+            is_input = any(edge in edges for edges in self._inputs)
+            if edge in caught or num_parts[edge] + is_input > 1:
                 raise NotVertical("a tensor that several blocks use has a hook for its gradient")
+        for edge, number in num_parts.items():
+            if (edge in caught or number > 1) and getattr(getattr(edge[0], "variable", None), "_backward_hooks", None):
+                raise NotVertical("a parameter that is used between blocks has a hook for its gradient")
 
     def _check_crossings(self) -> None:
         """Functions of the user's own may give gradients even for nothing."""
-        for position, piece in self._pieces.items():
-            if piece.borders and self._crosses(piece, position):
+        for piece in self._pieces.values():
+            piece.crosses = self._crosses(piece)
+            if piece.crosses:
                 seen: set[Any] = set()
                 stack = [edge[0] for edge in piece.borders]
                 while stack:
@@ -142,10 +159,19 @@ class Glue:
                             )
                         stack += [edge[0] for edge in node.next_functions if edge[0] is not None]
 
-    def _crosses(self, piece: _Piece, position: int) -> bool:
-        """Whether ``piece`` has ends in common with earlier ones."""
-        earlier = (other.ends for number, other in self._pieces.items() if number < position)
-        return any(edge in ends for ends in earlier for edge in piece.ends)
+    def _crosses(self, piece: _Piece) -> bool:
+        """Whether what is caught at the borders of ``piece``, or at its ends, can also be reached through a border."""
+        caught = {edge[0] for edge in (*piece.borders, *piece.ends)}
+        seen: set[Any] = set()
+        stack = [edge[0] for edge in piece.borders]
+        while stack:
+            for follower, _ in stack.pop().next_functions:
+                if follower in caught:
+                    return True
+                if follower is not None and follower not in seen and not self._is_call(follower):
+                    seen.add(follower)
+                    stack.append(follower)
+        return False
 
     def _claim(self, start: Any, position: int, piece: _Piece) -> None:
         """All that ``start`` leads to and nobody owns yet belongs to ``piece``."""
@@ -201,15 +227,13 @@ class Glue:
         starts = [edge for edge in self._waiting if self._piece_of.get(edge[0]) == position]
         gradients = [self._waiting.pop(edge) for edge in starts]
         if starts and piece.borders:
-            self._run_to_borders(piece, starts, gradients, crosses=self._crosses(piece, position))
+            self._run_to_borders(piece, starts, gradients)
         elif starts:
             torch.autograd.backward(_edges(starts), gradients)
         for node in piece.nodes:
             del self._piece_of[node]
 
-    def _run_to_borders(
-        self, piece: _Piece, starts: list[Edge], gradients: list[torch.Tensor], *, crosses: bool
-    ) -> None:
+    def _run_to_borders(self, piece: _Piece, starts: list[Edge], gradients: list[torch.Tensor]) -> None:
         # What waits at a border goes first: then the sum there has the order of one single backward.
         for edge in piece.borders:
             if edge in self._waiting:
@@ -217,10 +241,10 @@ class Glue:
                 gradients.append(self._waiting.pop(edge))
         wanted = [*piece.borders, *piece.ends]
         with contextlib.ExitStack() as stack:
-            for node in {edge[0] for edge in piece.borders} if crosses else ():
+            for node in {edge[0] for edge in piece.borders} if piece.crosses else ():
                 stack.callback(node.register_prehook(_nothing).remove)
             found = torch.autograd.grad(
-                _edges(starts), _edges(wanted), gradients, retain_graph=crosses, allow_unused=True
+                _edges(starts), _edges(wanted), gradients, retain_graph=piece.crosses, allow_unused=True
             )
         gradients.clear()
         for edge, gradient in zip(wanted, found, strict=True):

@@ -104,7 +104,12 @@ class MicroBatch:
             _present.micro_batch = None
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
-        return self._tools.watch.watching(self._place) if self._tools.watch is not None else contextlib.nullcontext()
+        watch = self._tools.watch
+        return contextlib.nullcontext() if watch is None else watch.watching(self._place, self._note_hook)
+
+    def _note_hook(self, tensor: torch.Tensor) -> None:
+        if not self.is_inside:
+            self.glue.note_hook(tensor)
 
     def _place(self) -> int:
         """Even between two calls, odd inside one."""

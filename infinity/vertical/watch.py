@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ class BufferWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._sees_all = not _is_compiled(model)
         self._marks: dict[Key, tuple[int, int]] = {}
         self._at: dict[int, list[Key]] = {}
         self._places: defaultdict[Key, set[int]] = defaultdict(set)
@@ -53,13 +51,17 @@ class BufferWatch:
                 self._at.setdefault(address, []).append(key)
 
     def is_used_at_one_place(self, key: Key) -> bool:
-        """As far as that can be told: of a buffer that is written to between blocks nobody knows where compiled code reads it."""
-        places = self._places.get(key, set())
-        return len(places) <= 1 and (self._sees_all or all(place % 2 for place in places))
+        """Whether nobody used a buffer at a second place."""
+        return len(self._places.get(key, ())) <= 1
 
-    def watching(self, place: Callable[[], int]) -> AbstractContextManager[Any]:
-        """A context in which uses are noted; ``place`` says where the forward is: an odd number inside a block."""
-        return _Watching(lambda tensor: self._use(tensor, place())) if self._sees_all else nullcontext()
+    def watching(self, place: Callable[[], int], note_hook: Callable[[torch.Tensor], None]) -> TorchFunctionMode:
+        """A context in which uses are noted.
+
+        Args:
+            place: says where the forward is: an odd number inside a block.
+            note_hook: called with each tensor that is given a hook for its gradient.
+        """
+        return _Watching(lambda tensor: self._use(tensor, place()), note_hook)
 
     def _use(self, tensor: torch.Tensor, place: int) -> None:
         address = _address(tensor)
@@ -68,12 +70,15 @@ class BufferWatch:
 
 
 class _Watching(TorchFunctionMode):
-    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, note: Callable[[torch.Tensor], None], note_hook: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._note = note
+        self._note_hook = note_hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._look_at((args, kwargs), 0)
+        if func is torch.Tensor.register_hook:
+            self._note_hook(args[0])
         return func(*args, **kwargs or {})
 
     def _look_at(self, value: Any, level: int) -> None:
@@ -83,14 +88,6 @@ class _Watching(TorchFunctionMode):
         elif level < _MOST_LEVELS:
             for item in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
                 self._look_at(item, level + 1)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether parts of ``model`` run without Python, and cannot be watched."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-        for module in model.modules()
-    )
 
 
 def _version(tensor: torch.Tensor) -> int:

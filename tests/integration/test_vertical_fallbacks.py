@@ -322,6 +322,27 @@ class HookedNorm(Net):
         return self.blocks[2](x + 2 * memory)
 
 
+class HookedBetween(Net):
+    """A value with a hook that no block is given goes past a block."""
+
+    def body(self, x: Tensor) -> Tensor:
+        skip = 2.0 * x
+        skip.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return self.blocks[2](self.blocks[1](self.blocks[0](x + skip)) + skip)
+
+
+class HookedParameter(Net):
+    """A parameter with a hook is used at two places."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.offset = nn.Parameter(torch.linspace(-0.5, 0.5, WIDTH))
+        self.offset.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x + self.offset) + self.offset
+
+
 class AddsOne(torch.autograd.Function):
     """Its gradient is more than what comes: of an auxiliary loss, for example."""
 
@@ -378,6 +399,8 @@ _CASES: dict[str, tuple[Any, str]] = {
     "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
     "statistics twice": (_net(StatisticsTwice, Statistics), "writes to its buffers and is called several times"),
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
+    "hooked between": (_net(HookedBetween), "has a hook for its gradient"),
+    "hooked parameter": (_net(HookedParameter), "used between blocks has a hook for its gradient"),
     "hooked norm": (_net(HookedNorm), "has a hook for its gradient"),
     "crossing function": (_net(CrossingFunction), "a function of the user's own has computed"),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),

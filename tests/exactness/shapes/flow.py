@@ -97,6 +97,17 @@ class CrossingSkips(Net):
         return super().body(start) + self.offset + start
 
 
+class DenseSkips(Net):
+    """What lies between blocks is added up, and goes past them as a whole, in parts, and flattened."""
+
+    def body(self, x: Tensor) -> Tensor:
+        states = [x, x.flatten(0, 1).view_as(x) + 1.0]
+        for block in self.blocks:
+            x = x + self.through(block, states[-1] + states[0])
+            states.append(states[-1] + torch.cat([x[..., :7], states[1][..., 7:]], dim=-1))
+        return x + torch.stack(states).mean(0)
+
+
 class InPlaceView(Net):
     """What a block returns, and a view of it, are modified in place."""
 
@@ -295,6 +306,7 @@ CASES = (
     Case("shared_input", SharedInput, token_batch),
     Case("crossing_skips", CrossingSkips, token_batch),
     Case("stochastic_depth", StochasticDepth, token_batch),
+    Case("dense_skips", DenseSkips, token_batch),
     Case("in_place_view", InPlaceView, token_batch),
     Case("in_place_chunk", InPlaceChunk, token_batch),
     Case("structured_output", lambda _: StructuredOutput("none"), token_batch, has_checkpointing=False),
