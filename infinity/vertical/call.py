@@ -293,6 +293,11 @@ class UnitCall:
         if self._is_trial and not all(torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)):
             raise NotVertical(f"{self.site.name} gives another result when it is computed again")
 
+    def check_arguments(self) -> None:
+        """Raise `NotVertical` if an object that it was given, and will be given again, has changed since."""
+        if self._tree is not None:
+            self._tree.check_unchanged()
+
     def drop(self) -> None:
         """Nothing will be computed any more."""
         for kept in self.kept:

@@ -5,7 +5,7 @@ Knows modules' buffers and attributes, and random generators; must not know unit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.vertical.ambient import RandomState
-from infinity.vertical.holders import Holders, is_same_value
+from infinity.vertical.holders import Holders, is_same_value, same_bits, too_large
 from infinity.vertical.watch import Key, buffers_of
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in name)
@@ -82,8 +82,15 @@ class BufferValues:
 class StepStart:
     """A model and the generators as they are before a step, to begin it anew."""
 
-    def __init__(self, model: nn.Module, device: torch.device, before: StepStart | None = None) -> None:
-        """``before``: of an earlier step; clones of what has not changed since are taken from it."""
+    def __init__(
+        self, model: nn.Module, device: torch.device, before: StepStart | None = None, written: Collection[Key] = ()
+    ) -> None:
+        """
+        Args:
+            model, device: whose state it is.
+            before: of an earlier step; clones of what has not changed since are taken from it.
+            written: buffers that a forward writes to, perhaps past their versions.
+        """
         self._model = model
         self._random = RandomState(device)
         self._modules = list(model.modules())
@@ -91,7 +98,7 @@ class StepStart:
         self._tensors: dict[Key, _Tensor] = {}
         for home, name, value in self._present_tensors():
             known = earlier.get((id(home), name))
-            is_known = known is not None and known.is_copy_of(value)
+            is_known = known is not None and known.is_copy_of(value) and (id(home), name) not in written
             self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
         self._attributes = [(module, dict(_others_of(module))) for module in self._modules]
         self._holders = Holders(
@@ -111,8 +118,17 @@ class StepStart:
                     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                         yield home, name, value
 
-    def changed(self) -> str | None:
-        """An attribute of a module that a forward has changed since, by class and name; buffers do not count."""
+    @property
+    def too_much(self) -> str | None:
+        """An attribute that holds more than can be compared, by class and name."""
+        return self._holders.too_much
+
+    def changed(self, *, is_thorough: bool) -> str | None:
+        """An attribute of a module that a forward has changed since, by class and name; buffers do not count.
+
+        Args:
+            is_thorough: compare the values of large tensors, too, and not only their versions.
+        """
         for module, before in self._attributes:
             now = dict(_others_of(module))
             for name in {*now, *before}:
@@ -120,25 +136,29 @@ class StepStart:
                     return f"{type(module).__name__}.{name}"
         for home, name, value in self._present_tensors():
             known = self._tensors.get((id(home), name))
-            if "_buffers" in home and (known is None or not known.is_same(value)):
+            if "_buffers" in home and (known is None or not known.has_same_bits(value, is_thorough=is_thorough)):
                 return f"the tensor '{name}' of a module"
         if any(len(container) != len(before) for container, before in self._hooks):
             return "the hooks of a module"
         return self._holders.changed()
 
-    def written_buffers(self) -> dict[Key, str]:
-        """The buffers that a forward has replaced or written to since, with their names for messages."""
+    def written_buffers(self, *, is_thorough: bool) -> dict[Key, str]:
+        """The buffers that a forward has replaced or written to since, with their names for messages.
+
+        Args:
+            is_thorough: see `changed`.
+        """
         return {
             key: f"{type(module).__name__}.{name}"
             for key, module, name, value in buffers_of(self._model)
-            if (known := self._tensors.get(key)) is None or not known.has_same_bits(value)
+            if (known := self._tensors.get(key)) is None or not known.has_same_bits(value, is_thorough=is_thorough)
         }
 
     def restore(self) -> None:
         """All is as it was.
 
         Raises:
-            RuntimeError: a tensor too large to be copied beforehand has been written to.
+            UnsupportedModelError: something too large to be copied beforehand has been written to.
         """
         self._random.restore()
         for module, before in self._attributes:
@@ -170,16 +190,12 @@ class _Tensor:
         """Whether ``value`` is this very tensor, and nobody has written to it."""
         return value is self._value and value._version == self._version
 
-    def has_same_bits(self, value: torch.Tensor) -> bool:
+    def has_same_bits(self, value: torch.Tensor, *, is_thorough: bool) -> bool:
         """Whether ``value`` is this very tensor, and as it was: by its values if it is small, else by its version."""
-        if (
-            not self.is_same(value)
-            or self._clone is None
-            or value.nbytes > _SMALL_BYTES
-            or value.layout is not torch.strided
-        ):
+        is_small = is_thorough or value.nbytes <= _SMALL_BYTES
+        if not self.is_same(value) or self._clone is None or not is_small or value.layout is not torch.strided:
             return self.is_same(value)
-        return torch.equal(_bytes_of(value), _bytes_of(self._clone))
+        return same_bits(value, self._clone)
 
     def is_copy_of(self, value: torch.Tensor) -> bool:
         """Whether the copy of ``value`` is certain to be up to date."""
@@ -187,9 +203,9 @@ class _Tensor:
 
     def restore(self, name: str) -> None:
         """The tensor is in its place again, with its values."""
-        if self._value._version != self._version or self._value.nbytes <= _SMALL_BYTES:
+        if not self.has_same_bits(self._value, is_thorough=True):
             if self._clone is None:
-                raise RuntimeError(f"the model's forward writes to '{name}', which is too large to be restored")
+                raise too_large(name)
             with torch.no_grad():
                 self._value.copy_(self._clone)
             self._version = self._value._version
@@ -200,7 +216,3 @@ def _others_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in list(module.__dict__.items()):
         if name not in _IGNORED and not isinstance(value, torch.Tensor):
             yield name, value
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten().view(torch.uint8)

@@ -79,7 +79,7 @@ class VerticalSchedule:
             if nothing had happened.
         """
         torch_device = self._on.device.torch_device
-        self._start = StepStart(self._on.holding.model, torch_device, self._start)
+        self._start = StepStart(self._on.holding.model, torch_device, self._start, self._written)
         loop = Loop(self._backwards, self._guard, self._step(), self._note_loss)
         is_trial = not self._suitability.is_proven
         step = VerticalStep(self._on, loop, self._interception, len(compute_losses), self._written, is_trial=is_trial)

@@ -30,7 +30,7 @@ from infinity.vertical.shared_pager import SharedPager
 from infinity.vertical.space import SpillSpace
 from infinity.vertical.suitability import Suitability
 from infinity.vertical.sums import UnitSums
-from infinity.vertical.watch import BufferWatch, Key
+from infinity.vertical.watch import BufferWatch, Key, has_own_writers
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class VerticalStep:
         self.written: set[Key] = set()
         """Buffers that the forward has written to."""
         self._known = known
-        self._watch = BufferWatch(on.holding.model) if is_trial else None
+        self._watch = BufferWatch(on.holding.model) if is_trial or has_own_writers(on.holding.model, known) else None
         self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
         self._updates_now = on.stepper.rules.updates_in_backward and not is_trial
         self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=loop.step)
@@ -114,8 +114,8 @@ class VerticalStep:
         pager.close_forward()
         self._check(start)
         self._backward()
-        if self.is_trial and (changed := start.changed()) is not None:
-            raise NotVertical(f"the model's forward changes {changed}")
+        if self.is_trial:
+            self._check_attributes(start)
         self._finish()
         return self._losses
 
@@ -174,18 +174,27 @@ class VerticalStep:
     def _check(self, start: StepStart) -> None:
         """Nothing has been updated yet: the last chance to begin anew."""
         self.boundary.check_unchanged()
-        changed = start.changed()
-        if changed is not None:
-            raise NotVertical(f"the model's forward changes {changed}")
+        self._check_attributes(start)
+        for batch in self._batches:
+            for call in batch.calls:
+                if call is not None:
+                    call.check_arguments()
         written = [site for site in self._sites if site.buffers.are_written]
         for site in written:
             if written.count(site) > 1:
                 raise NotVertical(f"{site.name} writes to its buffers and is called several times")
         self._check_buffers(start)
 
+    def _check_attributes(self, start: StepStart) -> None:
+        if start.too_much is not None:
+            raise NotVertical(f"{start.too_much} holds more than can be compared before and after a forward")
+        changed = start.changed(is_thorough=self.is_trial)
+        if changed is not None:
+            raise NotVertical(f"the model's forward changes {changed}")
+
     def _check_buffers(self, start: StepStart) -> None:
         """See [Note: places] in `infinity.vertical.watch`."""
-        for key, name in start.written_buffers().items():
+        for key, name in start.written_buffers(is_thorough=self.is_trial).items():
             self.written.add(key)
             if self._watch is not None and not self._watch.is_used_at_one_place(key):
                 raise NotVertical(f"the model's forward writes to the buffer {name}, and uses it at several places")

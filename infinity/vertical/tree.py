@@ -106,13 +106,12 @@ class Tree:
         for value, before in self._watched:
             now = _attributes(value)
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-                raise NotVertical(f"a block changes a {type(value).__name__} that it is given")
+                raise NotVertical(f"a block, or what follows it, changes a {type(value).__name__} that it is given")
 
     def forget(self) -> None:
         """Let go of the tensors; only the form is left."""
         self.tensors.clear()
         self._places.clear()
-        self._watched.clear()
 
     def build(self, tensors: Sequence[Any], built: Built | None = None) -> Any:
         """The value again, in fresh containers, with ``tensors`` in the place of its own.

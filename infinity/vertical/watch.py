@@ -8,11 +8,12 @@ at one place others have written over when it comes to the next. So a buffer tha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 Key = tuple[int, str]
@@ -26,6 +27,17 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[Key, nn.Module, str, torch.Te
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 yield (id(module._buffers), name), module, name, buffer
+
+
+def has_own_writers(model: nn.Module, keys: Collection[Key]) -> bool:
+    """Whether some of these buffers are written to by others than batch norms, which use theirs nowhere else."""
+    norms = {
+        (id(module._buffers), name)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for name in module._buffers
+    }
+    return any(key not in norms for key in keys)
 
 
 class BufferWatch:

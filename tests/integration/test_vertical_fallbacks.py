@@ -211,6 +211,41 @@ class Centred(Net):
         return y
 
 
+class KeepsTensors(Net):
+    """Keeps a running mean in a dictionary of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.state = {"mean": torch.zeros(WIDTH)}
+
+    def body(self, x: Tensor) -> Tensor:
+        self.state["mean"].mul_(0.5).add_(x.detach().float().mean((0, 1)), alpha=0.5)
+        return super().body(x) - self.state["mean"].to(x.dtype)
+
+
+class Context:
+    scale = 1.0
+
+
+class GivenContext(Block):
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        return super().forward(x if context is None else context.scale * x)
+
+
+class ChangesContext(Net):
+    """What blocks are told changes between them."""
+
+    def __init__(self) -> None:
+        super().__init__("none", make_block=GivenContext)
+
+    def body(self, x: Tensor) -> Tensor:
+        context = Context()
+        for block in self.blocks:
+            x = block(x, context)
+            context.scale = 0.5 * context.scale
+        return x
+
+
 class ReadsStatistics(Net):
     """What a batch norm has gathered is used elsewhere."""
 
@@ -391,6 +426,8 @@ _CASES: dict[str, tuple[Any, str]] = {
     "counts inside": (_net(CountsInside), "the model's forward changes CountsInside.tally"),
     "counts in a buffer": (_net(CountsInBuffer), "writes to the buffer CountsInBuffer.calls, and uses it at several"),
     "centred": (_net(Centred), "writes to the buffer Centred.centre, and uses it at several places"),
+    "keeps tensors": (_net(KeepsTensors), "the model's forward changes KeepsTensors.state"),
+    "changes context": (_net(ChangesContext), "changes a Context that it is given"),
     "reads statistics": (
         _net(ReadsStatistics),
         "writes to the buffer BatchNorm1d.running_mean, and uses it at several",
@@ -504,6 +541,36 @@ def test_a_buffer_that_is_written_to_later_is_noticed(tmp_path: Path) -> None:
             both.engine.train_batch(iter(batches))
             assert (both.engine.report.schedule == "ordinary") == (step >= 2)
             assert step != 2 or "begins to write to the buffer" in both.engine.report.schedule_reason
+        both.require_equal()
+
+
+class LooksLater(Net):
+    """Goes on with a buffer before the blocks from the start, and looks at it behind them from the third step on."""
+
+    looks = False
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: Tensor
+
+    def body(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.detach().float().mean((0, 1)), alpha=0.5)
+        y = super().body(x)
+        return y - self.mean.to(x.dtype) if self.looks else y
+
+
+def test_a_buffer_that_is_used_elsewhere_later_is_noticed(tmp_path: Path) -> None:
+    LooksLater.looks = False
+    with Lockstep.start(tmp_path, case=Case("looks", _net(LooksLater), token_batch), changes=_VERTICAL) as both:
+        for step in range(4):
+            LooksLater.looks = step >= 2
+            batches = [both.batch(step, index) for index in range(3)]
+            for batch in batches:
+                both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.train_batch(iter(batches))
+            assert (both.engine.report.schedule == "ordinary") == (step >= 2)
         both.require_equal()
 
 
