@@ -260,7 +260,7 @@ class Engine:
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""
         self.flush()
-        return {"weight": self._parts.access.main_weight(parameter), **self._parts.access.state(parameter)}
+        return {**self._parts.access.state(parameter), "weight": self._parts.access.main_weight(parameter)}
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has optimizer state. Waits for nothing but its first update."""

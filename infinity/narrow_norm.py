@@ -65,7 +65,7 @@ def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch
 def _choose(num_sums: int) -> AddSquares:
     """numba's loop where numba has been loaded for something else: for this alone it would be too large."""
     kernels: Any = sys.modules.get("infinity.optim.cpu_kernels")
-    if kernels is None or not kernels.can_compile() or num_sums != kernels.NUM_SUMS:
+    if not getattr(kernels, "IS_LOADED", False) or not kernels.can_compile() or num_sums != kernels.NUM_SUMS:
         return _add_squares
     return _add_squares_by_kernel
 

@@ -90,6 +90,8 @@ class VerticalStep:
         self._sites: list[Site] = []
         self._losses: list[torch.Tensor] = []
         self._units = {unit.index: unit for unit in on.holding.units}
+        self._hooked: set[tuple[MicroBatch, int, int]] = set()
+        """Gradients that have been through a hook of the user."""
         self._runs_glue_backward = False
         self._is_final = False
 
@@ -234,7 +236,7 @@ class VerticalStep:
                     continue
                 for edge, gradient in call.backward(self._on.pager.recomputing):
                     batch.glue.add(edge, gradient)
-                self._gather()
+                self._gather(batch)
         finally:
             self._on.pager.leave(unit)
 
@@ -244,10 +246,17 @@ class VerticalStep:
             batch.glue.run(position)
         finally:
             self._runs_glue_backward = False
-        self._gather()
+        self._gather(batch)
 
-    def _gather(self) -> None:
+    def _gather(self, batch: MicroBatch) -> None:
         for unit, gradients in self._loop.backwards.collector.take():
+            for slot in gradients:
+                if unit.parameters[slot.index]._backward_hooks:
+                    if (batch, unit.index, slot.index) in self._hooked:
+                        raise NotVertical(
+                            f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient"
+                        )
+                    self._hooked.add((batch, unit.index, slot.index))
             self._sums.add(unit, gradients)
         self._on.pager.on_pause()
 

@@ -378,6 +378,15 @@ class HookedParameter(Net):
         return super().body(x + self.offset) + self.offset
 
 
+class HookedShared(Net):
+    """A parameter with a hook is shared by two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[0].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
 class AddsOne(torch.autograd.Function):
     """Its gradient is more than what comes: of an auxiliary loss, for example."""
 
@@ -438,6 +447,7 @@ _CASES: dict[str, tuple[Any, str]] = {
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
     "hooked between": (_net(HookedBetween), "has a hook for its gradient"),
     "hooked parameter": (_net(HookedParameter), "used between blocks has a hook for its gradient"),
+    "hooked shared": (_net(HookedShared), "is used in several blocks and has a hook"),
     "hooked norm": (_net(HookedNorm), "has a hook for its gradient"),
     "crossing function": (_net(CrossingFunction), "a function of the user's own has computed"),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
