@@ -18,6 +18,7 @@ import torch
 from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.layout import Chunk, Piece
+from infinity.openmp import release_workers, use_one_thread
 from infinity.optim.state_codec import Noise
 from infinity.optim.state_format import StateFormat
 from infinity.optim.state_window import StateWindow
@@ -142,6 +143,8 @@ class UpdateStream:
     # ---------------------------------------------------------------------------------------------- background thread
 
     def _run(self) -> None:
+        if self._device.shares_host_memory and self._halves_updater is not None and self._halves_updater.is_fused:
+            use_one_thread()  # as its kernel does: see [Note: one pool] in infinity.openmp
         try:
             with torch.no_grad():
                 while self._advance():
@@ -362,6 +365,7 @@ class UpdateStream:
         with self._lock:
             del self._pending[job]
         self._progress.ring()
+        release_workers()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

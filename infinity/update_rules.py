@@ -27,6 +27,11 @@ class PieceUpdater(Protocol):
 class HalvesUpdater(Protocol):
     """The same rule for main weights kept in two halves (see ``infinity.optim.remainder_updater``)."""
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it goes in a kernel of ours, on one thread."""
+        ...
+
     def update(
         self,
         group: Mapping[str, Any],

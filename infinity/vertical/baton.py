@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from infinity.openmp import release_workers
 from infinity.vertical.errors import Abandoned
 
 _POLL_SECONDS = 1.0
@@ -148,6 +149,7 @@ class Lane:
             Abandoned: nobody will wait for this lane any more.
         """
         mailbox = self._mailbox
+        release_workers()  # see [Note: one pool] in infinity.openmp
         if not mailbox.is_abandoned:
             mailbox.message = message
             mailbox.parked.release()
@@ -166,6 +168,7 @@ def _serve(mailbox: _Mailbox) -> None:
                 return
             mailbox.message = job()
             del job
+            release_workers()
             if mailbox.is_lost:
                 return
             mailbox.parked.release()
