@@ -6,6 +6,7 @@ Knows plans, traces and reports; must not know how anything moves.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -24,6 +25,8 @@ from infinity.unit import Unit
 _WARM_UP = 2
 """Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""
 _REMEMBERED = 15
+_ENOUGH = 4
+"""Steps that tell how much a script does of its own between them."""
 
 
 class Forecast:
@@ -43,6 +46,7 @@ class Forecast:
         self._plan = self._predicted(plan)
         self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self._num_steps = 0
+        self._least_pause = math.inf
 
     def plan(self, trace: Trace, traffic: Traffic) -> Plan:
         """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
@@ -70,10 +74,11 @@ class Forecast:
         if report.is_skipped:
             return
         self._num_steps += 1
+        self._least_pause = min(self._least_pause, report.other_seconds)
         if self._num_steps <= _WARM_UP:
             return
         self._reports.append(report)
-        steady = _steady(self._reports)
+        steady = [_without(self._pause(report), report) for report in _steady(self._reports)]
         moved = sum(report.read_bytes + report.write_bytes for report in steady)
         drive_seconds = sum(report.drive_busy_seconds for report in steady)
         longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in steady]
@@ -84,6 +89,17 @@ class Forecast:
             compute_seconds=statistics.median(_busy_seconds(report) for report in steady),
             overlap_factor=statistics.median(factors) if factors else 1.0,
         )
+
+    def _pause(self, report: StepReport) -> float:
+        """How much longer than the script needs anyhow it took before this step. Few steps may all have come after a pause."""
+        usual = self._least_pause
+        if len(self._reports) >= _ENOUGH:
+            usual = statistics.median(report.other_seconds for report in _steady(self._reports))
+        return max(0.0, report.other_seconds - usual)
+
+
+def _without(pause: float, report: StepReport) -> StepReport:
+    return dataclasses.replace(report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause)
 
 
 def _steady(reports: Collection[StepReport]) -> list[StepReport]:
