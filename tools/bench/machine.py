@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .cgroup import block_device
+from .participant import ENVIRONMENT
 
 _DISTRIBUTIONS = ("infinity-offload", "torch", "numpy", "numba", "transformers")
 
@@ -33,6 +34,7 @@ def describe_machine(directory: Path) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
     facts["accelerator"] = _accelerator()
+    facts["environment"] = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
     return facts
 
 

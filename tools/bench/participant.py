@@ -18,6 +18,8 @@ from typing import Any
 from .cgroup import Cgroup
 from .models import Workload
 
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""For all participants alike: torch asks for huge pages, without which a CPU spends much of a step in page faults."""
 _TOOLS = Path(__file__).resolve().parent.parent
 # The shell joins the groups before the program starts, so that every byte of it is counted there.
 _LAUNCH = 'for file in $BENCH_GROUPS; do echo $$ > "$file" || exit 97; done; ulimit -l unlimited 2>/dev/null; exec "$@"'
@@ -67,7 +69,7 @@ class Participant:
         if self._group is not None and self.spec.throttle_bytes_per_second is not None:
             self._group.throttle(directory, self.spec.throttle_bytes_per_second)
         files = [] if self._group is None else self._group.task_files
-        environment = os.environ | {
+        environment = ENVIRONMENT | os.environ | {
             "BENCH_GROUPS": " ".join(map(str, files)),
             # `-m` finds `bench` here whichever environment's interpreter runs it.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_TOOLS), str(_TOOLS.parent)])),
