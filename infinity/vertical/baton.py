@@ -3,7 +3,8 @@
 Knows threads and messages; must not know models. [Note: baton] Each micro-batch runs the user's forward in a thread of
 its own (a `Lane`), because only a thread can be stopped in the middle of somebody else's function. The training thread
 gives the baton to one lane at a time and waits until the lane parks; so nothing ever runs beside anything else, and
-neither the model nor the engine needs a lock.
+neither the model nor the engine needs a lock. A lane can park with an `Errand`: what takes long is computed fastest by a
+thread that keeps its workers (see [Note: one pool] in ``infinity.openmp``), and one thread can.
 """
 
 from __future__ import annotations
@@ -53,6 +54,34 @@ class Failed:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+
+class Errand:
+    """A lane's message: something that the training thread shall do for it before it resumes the lane."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function: Callable[[], Any] | None = function
+        self._outcome: Finished | Failed | None = None
+
+    def run(self) -> None:
+        """Call the function, on the training thread. What it raises is the lane's, unless it is to end the program."""
+        function, self._function = self._function, None
+        if function is None:
+            raise RuntimeError("an errand is run once")
+        try:
+            self._outcome = Finished(function())
+        except (Exception, Abandoned) as error:
+            self._outcome = Failed(error)
+
+    def take_result(self) -> Any:
+        """What the function has returned, or raise what it has raised; nothing of it stays here."""
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, Failed):
+            try:
+                raise outcome.error
+            finally:
+                del outcome  # it refers to this frame
+        return outcome.value if outcome is not None else None
 
 
 class Lane:

@@ -10,7 +10,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from infinity.vertical.errors import NotVertical
 from infinity.vertical.glue import Edge, Glue, Returned, edge_of
 from infinity.vertical.tree import Built, Tree
 
+T = TypeVar("T")
+
 _BLOCK_NUMEL = 1 << 18
 
 
@@ -32,6 +34,10 @@ class Owner(Protocol):
 
     is_forward_over: bool
     glue: Glue
+
+    def compute(self, function: Callable[[], T]) -> T:
+        """Call ``function``, where it is fastest."""
+        ...
 
     def refuse(self, refusal: NotVertical) -> NoReturn:
         """The micro-batch cannot go on like this."""
@@ -138,9 +144,9 @@ class UnitCall:
         given, versions = self._enter(tree, trail)
         built = Built()
         form = tree.build(given, built)
-        with torch.autograd.graph.saved_tensors_hooks(*self._boundary.hooks_with(trail)):
-            result = Tree(self._forward(*form[0], **form[1]))
-        del trail, form
+        saving = torch.autograd.graph.saved_tensors_hooks(*self._boundary.hooks_with(trail))
+        result = self._owner.compute(functools.partial(self._first, saving, form))
+        del trail, form, saving
         built.check_unchanged()
         tree.check_unchanged()
         if [_version(tensor) for tensor in given] != versions:
@@ -162,6 +168,10 @@ class UnitCall:
         if not self._results:
             self.drop()
         return returned
+
+    def _first(self, saving: contextlib.AbstractContextManager[Any], form: tuple[Any, Any]) -> Tree:
+        with saving:
+            return Tree(self._forward(*form[0], **form[1]))
 
     def _enter(self, tree: Tree, trail: _Trail) -> tuple[list[torch.Tensor], list[int]]:
         given: list[torch.Tensor] = []

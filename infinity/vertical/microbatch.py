@@ -9,18 +9,20 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from infinity.vertical.ambient import Ambient
-from infinity.vertical.baton import Lane
+from infinity.vertical.ambient import Ambient, obstacle
+from infinity.vertical.baton import Errand, Lane
 from infinity.vertical.boundary import Boundary
 from infinity.vertical.call import Site, UnitCall
 from infinity.vertical.errors import Abandoned, NotVertical
 from infinity.vertical.glue import Glue
 from infinity.vertical.tree import tensors_in
 from infinity.vertical.watch import BufferWatch
+
+T = TypeVar("T")
 
 _present = threading.local()
 
@@ -81,6 +83,9 @@ class MicroBatch:
             NotVertical: it cannot go on like this.
         """
         message = self._lane.resume()
+        while isinstance(message, Errand):
+            message.run()
+            message = self._lane.resume()
         if self.refusal is not None:
             raise self.refusal
         return message
@@ -155,6 +160,16 @@ class MicroBatch:
         result = call.run(args, kwargs, tools.anchor)
         self.glue.note_inputs(call.take_edges())
         self.glue.watch(tensors_in(result))
+        return result
+
+    def compute(self, function: Callable[[], T]) -> T:
+        """Call ``function``, on the training thread if this one's state can be carried over."""
+        if obstacle() is not None:
+            return function()
+        ambient = Ambient(self._tools.device.type)
+        errand = Errand(lambda: ambient.run(function))
+        self._lane.park(errand)
+        result: T = errand.take_result()
         return result
 
     def refuse(self, refusal: NotVertical) -> NoReturn:

@@ -69,14 +69,18 @@ class Participant:
         if self._group is not None and self.spec.throttle_bytes_per_second is not None:
             self._group.throttle(directory, self.spec.throttle_bytes_per_second)
         files = [] if self._group is None else self._group.task_files
-        environment = ENVIRONMENT | os.environ | {
-            "BENCH_GROUPS": " ".join(map(str, files)),
-            # `-m` finds `bench` here whichever environment's interpreter runs it.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_TOOLS), str(_TOOLS.parent)])),
-            # The environment's own tools (ninja for one) come first.
-            "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = (
+            ENVIRONMENT
+            | os.environ
+            | {
+                "BENCH_GROUPS": " ".join(map(str, files)),
+                # `-m` finds `bench` here whichever environment's interpreter runs it.
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(_TOOLS), str(_TOOLS.parent)])),
+                # The environment's own tools (ninja for one) come first.
+                "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+                "HF_HUB_OFFLINE": "1",
+            }
+        )
         settings = self.spec.settings | {"directory": scratch.name, "parent_pid": os.getpid()}
         arguments = [self.spec.kind, json.dumps(asdict(workload)), json.dumps(settings)]
         self._process = subprocess.Popen(
