@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -49,6 +50,33 @@ def move(batch: Any, device: torch.device) -> Any:
         moved = [move(value, device) for value in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def copied(batch: Any) -> Any:
+    """The batch with its tensors and containers copied: an iterator may fill the same memory again for the next one.
+
+    A tensor that is in it twice stays one. What requires a gradient, and objects of other classes, stay as they are.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return value
+            if id(value) not in known:
+                known[id(value)] = value.clone()
+            return known[id(value)]
+        if isinstance(value, tuple | list):
+            items = [copy(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, MutableMapping):
+            twin = shallow_copy(value)
+            for key in value:
+                twin[key] = copy(value[key])
+            return twin
+        return value
+
+    return copy(batch)
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:

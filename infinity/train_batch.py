@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.batches import call_with, endless, loss_of, move
+from infinity.batches import call_with, copied, endless, loss_of, move
 from infinity.errors import StepOrderError
 from infinity.vertical import VerticalSchedule
 
@@ -63,7 +63,8 @@ class TrainBatch:
         reason = self._obstacle()
         if reason is None:
             for _ in range(num_micro_batches):
-                taken.append(move(next(iterator), loop.device))
+                batch = move(next(iterator), loop.device)
+                taken.append(copied(batch) if num_micro_batches > 1 else batch)
             found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken])
             if isinstance(found, list):
                 self._note_schedule("vertical", "")

@@ -35,6 +35,22 @@ def obstacle() -> str | None:
     return None
 
 
+def process_state() -> tuple[Any, ...]:
+    """What torch keeps once for the whole process, and a model might set for a while: all micro-batches would see it."""
+    return (
+        torch.get_default_dtype(),
+        torch.default_generator.initial_seed(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.mkldnn.enabled,
+    )
+
+
 class Ambient:
     """The calling thread's autocast settings, default device and context variables, as they are now."""
 

@@ -45,6 +45,7 @@ class Kept:
         self.can_leave = False
         self.token = token
         """What the pager's ``pack`` gave; None while the tensor is not in memory."""
+        self.version: int | None = token[1] if isinstance(token, tuple) else None
         self.num_users = 0
         self.place: tuple[Swapper, Extent] | None = None
         self.writing: Handle | None = None
@@ -53,7 +54,7 @@ class Kept:
     def check_unchanged(self) -> None:
         """Raise `NotVertical` if somebody has written to it."""
         if isinstance(self.token, tuple) and self.token[0]._version != self.token[1]:
-            raise NotVertical("the input of a block is written to after the block has used it")
+            raise _written_to()
 
 
 class Boundary:
@@ -117,6 +118,8 @@ class Boundary:
         if known is not None and known[0]() is tensor and known[1].num_users:
             kept = known[1]
             kept.check_unchanged()
+            if kept.version is not None and kept.version != tensor._version:  # it may have left memory since
+                raise _written_to()
         else:
             kept = Kept(tensor, self._pack(tensor.detach()))
             self._known[id(tensor)] = weakref.ref(tensor), kept
@@ -252,11 +255,17 @@ class Boundary:
         self._known.clear()
 
 
+def _written_to() -> NotVertical:
+    return NotVertical("the input of a block is written to after the block has used it")
+
+
 def _can_leave(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and tensor.numel() > 0
+        and not tensor.is_conj()
+        and not tensor.is_neg()
         and tensor.data_ptr() % _ALIGNMENT == 0
         and _is_dense(tensor)
     )

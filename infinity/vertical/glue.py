@@ -3,15 +3,17 @@
 Knows nodes, edges and gradients; must not know modules or parameters.
 
 [Note: glue] A unit's call is a node (`Returned`) at which backward stops: it hands the gradients of the call's results
-over and goes no further. So the graph of a micro-batch falls into pieces that hang together at the inputs of calls.
-A node belongs to the *earliest* call whose inputs depend on it: only when that call's backward has run have all
-gradients come that meet in the node. So each node runs once, and adds up what meets in it in the order in which autograd
-would have done that in one go: by calls from the last to the first. Where a piece borders on a node of an earlier one, the
-gradient is caught there and waits.
+over and goes no further. So the graph of a micro-batch falls into pieces, one before each call and one behind the last.
+A node belongs to the piece in which it was *made*, which its number tells: autograd runs nodes from the highest number to
+the lowest, so it would run those of a piece after the call behind it and before the call in front of it. By then all
+gradients have come that meet in a node. So each node runs once, and adds up what meets in it in the order in which
+autograd would have done that in one go. Where a piece borders on a node of an earlier one, the gradient is caught there
+and waits.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import weakref
 from collections import Counter
@@ -65,7 +67,7 @@ def edge_of(tensor: torch.Tensor) -> Edge:
 
 
 class _Piece:
-    """The nodes that can run when one call's backward has run."""
+    """The nodes that run when one call's backward has run."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
@@ -84,6 +86,8 @@ class Glue:
         """``owner``: what its calls have in `Receiver.owner`."""
         self._owner = owner
         self._inputs: list[list[Edge]] = []
+        self._marks: list[int] = []
+        """By call: nodes made before it have lower numbers."""
         self._piece_of: dict[Any, int] = {}
         self._pieces: dict[int, _Piece] = {}
         self._waiting: dict[Edge, torch.Tensor] = {}
@@ -106,8 +110,9 @@ class Glue:
         self._watched = [reference for reference, _ in alive]
 
     def note_inputs(self, edges: Sequence[Edge]) -> None:
-        """The next call has inputs with these edges."""
+        """A call has been made, and has inputs with these edges. The calling thread is that of the forward."""
         self._inputs.append(list(edges))
+        self._marks.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def seal(self, loss: torch.Tensor) -> None:
         """Forward is complete, and ``loss`` is what backward starts from (0-dim, divided already).
@@ -117,12 +122,15 @@ class Glue:
         """
         loss_edge = edge_of(loss)
         for position, edges in enumerate([*self._inputs, [loss_edge]], start=1):
-            piece = self._pieces[position] = _Piece()
+            self._pieces[position] = _Piece()
             for edge in edges:
-                self._claim(edge[0], position, piece)
+                self._claim(edge[0], position)
+        for node, position in self._piece_of.items():
+            self._add_to_piece(node, position)
         self._check_hooks()
         self._check_crossings()
         self._inputs.clear()
+        self._marks.clear()
         self.add(loss_edge, torch.ones_like(loss))
 
     def _check_hooks(self) -> None:
@@ -173,26 +181,44 @@ class Glue:
                     stack.append(follower)
         return False
 
-    def _claim(self, start: Any, position: int, piece: _Piece) -> None:
-        """All that ``start`` leads to and nobody owns yet belongs to ``piece``."""
-        if start in self._piece_of or self._is_call(start):
-            return
-        self._piece_of[start] = position
-        stack = [start]
+    def _claim(self, start: Any, latest: int) -> None:
+        """Find the piece of all that ``start`` leads to and that has none yet. The call at ``latest`` depends on it."""
+        seen: set[Any] = set()
+        stack = [(start, False)]
         while stack:
-            node = stack.pop()
-            piece.nodes.append(node)
-            for edge in node.next_functions:
-                follower = edge[0]
-                if follower is None:
-                    continue
-                if self._is_call(follower) or not follower.next_functions:
-                    piece.ends[edge] = None
-                elif follower not in self._piece_of:
-                    self._piece_of[follower] = position
-                    stack.append(follower)
-                elif self._piece_of[follower] != position:
-                    piece.borders[edge] = None
+            node, is_left = stack.pop()
+            if is_left:
+                # A node from another thread has a number of another count: it comes behind what it is made of.
+                followers = [self._place_behind(follower) for follower, _ in node.next_functions]
+                self._piece_of[node] = min(latest, max(self._place(node), *followers, 1))
+            elif node not in seen and node not in self._piece_of and not self._is_call(node):
+                seen.add(node)
+                stack.append((node, True))
+                stack += [(edge[0], False) for edge in node.next_functions if not self._is_end(edge[0])]
+
+    def _place(self, node: Any) -> int:
+        """The position of the first call that was made after ``node``, or that of the loss."""
+        return bisect.bisect_right(self._marks, node._sequence_nr()) + 1
+
+    def _place_behind(self, node: Any) -> int:
+        """The position of the first piece that may use what ``node`` has given."""
+        if self._is_end(node):
+            return self._place(node) + 1 if node is not None and self._is_call(node) else 1
+        return self._piece_of[node]
+
+    def _add_to_piece(self, node: Any, position: int) -> None:
+        piece = self._pieces[position]
+        piece.nodes.append(node)
+        for edge in node.next_functions:
+            if edge[0] is None:
+                continue
+            if self._is_end(edge[0]):
+                piece.ends[edge] = None
+            elif self._piece_of[edge[0]] != position:
+                piece.borders[edge] = None
+
+    def _is_end(self, node: Any) -> bool:
+        return node is None or self._is_call(node) or not node.next_functions
 
     def _is_call(self, node: Any) -> bool:
         call = getattr(node, "call", None) if getattr(node, "_forward_cls", None) is Returned else None
@@ -258,6 +284,7 @@ class Glue:
     def clear(self) -> None:
         """Let go of the graph."""
         self._inputs.clear()
+        self._marks.clear()
         self._piece_of.clear()
         self._pieces.clear()
         self._waiting.clear()

@@ -65,8 +65,19 @@ class VerticalSchedule:
             or (
                 "gradients of earlier micro-batches wait for their step" if self._on.stepper.gradients.has_any else None
             )
+            or self._hooks_of_the_user()
             or ambient.obstacle()
         )
+
+    def _hooks_of_the_user(self) -> str | None:
+        for unit in self._on.holding.units:
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                # One is the engine's own.
+                if slot.spec.is_trainable and len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
+                    return (
+                        f"'{slot.spec.fqn}' has a hook for its accumulated gradient, which would see each micro-batch's"
+                    )
+        return None
 
     def run(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
         """Forward and backward of all micro-batches.

@@ -19,13 +19,14 @@ from infinity.loop_guard import LoopGuard, Phase
 from infinity.stepper import Stepper
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
+from infinity.vertical.ambient import process_state
 from infinity.vertical.baton import Failed, Finished, Lanes
 from infinity.vertical.boundary import Boundary
 from infinity.vertical.call import Site
 from infinity.vertical.effects import StepStart
 from infinity.vertical.errors import NotVertical
 from infinity.vertical.interception import Interception
-from infinity.vertical.microbatch import Arrived, MicroBatch, Tools, present
+from infinity.vertical.microbatch import Arrived, Computed, MicroBatch, Tools, present
 from infinity.vertical.shared_pager import SharedPager
 from infinity.vertical.space import SpillSpace
 from infinity.vertical.suitability import Suitability
@@ -92,6 +93,7 @@ class VerticalStep:
         self._units = {unit.index: unit for unit in on.holding.units}
         self._hooked: set[tuple[MicroBatch, int, int]] = set()
         """Gradients that have been through a hook of the user."""
+        self._process_state = process_state()
         self._runs_glue_backward = False
         self._is_final = False
 
@@ -130,7 +132,8 @@ class VerticalStep:
             pager.enter(site.unit)
             try:
                 for batch in self._batches:
-                    self._resume(batch)
+                    if not isinstance(self._resume(batch), Computed):
+                        raise NotVertical(f"{site.name} raises an error, and the model goes on")
             finally:
                 pager.leave(site.unit)
             pager.moment = 2 * len(self._sites)
@@ -143,6 +146,8 @@ class VerticalStep:
             if isinstance(message, Finished):
                 self._end_forward(batch, message.value)
             what = message if isinstance(message, Arrived) else None
+            if process_state() != self._process_state:
+                raise NotVertical("the model's forward sets something for the whole process while it calls its blocks")
             if batch is not self._batches[0] and what != first:
                 raise NotVertical(f"micro-batches call different blocks: {_name(first)}, {_name(what)}")
             first = what
