@@ -187,10 +187,16 @@ class StateAccess:
         """Replace the optimizer's state of a parameter. Per-element tensors have the parameter's shape; the rest is scalar.
 
         Where states are stored rounded, what `state` gave is stored as it was. Random numbers go on from the state's "step".
+
+        Raises:
+            ValueError: they do not fit; nothing has been changed.
         """
         unit, slot = self._holding.locate(parameter)
         state = self._states[unit.index, slot.index]
         names = self._records.names_of(unit)
+        if values:
+            _check_state(slot, names, state, values)
+        num_updates = int(values.get("step", 0))
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
         state.scalars = {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -198,7 +204,7 @@ class StateAccess:
             if name not in tensors
         }
         state.is_fresh = not values
-        state.num_updates = int(state.scalars.get("step", 0))
+        state.num_updates = num_updates
         state.names = tuple(tensors) if values else None
         flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
         for chunk, piece in self._pieces(unit, slot):
@@ -357,3 +363,32 @@ def _in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
     return _flat(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))
+
+
+def _check_state(slot: Slot, names: Sequence[str], state: ParameterState, values: Mapping[str, Any]) -> None:
+    fqn = slot.spec.fqn
+    known = (*(names if state.names is None else state.names), *state.scalars)
+    if not state.is_fresh:
+        for wrong, what in (
+            ([n for n in known if n not in values], "lacks"),
+            ([n for n in values if n not in known], "has"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"the state for '{fqn}' {what} {', '.join(map(repr, wrong))}. Give all of {', '.join(map(repr, known))}, "
+                    "and nothing else; infinity.GatheredParameters changes weights"
+                )
+    for name, value in values.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if name in names:
+            shape = tuple(value.shape) if is_tensor else type(value).__name__
+            if shape != tuple(slot.spec.shape) or not value.is_floating_point() or value.device.type == "meta":
+                raise ValueError(
+                    f"the state '{name}' for '{fqn}' is {shape}, {getattr(value, 'dtype', 'no tensor')}, on "
+                    f"{getattr(value, 'device', 'no device')}. Give a floating-point tensor of shape {tuple(slot.spec.shape)}"
+                )
+        elif is_tensor and value.numel() != 1:
+            raise ValueError(
+                f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, for which there is no place. Give "
+                f"{', '.join(map(repr, names)) or 'none'} per element, and scalars"
+            )

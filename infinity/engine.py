@@ -272,7 +272,7 @@ class Engine:
         return self._parts.access.state(parameter)
 
     def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
-        """Replace a parameter's optimizer state."""
+        """Replace a parameter's optimizer state. Raises ValueError, and changes nothing, where that does not fit."""
         self.flush()
         self._parts.access.load_state(parameter, values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from infinity.pager import Pager
 def save_safetensors(holding: ModelHolding, pager: Pager, directory: Path, filename: str) -> None:
     """One shard per unit plus one for buffers, and an index, each moved into place when it is whole.
 
+    Other files of that name in the directory, those of an earlier save, are removed then.
     Tied weights are written under each of their names, so that a strict ``load_state_dict`` finds them all.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -51,6 +53,10 @@ def save_safetensors(holding: ModelHolding, pager: Pager, directory: Path, filen
         write(num_shards, buffers)
     contents = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(index.items()))}
     _replace(directory / f"{stem}.safetensors.index.json", json.dumps(contents, indent=2) + "\n")
+    # Older weights of that name: a reader would take a single file before an index.
+    for path in (directory / f"{stem}.safetensors", *directory.glob(f"{glob.escape(stem)}-*-of-*.safetensors")):
+        if path.name not in index.values():
+            path.unlink(missing_ok=True)
     _save_configs(holding.model, directory)
 
 

@@ -157,3 +157,28 @@ def test_half_of_the_main_weight_is_not_stored_twice(tmp_path: Path) -> None:
             sizes[main_weights] = plan.states_bytes["nvme"]
     saved = sizes["fp32"] - sizes["remainder"]
     assert 2 * plan.num_trainable <= saved <= 3 * plan.num_trainable
+
+
+_MISFITS: dict[str, Any] = {
+    "lacks a state": lambda state: state.pop("exp_avg"),
+    "lacks the step": lambda state: state.pop("step"),
+    "has a weight": lambda state: state.update(weight=torch.zeros_like(state["exp_avg"])),
+    "other shape": lambda state: state.update(exp_avg=state["exp_avg"].t()),
+    "whole numbers": lambda state: state.update(exp_avg=state["exp_avg"].long()),
+    "no memory": lambda state: state.update(exp_avg=state["exp_avg"].to("meta")),
+    "no number": lambda state: state.update(step=torch.tensor(float("nan"))),
+}
+
+
+@pytest.mark.parametrize("misfit", _MISFITS)
+def test_state_that_does_not_fit_changes_nothing(misfit: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_changes(tmp_path, "nvme", "nvme", "remainder")) as both:
+        both.engine_step(0)
+        param = both.model.get_parameter("blocks.0.up.weight")
+        for _ in range(5):  # nor does it keep pages
+            state = both.engine.gather_state(param)
+            _MISFITS[misfit](state)
+            with pytest.raises(ValueError):
+                both.engine.load_state(param, state)
+        both.engine_step(1)
+        both.require_equal()

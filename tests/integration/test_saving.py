@@ -66,3 +66,18 @@ def test_saved_weights_load_into_transformers_with_equal_logits(name: str, tmp_p
     loaded = loaded.to(torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batch).logits, logits)
+
+
+def test_a_save_replaces_older_weights_of_that_name(tmp_path: Path) -> None:
+    """A reader takes a single file before an index."""
+    folder = tmp_path / "weights"
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"]) as both:
+        folder.mkdir()
+        stale = [folder / name for name in ("model.safetensors", "model-00001-of-00099.safetensors")]
+        other = folder / "model_of_another.safetensors"
+        for path in (*stale, other):
+            path.write_bytes(b"old")
+        both.engine.save_16bit_model(folder)
+        assert not any(path.exists() for path in stale)
+        assert other.exists()
+        assert (folder / "model.safetensors.index.json").exists()
