@@ -60,6 +60,7 @@ class StateLoader:
             # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
             if not isinstance(entry, LazyEntry):
                 self._elementwise(param, entry)
+                self._check_scalars(param, entry)
 
     def load_into(self, keeper: StateKeeper) -> None:
         """Write all state, then set the hyperparameters in the template's own dicts."""
@@ -97,6 +98,23 @@ class StateLoader:
         values = {key: value for key, value in self._groups[index].items() if key != "params"}
         loaded = self._worker.load(values, small, self._template.device)
         return {name: value for name, value in loaded.items() if name not in names}
+
+    def _check_scalars(self, param: Tensor, entry: Mapping[str, Any]) -> None:
+        if not any(value is not None for value in entry.values()) or not param.requires_grad:
+            return
+        try:
+            scalars = self._scalars(param, entry)
+            missing = [
+                name for name in self._updater.scalar_names(self._template.group_index(param)) if name not in scalars
+            ]
+            int(scalars.get("step", 0))
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            missing = [repr(error)]
+        if missing:
+            raise ValueError(
+                f"loaded state dict has no usable scalars for parameter '{self._template.fqn(param)}': "
+                f"{', '.join(missing)}. Was it saved by another kind of optimizer?"
+            )
 
     def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
         """The entry's element-wise tensors as float32, after checking that they are what the parameter needs."""

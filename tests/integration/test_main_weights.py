@@ -182,3 +182,22 @@ def test_state_that_does_not_fit_changes_nothing(misfit: str, tmp_path: Path) ->
                 both.engine.load_state(param, state)
         both.engine_step(1)
         both.require_equal()
+
+
+@pytest.mark.parametrize("step", [None, torch.tensor(float("nan")), "x"], ids=["none", "nan", "text"])
+def test_a_state_dict_that_does_not_fit_changes_nothing(step: Any, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_changes(tmp_path, "nvme", "nvme", "remainder")) as both:
+        both.engine_step(0)
+        saved = both.optimizer.state_dict()
+        states = {index: dict(entry) for index, entry in saved["state"].items()}
+        for entry in states.values():
+            entry["exp_avg"] = entry["exp_avg"] + 1
+        last = states[max(states)]
+        if step is None:
+            del last["step"]
+        else:
+            last["step"] = step
+        with pytest.raises(ValueError, match="no usable scalars"):
+            both.optimizer.load_state_dict({**saved, "state": states})
+        both.engine_step(1)
+        both.require_equal()
