@@ -87,7 +87,9 @@ class Glue:
         self._owner = owner
         self._inputs: list[list[Edge]] = []
         self._marks: list[int] = []
-        """By call: nodes made before it have lower numbers."""
+        """By call that is not without gradient: nodes made before it have lower numbers."""
+        self._places: list[int] = []
+        """The positions of these calls; in the end that of the loss as well."""
         self._piece_of: dict[Any, int] = {}
         self._pieces: dict[int, _Piece] = {}
         self._waiting: dict[Edge, torch.Tensor] = {}
@@ -109,10 +111,16 @@ class Glue:
         self._hooked.update(edge_of(tensor) for _, tensor in alive if tensor._backward_hooks)
         self._watched = [reference for reference, _ in alive]
 
-    def note_inputs(self, edges: Sequence[Edge]) -> None:
-        """A call has been made, and has inputs with these edges. The calling thread is that of the forward."""
-        self._inputs.append(list(edges))
-        self._marks.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    def note_call(self, edges: Sequence[Edge] | None) -> None:
+        """A call has been made. The calling thread is that of the forward.
+
+        Args:
+            edges: of its inputs; None for a call without gradient.
+        """
+        self._inputs.append(list(edges or ()))
+        if edges is not None:
+            self._marks.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._places.append(len(self._inputs))
 
     def seal(self, loss: torch.Tensor) -> None:
         """Forward is complete, and ``loss`` is what backward starts from (0-dim, divided already).
@@ -121,6 +129,7 @@ class Glue:
             NotVertical: micro-batches share parts of their graphs.
         """
         loss_edge = edge_of(loss)
+        self._places.append(len(self._inputs) + 1)
         for position, edges in enumerate([*self._inputs, [loss_edge]], start=1):
             self._pieces[position] = _Piece()
             for edge in edges:
@@ -131,6 +140,7 @@ class Glue:
         self._check_crossings()
         self._inputs.clear()
         self._marks.clear()
+        self._places.clear()
         self.add(loss_edge, torch.ones_like(loss))
 
     def _check_hooks(self) -> None:
@@ -198,12 +208,14 @@ class Glue:
 
     def _place(self, node: Any) -> int:
         """The position of the first call that was made after ``node``, or that of the loss."""
-        return bisect.bisect_right(self._marks, node._sequence_nr()) + 1
+        return self._places[bisect.bisect_right(self._marks, node._sequence_nr())]
 
     def _place_behind(self, node: Any) -> int:
         """The position of the first piece that may use what ``node`` has given."""
         if self._is_end(node):
-            return self._place(node) + 1 if node is not None and self._is_call(node) else 1
+            if node is None or not self._is_call(node):
+                return 1
+            return self._places[min(bisect.bisect_right(self._marks, node._sequence_nr()) + 1, len(self._marks))]
         return self._piece_of[node]
 
     def _add_to_piece(self, node: Any, position: int) -> None:
@@ -285,6 +297,7 @@ class Glue:
         """Let go of the graph."""
         self._inputs.clear()
         self._marks.clear()
+        self._places.clear()
         self._piece_of.clear()
         self._pieces.clear()
         self._waiting.clear()

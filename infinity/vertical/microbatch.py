@@ -152,13 +152,13 @@ class MicroBatch:
     ) -> Any:
         if not with_gradient:
             self.calls.append(None)
-            self.glue.note_inputs([])
+            self.glue.note_call(None)
             return forward(*args, **kwargs)
         tools = self._tools
         call = UnitCall(site, forward, self, tools.boundary, tools.device, is_trial=tools.is_trial)
         self.calls.append(call)
         result = call.run(args, kwargs, tools.anchor)
-        self.glue.note_inputs(call.take_edges())
+        self.glue.note_call(call.take_edges())
         self.glue.watch(tensors_in(result))
         return result
 
