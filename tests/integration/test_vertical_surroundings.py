@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,16 +18,24 @@ from tests.exactness.shapes.blocks import VOCABULARY, Block, Net, token_batch
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
 
-def _train(both: Lockstep, schedule: str, *, num_steps: int = 3, first: int = 0) -> None:
+def _train(
+    both: Lockstep,
+    schedule: str,
+    *,
+    num_steps: int = 3,
+    first: int = 0,
+    batch_of: Callable[[int, int], dict[str, Tensor]] | None = None,
+    through: Callable[[list[Any]], Iterator[Any]] = iter,
+) -> None:
     for step in range(first, first + num_steps):
-        batches = [both.batch(step, index) for index in range(3)]
+        batches = [(batch_of or both.batch)(step, index) for index in range(3)]
         losses = []
         for batch in batches:
             loss = both.reference.forward(batch)
             losses.append(loss.detach())
             both.reference.backward(loss)
         both.reference.step()
-        mean = both.engine.train_batch(iter(batches))
+        mean = both.engine.train_batch(through(batches))
         assert both.engine.report.schedule == schedule, both.engine.report.schedule_reason
         both.note(f"loss {step}", torch.stack(losses).mean(), mean)
 
@@ -49,19 +57,10 @@ def test_an_iterator_that_fills_the_same_memory_again(how: str, tmp_path: Path) 
                     memory[name].copy_(values)
                 yield memory
 
-        for step in range(3):
-            one = both.batch(step, 0)
-            batches = [{name: (values + index) % VOCABULARY for name, values in one.items()} for index in range(3)]
-            losses = []
-            for batch in batches:
-                loss = both.reference.forward(batch)
-                losses.append(loss.detach())
-                both.reference.backward(loss)
-            both.reference.step()
-            mean = both.engine.train_batch(filled(batches))
-            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
-            both.note(f"loss {step}", torch.stack(losses).mean(), mean)
-        assert len({float(loss) for loss in losses}) == 3
+        def same_shape(step: int, index: int) -> dict[str, Tensor]:
+            return {name: (values + index) % VOCABULARY for name, values in both.batch(step, 0).items()}
+
+        _train(both, "vertical", batch_of=same_shape, through=filled)
         both.require_equal()
 
 
