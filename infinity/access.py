@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from infinity.device import ComputeDevice
-from infinity.errors import ModelError
 from infinity.holding import ModelHolding
 from infinity.layout import Chunk, Piece, Slot
 from infinity.pager import Pager
@@ -283,13 +282,16 @@ class StateAccess:
             parameter.data = value
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> list[Gathered]:
-        """Open the parameters' units and keep them open. Returns what `scatter` needs."""
+        """Open the parameters' units and keep them open. Returns what `scatter` needs.
+
+        Raises:
+            BudgetTooSmallError: they do not fit into memory together.
+        """
         units: dict[int, Unit] = {}
         for parameter in parameters:
-            if not self._holding.holds(parameter):
-                raise ModelError(f"a parameter of shape {tuple(parameter.shape)} belongs to another model or engine")
             unit, _ = self._holding.locate(parameter)
             units[unit.index] = unit
+        self._pager.check_room(units.values())
         gathering: list[Gathered] = []
         try:
             for unit in units.values():

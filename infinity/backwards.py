@@ -111,6 +111,7 @@ class Backwards:
 
     def _finish_own_of_user(self) -> None:
         is_whole = False
+        self._guard.has_backward = True
         try:
             self.collector.finish()
             is_whole = True

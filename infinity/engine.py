@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.backwards import Backwards
 from infinity.config import InfinityConfig
@@ -107,6 +108,7 @@ class Engine:
         self._check_usable()
         self._guard.check_backward(loss)
         self._backwards.collect()
+        self._vertical.note_ordinary()
         self._reporter.note_loss(loss, self.global_steps)
         self._backwards.run(self._stepper.scaler.share_of(loss, self.config.gradient_accumulation_steps))
         return loss
@@ -122,10 +124,11 @@ class Engine:
         ``bf16.check_grad_overflow``, a step whose gradients are not finite changes nothing, and `lr_scheduler` stays.
 
         Raises:
+            StepOrderError: there was no backward since the last one, or it was cut off.
             LossScaleError: gradients are not finite even with the smallest loss scale allowed.
         """
         self._check_usable()
-        self._guard.check_whole()
+        self._guard.check_step()
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
             self._is_in_step = True
@@ -133,11 +136,12 @@ class Engine:
                 self.optimizer.step()  # so that its hooks run, and schedulers see it
             finally:
                 self._is_in_step = False
-            if self.lr_scheduler is not None and self.was_step_applied():
-                self.lr_scheduler.step()
         self.micro_steps += 1
+        self._guard.has_backward = False
         if is_boundary:
             self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
+            if self.was_step_applied() and not isinstance(self.lr_scheduler, ReduceLROnPlateau | None):
+                self.lr_scheduler.step()  # one on a plateau needs a metric: its owner steps it
 
     def was_step_applied(self) -> bool:
         """Whether the last step changed weights; False if its gradients were not finite and the config checks that."""
@@ -215,6 +219,8 @@ class Engine:
         self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
         self._reporter.begin()
         self._backwards.collect()
+        if not self._is_in_step:
+            self._vertical.note_ordinary()
         had_gradients = self._stepper.gradients.has_any
         is_complete = False
         self._guard.move_to(Phase.STEPPING)
@@ -288,12 +294,12 @@ class Engine:
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
         """Write the trained weights (compute dtype) and buffers as sharded safetensors, in bounded memory.
 
-        The directory gets shards, ``model.safetensors.index.json`` and, for a Hugging Face model, its config:
-        ``from_pretrained(save_dir)`` loads it, and so does plain torch, shard by shard.
+        The directory (made if missing) gets shards, ``model.safetensors.index.json`` and, for a Hugging Face model, its
+        config: ``from_pretrained(save_dir)`` loads it, and so does plain torch, shard by shard. ``save_filename`` gives the
+        shards' names; "pytorch_model.bin" means the default.
 
-        Args:
-            save_dir: directory; made if missing.
-            save_filename: name of which the shards' names are made.
+        Raises:
+            StorageError: the directory cannot take them; what was there before is still there.
         """
         self.flush()
         save_safetensors(self._parts.holding, self._pager, Path(save_dir), save_filename)
@@ -367,9 +373,7 @@ class Engine:
                 finish_pending(self.flush)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an engine cannot be copied or pickled: its states lie in scratch files. Copy engine.module instead"
-        )
+        raise TypeError("an engine cannot be copied or pickled, its states lie in scratch files: copy engine.module")
 
     def __enter__(self) -> Engine:
         return self

@@ -32,17 +32,26 @@ _ENOUGH = 4
 class Forecast:
     """Refines the plan that was made at start."""
 
-    def __init__(self, plan: Plan, units: Sequence[UnitSize], request: Request, guess: Sequence[int]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[UnitSize],
+        request: Request,
+        guess: Sequence[int],
+        *,
+        expects_vertical: bool = False,
+    ) -> None:
         """
         Args:
             plan: without predictions.
             units: all units.
             request: what its placement was asked.
             guess: the order of need before the first micro-batch is recorded: forward, then backward.
+            expects_vertical: all micro-batches of a step go through a unit together, as far as can be told.
         """
         self._units = units
         self._request = request
-        self._known = (tuple(guess), len(units), Traffic())
+        self._known = (tuple(guess), len(units), Traffic(is_vertical=expects_vertical))
         self._plan = self._predicted(plan)
         self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self._num_steps = 0

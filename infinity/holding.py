@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError, UnsupportedModelError
 from infinity.layout import Slot
 from infinity.parameter import let_go
 from infinity.unit import Unit
@@ -128,8 +128,18 @@ class ModelHolding:
         self._modified: list[Unit] = []
 
     def locate(self, parameter: torch.Tensor) -> tuple[Unit, Slot]:
-        """The unit and slot of a parameter of the model."""
-        return self._places[id(parameter)]
+        """The unit and slot of a parameter of the model.
+
+        Raises:
+            ModelError: it is not one of the model's.
+        """
+        place = self._places.get(id(parameter))
+        if place is None:
+            raise ModelError(
+                f"a tensor of shape {tuple(parameter.shape)} is no parameter of the engine's model. Pass one of "
+                "engine.module.parameters()"
+            )
+        return place
 
     def holds(self, parameter: object) -> bool:
         """Whether this is a parameter of the model."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from infinity.errors import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _RESERVE = 0.10
 _RESERVE_WITH_ACTIVATIONS = 0.25
@@ -37,6 +42,22 @@ class FreeShare:
     def budget_bytes(self) -> int:
         """What is taken at most."""
         return self.free_bytes - self.reserve_bytes
+
+    def warn_beyond(self, taken_bytes: int, released_bytes: int) -> None:
+        """Say so if an engine is about to take more than there is.
+
+        Args:
+            taken_bytes: what it takes.
+            released_bytes: what it gives back first: the model's own tensors.
+        """
+        there = self.free_bytes + released_bytes
+        if taken_bytes > there:
+            logger.warning(
+                "config key 'infinity.host_memory_budget': the engine takes %s, but only %s of host memory are free. The "
+                'system may end the process. Set it to less, or to "auto"',
+                format_bytes(taken_bytes),
+                format_bytes(there),
+            )
 
     def __str__(self) -> str:
         free, reserve = (f"{size / 1e6:,.0f} MB" for size in (self.free_bytes, self.reserve_bytes))

@@ -23,7 +23,7 @@ from infinity.forecast import Forecast, first_plan
 from infinity.gradients import GradientStore
 from infinity.holding import ModelHolding, cast_buffers
 from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
-from infinity.layout import Slot, UnitLayout
+from infinity.layout import UnitLayout
 from infinity.loss_scale import LossScaler
 from infinity.model_check import check_model
 from infinity.optim import (
@@ -50,7 +50,7 @@ from infinity.update_job import ParameterState
 from infinity.vertical import SharedPager, SpillSpace, Surroundings, place_for_schedule
 from infinity.waiting_dtype import WaitingDtype
 from infinity.workspace import RecordFormat
-from infinity.wrapping import find_blocks, partition
+from infinity.wrapping import find_blocks, partition, used_together
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ def initialize(
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
         training_data: a data set; the third result is then its loader, in the data set's order. To shuffle, make a loader
             of your own.
-        lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one.
+        lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
+            steps it, but for ReduceLROnPlateau, which needs a metric.
         distributed_port, mpu, dist_init_required, mesh_param: taken as DeepSpeed takes them; with one process they mean
             nothing.
         collate_fn: for the loader.
@@ -175,15 +176,6 @@ def _make_units(model: nn.Module, config: InfinityConfig) -> list[Unit]:
     return units
 
 
-def _used_together(
-    model: nn.Module, config: InfinityConfig, places: dict[int, tuple[Unit, Slot]]
-) -> tuple[frozenset[int], ...]:
-    """For each block, the units in which its parameters lie: more than one if some of them are shared with other blocks."""
-    modules = dict(model.named_modules())
-    blocks = [modules[fqn] for fqn in find_blocks(model, config.infinity.units)]
-    return tuple(frozenset(places[id(p)][0].index for p in block.parameters()) for block in blocks)
-
-
 def _guess(units: Sequence[Unit]) -> list[int]:
     """Before the first micro-batch is recorded: forward in the order of registration, backward in reverse."""
     forward = [unit.index for unit in units]
@@ -239,7 +231,9 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         num_micro_batches=config.gradient_accumulation_steps,
         page_bytes=config.infinity.page_bytes,
         prefetches=config.infinity.prefetch,
-        used_together=_used_together(model, config, places),
+        used_together=used_together(
+            model, config.infinity.units, {key: unit.index for key, (unit, _) in places.items()}
+        ),
         can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
         gradient_itemsize=waiting.dtype.itemsize,
         rounds_gradients=waiting.rounds,
@@ -247,6 +241,8 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     )
     guess = _guess(units)
     placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
+    if budget is not None:
+        share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in model.parameters()))
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
     storage = Storage(config, device, placement, request, sizes)
@@ -259,7 +255,7 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
             clock,
             prefetches=config.infinity.prefetch,
             guess=guess,
-            budget_key="infinity.host_memory_budget" if device.shares_host_memory else "infinity.device_memory_budget",
+            budget=placement.budget_of_weights(request),
         )
         chunks = [
             unit.layout.chunks(placement.chunk_numel, border)
@@ -289,7 +285,11 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         storage.close()
         raise
     forecast = Forecast(
-        first_plan(config, units, request, placement, storage.resting_bytes(), budget_source), sizes, request, guess
+        first_plan(config, units, request, placement, storage.resting_bytes(), budget_source),
+        sizes,
+        request,
+        guess,
+        expects_vertical=suitability.is_expected,
     )
     if device.shares_host_memory and storage.nvme_bytes:
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.

@@ -42,6 +42,8 @@ class LoopGuard:
     def __init__(self, stepper: Stepper, step: Callable[[], int]) -> None:
         """``step`` gives the number of the present step, for messages."""
         self.phase = Phase.READY
+        self.has_backward = False
+        """Whether there was a backward since the last ``engine.step()``."""
         self._stepper = stepper
         self._step = step
 
@@ -50,6 +52,7 @@ class LoopGuard:
         if phase not in _TRANSITIONS[self.phase]:
             raise RuntimeError(f"the training loop cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
+        self.has_backward |= phase is Phase.BACKWARD
 
     def cut_off(self) -> None:
         """Whatever was under way will not go on."""
@@ -74,6 +77,17 @@ class LoopGuard:
                 "engine",
                 "the last backward was cut off by an exception, its gradients are not whole",
                 cure="Call engine.reset() to drop them, then train on",
+                step=self._step(),
+            )
+
+    def check_step(self) -> None:
+        """Raise if ``engine.step()`` makes no sense now."""
+        self.check_whole()
+        if not self.has_backward:
+            raise StepOrderError(
+                "engine.step()",
+                "there was no backward since the last one",
+                cure="Call engine.backward(loss) for each micro-batch before it",
                 step=self._step(),
             )
 

@@ -80,10 +80,10 @@ class Pager(Residency):
         *,
         prefetches: bool,
         guess: Sequence[int],
-        budget_key: str,
+        budget: tuple[str, int],
     ) -> None:
         """See `Residency`."""
-        super().__init__(units, pool, source, clock, prefetches=prefetches, guess=guess, budget_key=budget_key)
+        super().__init__(units, pool, source, clock, prefetches=prefetches, guess=guess, budget=budget)
         self._depth = 0
         self.saving = SavingHooks(self.pack, self.unpack)
         """The hooks that turn what autograd saves into tokens."""
@@ -361,13 +361,16 @@ class Pager(Residency):
             for unit in entered:
                 unit.num_active = max(unit.num_active - 1, 0)
 
-    def copy_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
-        """A copy of one parameter's model weight, on the compute device."""
+    @contextmanager
+    def opened(self, unit: Unit) -> Iterator[None]:
+        """The unit's weights lie in its flat buffer inside the ``with`` block."""
         was_open = unit.is_open
         with self.held([unit]):
-            if unit.flat is None:
-                raise RuntimeError(f"unit {unit.name} is not resident after a touch")
-            copy = unit.view(unit.flat.tensor(), slot).clone()
+            yield
         if not was_open and unit.num_active == 0:
             unit.close()
-        return copy
+
+    def copy_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        """A copy of one parameter's model weight, on the compute device."""
+        with self.opened(unit):
+            return unit.weight(slot).clone()

@@ -76,6 +76,18 @@ class Placement:
         """Units whose weights rest on NVMe."""
         return frozenset(range(num_units)) - self.resident_units - self.hosted_units
 
+    def host_bytes(self, request: Request) -> int:
+        """Of host memory, what is divided up."""
+        pages = self.page_bytes * self.num_pages + self.upload_page_bytes * self.num_upload_pages
+        flats = self.weights_bytes if request.shares_host_memory else 0
+        return flats + pages + self.gradient_bytes + self.kept_bytes + self.activation_bytes
+
+    def budget_of_weights(self, request: Request) -> tuple[str, int]:
+        """The config key of the budget that flat buffers are a part of, and its value."""
+        if request.shares_host_memory:
+            return HOST_KEY, request.budget_bytes
+        return DEVICE_KEY, request.device_budget_bytes or self.weights_bytes
+
 
 @dataclass(frozen=True)
 class _Option:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from infinity.errors import BudgetTooSmallError
+from infinity.errors import BudgetTooSmallError, format_bytes
 from infinity.flat_pool import FlatPool
 from infinity.telemetry.clock import StepClock
 from infinity.trace import Trace, wanted
@@ -57,7 +57,7 @@ class Residency:
         *,
         prefetches: bool,
         guess: Sequence[int],
-        budget_key: str,
+        budget: tuple[str, int],
     ) -> None:
         """
         Args:
@@ -67,7 +67,7 @@ class Residency:
             clock: counts the waiting.
             prefetches: fetch ahead of need.
             guess: the order of need before the first micro-batch is recorded.
-            budget_key: the config key that sets the pool's size, for messages.
+            budget: the config key that the pool is a part of, and its value, for messages.
         """
         self.units = list(units)
         self.pool = pool
@@ -77,7 +77,7 @@ class Residency:
         self.trace = self.training_trace
         self._source = source
         self._prefetches = prefetches
-        self._budget_key = budget_key
+        self._budget_key, self._budget_bytes = budget
         self._by_address: dict[int, Unit] = {}
         self.due: set[int] = set()
         """Indices of units of which an update is about to be created: it needs what is in their buffers."""
@@ -276,13 +276,28 @@ class Residency:
             for u in self.units
             if u.flat is not None
         ]
+        return self._too_small(
+            self.pool.used_bytes + unit.num_bytes - self.pool.capacity_bytes,
+            f"Unit {unit.name} ({unit.num_bytes} bytes) is needed together with {'; '.join(held) or 'nothing else'}",
+        )
+
+    def _too_small(self, lacking_bytes: int, problem: str) -> BudgetTooSmallError:
         return BudgetTooSmallError(
             self._budget_key,
-            budget_bytes=self.pool.capacity_bytes,
-            minimum_bytes=self.pool.used_bytes + unit.num_bytes,
-            reason=f"This is the part of it for weights. Unit {unit.name} ({unit.num_bytes} bytes) is needed together with "
-            + ("; ".join(held) or "nothing else"),
+            budget_bytes=self._budget_bytes,
+            minimum_bytes=self._budget_bytes + 2 * lacking_bytes,  # up to half of more goes into staging
+            reason=f"{format_bytes(self.pool.capacity_bytes)} of it are for weights. {problem}",
         )
+
+    def check_room(self, units: Collection[Unit]) -> None:
+        """Raise `BudgetTooSmallError` if the units cannot be in memory together."""
+        moving_bytes = sum(unit.num_bytes for unit in units if not unit.stays_resident)
+        if moving_bytes > self._moving_bytes:
+            raise self._too_small(
+                moving_bytes - self._moving_bytes,
+                f"{len(units)} units are gathered at once, of which {format_bytes(moving_bytes)} have to be fetched: gather "
+                "fewer parameters at a time",
+            )
 
     def close_strays(self) -> None:
         """Close the units that an operation opened and no module holds."""

@@ -118,6 +118,12 @@ class Unit:
         spec = slot.spec
         return base.view(spec.dtype).as_strided(spec.shape, spec.stride, slot.offset_bytes // spec.dtype.itemsize)
 
+    def weight(self, slot: Slot) -> torch.Tensor:
+        """The parameter of ``slot``: a view of the flat buffer, which must hold the weights."""
+        if self.flat is None:
+            raise RuntimeError(f"unit {self.name} is paged out")
+        return self.view(self.flat.tensor(), slot)
+
     def trainable_view(self, base: torch.Tensor) -> torch.Tensor:
         """The trainable segment inside ``base``: 1-D, compute dtype, padding included."""
         segment = self.layout.trainable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -130,3 +130,16 @@ def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) 
         unit.fqns.append(fqn)
         unit.num_bytes += num_bytes
     return units
+
+
+def used_together(model: nn.Module, patterns: Sequence[str], unit_of: Mapping[int, int]) -> tuple[frozenset[int], ...]:
+    """For each block, the units in which its parameters lie: more than one if some of them are shared with other blocks.
+
+    Args:
+        model: whose.
+        patterns: see `find_blocks`.
+        unit_of: ``id`` of each parameter -> index of its unit.
+    """
+    modules = dict(model.named_modules())
+    blocks = [modules[fqn] for fqn in find_blocks(model, patterns)]
+    return tuple(frozenset(unit_of[id(p)] for p in block.parameters()) for block in blocks)

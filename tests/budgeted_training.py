@@ -25,6 +25,8 @@ _WIDTH, _NUM_RESULTS, _NUM_TOKENS, _NUM_BLOCKS = 1024, 32_000, 128, 4
 _RESULT_BYTES = _NUM_TOKENS * _NUM_RESULTS * (2 + 4 + 4 + 2 + 2)
 _ACTIVATION_BYTES = _WIDTH * _NUM_RESULTS * 2 + _RESULT_BYTES
 """What plain torch needs at its peak besides weights: the head's gradient, its results in bf16 and fp32, and theirs."""
+_SAVING_BYTES = _WIDTH * _NUM_RESULTS * 2 + (48 << 20)
+"""The head's flat buffer, which is part of the budget but may have been given back, and less than a copy of the head."""
 
 
 class Block(nn.Module):
@@ -120,4 +122,9 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
             "schedule": engine.report.schedule if engine.report is not None else "",
             "limit_bytes": limit,
         }
+        engine.flush()
+        gc.collect()
+        give_back_freed_memory()
+        (Path(group) / "memory.limit_in_bytes").write_text(str(_anonymous_bytes() + _SAVING_BYTES))
+        engine.save_16bit_model(Path(directory) / "weights")
     print(json.dumps(answer))

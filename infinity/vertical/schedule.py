@@ -54,8 +54,8 @@ class VerticalSchedule:
         self._written: set[Key] = set()
         """Buffers of which it is known that each is used at one place only."""
         self._anchor = torch.zeros((), requires_grad=True)
-        self.traffic = Traffic()
-        """What the last step of `run` means for the bytes that a step moves."""
+        self.traffic = Traffic(is_vertical=self._suitability.is_expected)
+        """What the order of the last step, or before it of the first one, means for the bytes that a step moves."""
 
     def obstacle(self) -> str | None:
         """Why the next step cannot go vertically; None if it can be tried."""
@@ -131,6 +131,10 @@ class VerticalSchedule:
             step.undo(error)
 
         surely(clean_up)
+
+    def note_ordinary(self) -> None:
+        """A step goes in the ordinary order, or a part of it."""
+        self.traffic = Traffic()
 
     def forgive(self) -> None:
         """The ordinary order failed as well: see `Suitability.forgive`."""

@@ -34,6 +34,11 @@ class Suitability:
         return self._against
 
     @property
+    def is_expected(self) -> bool:
+        """Whether steps go vertically as far as the config tells: it asks for that, and nothing is against it."""
+        return self._asked == "vertical" and self._against is None
+
+    @property
     def is_proven(self) -> bool:
         """Whether the last step went vertically, under close watch or after one that did, so that the next one needs less."""
         return self._num_successes > 0 and not self._failed_last

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import InfinityError, StepError
+from infinity.errors import InfinityError, StepError, StepOrderError
 from infinity.schedules import WarmupLR
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 
@@ -271,3 +271,44 @@ def _train_with_schedule(both: Lockstep, reference_schedule: Any) -> None:
         reference_schedule.step()
         assert both.engine.get_lr() == reference_schedule.get_last_lr()
     both.require_equal()
+
+
+def test_a_plateau_schedule_waits_for_its_metric(tmp_path: Path) -> None:
+    make = torch.optim.lr_scheduler.ReduceLROnPlateau
+    given: dict[str, Any] = {"lr_scheduler": lambda optimizer: make(optimizer, factor=0.1, patience=0)}
+    with Lockstep.start(tmp_path, arguments=lambda _: given) as both:
+        reference = make(both.reference.optimizer, factor=0.1, patience=0)
+        before = both.engine.get_lr()[0]
+        for step in range(3):
+            both.engine_step(step)
+            both.scheduler.step(1.0)
+            reference.step(1.0)
+        assert both.engine.get_lr()[0] < before
+        both.require_equal()
+
+
+def test_a_schedule_that_raises_leaves_whole_steps(tmp_path: Path) -> None:
+    class Failing:
+        fails = True
+
+        def step(self) -> None:
+            if self.fails:
+                raise RuntimeError("the schedule failed")
+
+    schedule = Failing()
+    changes = {"gradient_accumulation_steps": 2}
+    with Lockstep.start(tmp_path, changes=changes, arguments=lambda _: {"lr_scheduler": schedule}) as both:
+        with pytest.raises(RuntimeError, match="the schedule failed"):
+            both.engine_step(0)
+        schedule.fails = False
+        assert (both.engine.global_steps, both.engine.micro_steps) == (1, 2)
+
+
+def test_a_step_without_a_backward_is_refused(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 2}) as both:
+        for step in range(2):
+            with pytest.raises(StepOrderError, match="no backward") as caught:
+                both.engine.step()
+            assert "engine.backward(loss)" in str(caught.value)
+            both.engine_step(step)
+        both.require_equal()

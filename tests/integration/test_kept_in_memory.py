@@ -107,3 +107,21 @@ def test_weights_that_stay_may_be_changed_and_read(tmp_path: Path) -> None:
             assert torch.equal(parameter.detach().float(), changed), "a new weight is its own main weight"
         assert not torch.equal(changed, weight)
         pair.engine.flush()
+
+
+@pytest.mark.parametrize(("share", "warns"), [(2.0, True), (0.5, False)])
+def test_a_plan_beyond_the_memory_that_there_is_warns(
+    share: float, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget that is too large for the machine does no harm as long as the model does not fill it."""
+    config = everything_on_nvme(tmp_path, _changes("in_backward", host_memory_budget="10TB"))
+    model = PLAIN.make("none")
+    with infinity.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
+        taken = sum(engine.plan.states_bytes.values())
+    model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    monkeypatch.setattr("infinity.host_memory.free_bytes", lambda: int(taken / share) - model_bytes)
+    with caplog.at_level("WARNING"), infinity.initialize(model=model, config=config)[0]:
+        pass
+    said = [record.message for record in caplog.records if "host_memory_budget" in record.message]
+    assert bool(said) == warns
+    assert all("are free" in message and '"auto"' in message for message in said)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import InfinityError, ParameterNotResidentError
-from tests.exactness.lockstep import Lockstep
+from infinity.errors import BudgetTooSmallError, InfinityError, ModelError, ParameterNotResidentError
+from tests.exactness.families import FAMILIES
+from tests.exactness.lockstep import Lockstep, everything_on_nvme
 
 _BF16 = {"bf16": {"enabled": True}}
 
@@ -196,4 +197,36 @@ def test_a_write_outside_the_engine_counts_or_raises(write: str, tmp_path: Path)
             change(both.reference.model.get_parameter(name))
             change(both.reference.main[name])
         both.engine_step(1)
+        both.require_equal()
+
+
+def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> None:
+    llama = next(case for case in FAMILIES if case.name == "llama")
+
+    def start(budget_bytes: int) -> infinity.Engine:
+        config = everything_on_nvme(tmp_path, {**_BF16, "infinity": {"host_memory_budget": budget_bytes}})
+        return infinity.initialize(model=llama.make("none"), config=config)[0]
+
+    with pytest.raises(BudgetTooSmallError) as refused:
+        start(1)
+    with start(refused.value.minimum_bytes) as engine:
+        with (
+            pytest.raises(BudgetTooSmallError, match="gather fewer parameters at a time") as refused,
+            infinity.GatheredParameters(engine.module.parameters()),
+        ):
+            pass
+        assert f"{engine.plan.host_budget_bytes} bytes" in str(refused.value)
+        with infinity.GatheredParameters(next(engine.module.parameters())):
+            pass
+    with start(refused.value.minimum_bytes) as engine, infinity.GatheredParameters(engine.module.parameters()):
+        assert all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
+
+
+@pytest.mark.parametrize("call", ["state_of", "has_state", "gather_state", "gather"])
+def test_a_foreign_tensor_is_refused(call: str, tmp_path: Path) -> None:
+    foreign = nn.Parameter(torch.ones(3, 2))
+    with Lockstep.start(tmp_path) as both:
+        with pytest.raises(ModelError, match=r"\(3, 2\) is no parameter of the engine's model"):
+            getattr(both.engine, call)([foreign] if call == "gather" else foreign)
+        both.engine_step(0)
         both.require_equal()

@@ -81,3 +81,21 @@ def test_eight_micro_batches_move_the_bytes_of_one(case: str, changes: str, budg
             assert abs(got - wanted) <= 0.01 * wanted + wanted / _MEASURED, (
                 f"{num_micro_batches}: {name} {got}, not {wanted}"
             )
+
+
+def test_the_first_plan_is_that_of_the_order_that_the_config_asks_for(tmp_path: Path) -> None:
+    case = _CASES["llama"]
+    plans = {}
+    for schedule in ("ordinary", "vertical"):
+        own = {"host_memory_budget": _budget(case, {}, tmp_path, 1.5), "schedule": schedule}
+        changes = {"gradient_accumulation_steps": 4, "infinity": own}
+        engine, *_ = infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))
+        with engine:
+            plans[schedule] = engine.plan
+            assert engine.plan.traffic.is_vertical == (schedule == "vertical")
+            for index in range(4):  # the user's loop goes one micro-batch after the other, whatever the config says
+                engine.backward(engine(**make_batch(0, index, case=case)).loss)
+                assert not engine.plan.traffic.is_vertical
+                engine.step()
+    assert plans["vertical"].predicted_read_bytes_per_step < plans["ordinary"].predicted_read_bytes_per_step / 2
+    assert "all through a unit before the next" in str(plans["vertical"])

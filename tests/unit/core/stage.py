@@ -61,7 +61,7 @@ def make_pager(
         StepClock(),
         prefetches=prefetches,
         guess=[unit.index for unit in units] if guess is None else guess,
-        budget_key="infinity.host_memory_budget",
+        budget=("infinity.host_memory_budget", capacity_bytes),
     )
 
 
