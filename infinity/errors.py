@@ -329,13 +329,13 @@ class ScheduleError(StepError):
 class PartialUpdateError(StepError):
     """Some units hold the weights of the next step and others those of this one."""
 
-    def __init__(self, *, step: int, num_updated: int, num_units: int, problem: str) -> None:
+    def __init__(self, *, step: int, num_updated: int, num_units: int, problem: str, cure: str = "") -> None:
         self.num_updated = num_updated
         self.num_units = num_units
+        cure = cure or "To be able to skip steps, set config key 'infinity.update' to \"step\""
         super().__init__(
-            f"step {step}: {problem}, after {num_updated} of {num_units} units had been updated in backward. "
-            "The weights are a mixture of two steps: load a checkpoint, or finish the step. To be able to skip steps, "
-            "set config key 'infinity.update' to \"step\"",
+            f"step {step}: {problem}, after {num_updated} of {num_units} units had been updated in backward. The weights "
+            f"are a mixture of two steps: load saved ones, or accept them with engine.reset(). {cure}",
             step=step,
         )
 

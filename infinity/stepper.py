@@ -242,6 +242,7 @@ class Stepper:
             num_updated=len(self.updated),
             num_units=len(self.units),
             problem=f"the optimizer's {', '.join(changed)} changed between engine.backward() and engine.step()",
+            cure="Set them before engine.backward(), or set config key 'infinity.update' to \"deferred\"",
         )
 
     def _forget(self) -> None:
