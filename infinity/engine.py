@@ -258,7 +258,7 @@ class Engine:
         self._check_usable()
         self._guard.check_settled()
         with self._parts.clock.waiting("update"):
-            self._parts.stream.drain()
+            self._parts.stream.drain(self._pager.attach_wanted)
         with self._parts.clock.waiting("write"):
             self._parts.storage.flush()
         self._pager.collect_all()

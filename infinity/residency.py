@@ -157,6 +157,13 @@ class Residency:
             return False
         return True
 
+    def attach_wanted(self) -> None:
+        """Let pending updates of the units that are needed first fill their buffers, as far as there is room now."""
+        targets = self.wanted()
+        for unit in (self.units[index] for index in targets):
+            if unit.flat is None and unit.update is not None:
+                self._attach(unit, is_demand=False, keep=targets)
+
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
         # An interruption here must not leave a buffer that looks as if it held the weights.
         self.place(unit, flat, _Unstarted(lambda: self._fetch(unit, is_demand=True)))

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,10 +117,11 @@ class UpdateStream:
                 job.is_held = False
         self._work.ring()
 
-    def drain(self) -> None:
-        """Return when every job is done; raises the error of the first that failed."""
+    def drain(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Return when every job is done; raises the error of the first that failed. ``on_progress``: called in between."""
         self.release_all()
         while self._pending and self._error is None:
+            on_progress()
             self._progress.wait(POLL_SECONDS)  # looking up now and then, so that a KeyboardInterrupt gets through
         self.raise_error()
 

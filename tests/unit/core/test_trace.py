@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.device import Fence, FlatBuffer
 from infinity.trace import Trace, distinct, simulate, simulate_fetches, wanted
 from tests.unit.core.stage import TensorSource, frozen_unit, make_pager
 
@@ -243,3 +244,45 @@ def test_what_is_about_to_be_updated_makes_room_only_on_demand() -> None:
     pager.touch(units[3])
     assert source.fetched == [0, 1, 2, 3] and units[3].flat is not None, "what is needed now comes all the same"
     pager.close()
+
+
+class _Update:
+    """Of a unit: pending until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.flat: FlatBuffer | None = None
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def promote(self) -> None: ...
+
+    @property
+    def accepts_buffer(self) -> bool:
+        return self.flat is None and not self.is_done
+
+    def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
+        self.flat = flat
+        return True
+
+
+def test_an_update_of_what_is_needed_first_gets_a_buffer_as_soon_as_there_is_room() -> None:
+    units = [frozen_unit(index, 1) for index in range(3)]
+    source = TensorSource()
+    pager = make_pager(units, source, 2 * 4096, prefetches=True, guess=[0, 1, 2])
+    first, second = _Update(), _Update()
+    for unit, update in ((units[1], first), (units[2], second)):
+        pager.make_resident(unit)
+        unit.update = update
+    wanted = units[0].update = _Update()
+    pager.pump()
+    pager.attach_wanted()
+    assert wanted.flat is None, "the units that are being updated fill all room"
+    second.is_done = True
+    pager.attach_wanted()
+    assert wanted.flat is not None and units[0].flat is wanted.flat
+    assert units[2].flat is None
+    assert source.fetched == [1, 2], "it fetches nothing"
