@@ -45,7 +45,14 @@ class Backwards:
         self._step = step
         self._deferred_error: Exception | None = None
         self._has_stale_gradients = False
-        self.collector = GradientCollector(holding.units, holding.num_owners(), self._deliver, self._notice, step)
+        self.collector = GradientCollector(
+            holding.units,
+            holding.num_owners(),
+            self._deliver,
+            self._notice,
+            step,
+            handles=holding.handles_of_others,
+        )
         pager.on_backward_use = self._note_use
         pager.on_backward_end = self._end_own_of_user
 

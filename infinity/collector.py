@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ class GradientCollector:
         deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None],
         notice: Callable[[], None],
         step: Callable[[], int],
+        handles: list[Any] | None = None,
     ) -> None:
         """
         Args:
@@ -50,6 +52,7 @@ class GradientCollector:
             deliver: takes a unit and the gradients of some of its parameters, which it owns from then on.
             notice: called with every gradient, inside backward.
             step: the number of the present step, for messages.
+            handles: where the hooks' handles are put.
         """
         self._units = list(units)
         self._num_owners = num_owners
@@ -66,12 +69,11 @@ class GradientCollector:
         self._used_late: set[int] = set()
         self.hands_out = False
         """Gradients are not delivered: somebody takes them with `take`."""
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(unit, slot))
-            for unit in self._units
-            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-            if slot.spec.is_trainable
-        ]
+        self._handles: list[Any] = [] if handles is None else handles
+        for unit in self._units:
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                if slot.spec.is_trainable:
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(unit, slot)))
 
     def close(self) -> None:
         """Remove the hooks."""

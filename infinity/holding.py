@@ -124,6 +124,8 @@ class ModelHolding:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
         }
         self._handles: list[Any] = []
+        self.handles_of_others: list[Any] = []
+        """Of hooks that go with those of the modules."""
         self._hooks: list[_ModuleHooks] = []
         self._modified: list[Unit] = []
 
@@ -210,9 +212,10 @@ class ModelHolding:
 
     def uninstall(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self.handles_of_others):
             handle.remove()
         self._handles.clear()
+        self.handles_of_others.clear()
         self._hooks.clear()
 
     def release(self) -> None:
@@ -277,3 +280,14 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
+
+
+def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
+    """All buffers as they are: module, name, value."""
+    return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+
+
+def restore_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) -> None:
+    """The modules have these buffers again."""
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer

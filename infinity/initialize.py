@@ -21,7 +21,7 @@ from infinity.engine import Engine
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
 from infinity.forecast import Forecast, first_plan
 from infinity.gradients import GradientStore
-from infinity.holding import ModelHolding, cast_buffers
+from infinity.holding import ModelHolding, buffers_of, cast_buffers, restore_buffers
 from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.layout import UnitLayout
 from infinity.loss_scale import LossScaler
@@ -118,24 +118,22 @@ def initialize(
             key="train_micro_batch_size_per_gpu",
         )
     resolved = tune_io(resolved)
-    engine = _build(model, resolved, template, device_for(torch_device))
-    if resolved.notices:
-        logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
-    try:
+    with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
+        engine = _build(model, resolved, template, device_for(torch_device), undo)
         engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
-    except BaseException:
-        engine.close(restore_weights=True)
-        raise
-    if training_data is not None:
-        engine.training_dataloader = DataLoader(
-            training_data,
-            batch_size=resolved.train_micro_batch_size_per_gpu,
-            collate_fn=collate_fn,
-            shuffle=False,
-            drop_last=resolved.dataloader_drop_last,
-        )
-    logger.info("config:\n%s", resolved.describe())
-    logger.info("plan:\n%s", engine.plan)
+        if training_data is not None:
+            engine.training_dataloader = DataLoader(
+                training_data,
+                batch_size=resolved.train_micro_batch_size_per_gpu,
+                collate_fn=collate_fn,
+                shuffle=False,
+                drop_last=resolved.dataloader_drop_last,
+            )
+        if resolved.notices:
+            logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
+        logger.info("config:\n%s", resolved.describe())
+        logger.info("plan:\n%s", engine.plan)
+        undo.pop_all()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -182,7 +180,9 @@ def _guess(units: Sequence[Unit]) -> list[int]:
     return [*forward, *reversed(forward)]
 
 
-def _build(model: nn.Module, config: InfinityConfig, template: Template, device: ComputeDevice) -> Engine:
+def _build(
+    model: nn.Module, config: InfinityConfig, template: Template, device: ComputeDevice, undo: contextlib.ExitStack
+) -> Engine:
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
     units = _make_units(model, config)
     updater = PieceUpdater(template)
@@ -246,44 +246,41 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
     storage = Storage(config, device, placement, request, sizes)
+    undo.callback(storage.close)
     clock = StepClock(device)
-    try:
-        pager = SharedPager(
-            units,
-            storage.pool,
-            storage.weights,
-            clock,
-            prefetches=config.infinity.prefetch,
-            guess=guess,
-            budget=placement.budget_of_weights(request),
+    pager = SharedPager(
+        units,
+        storage.pool,
+        storage.weights,
+        clock,
+        prefetches=config.infinity.prefetch,
+        guess=guess,
+        budget=placement.budget_of_weights(request),
+    )
+    chunks = [
+        unit.layout.chunks(placement.chunk_numel, border)
+        for unit, border in zip(units, placement.states_in_memory, strict=True)
+    ]
+    states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
+    holding = ModelHolding(model, units)
+    access = StateAccess(holding, pager, storage.records, storage.weights, device, states, chunks, record_format)
+    for unit in units:
+        storage.records.allocate(
+            unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
         )
-        chunks = [
-            unit.layout.chunks(placement.chunk_numel, border)
-            for unit, border in zip(units, placement.states_in_memory, strict=True)
-        ]
-        states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
-        holding = ModelHolding(model, units)
-        access = StateAccess(holding, pager, storage.records, storage.weights, device, states, chunks, record_format)
-        for unit in units:
-            storage.records.allocate(
-                unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
-            )
-            if storage.weights is not None:
-                storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
-        gradients = GradientStore(
-            units,
-            device,
-            clock,
-            in_memory=placement.gradients_in_memory,
-            open_swapper=storage.spill_swapper,
-            pool=storage.gradient_pool,
-            waiting=waiting,
-        )
-        if placement.spills:
-            gradients.reserve()
-    except BaseException:
-        storage.close()
-        raise
+        if storage.weights is not None:
+            storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
+    gradients = GradientStore(
+        units,
+        device,
+        clock,
+        in_memory=placement.gradients_in_memory,
+        open_swapper=storage.spill_swapper,
+        pool=storage.gradient_pool,
+        waiting=waiting,
+    )
+    if placement.spills:
+        gradients.reserve()
     forecast = Forecast(
         first_plan(config, units, request, placement, storage.resting_bytes(), budget_source),
         sizes,
@@ -303,29 +300,27 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
     stream = UpdateStream(
         storage.records, storage.weights, updater, device, states, halves_updater, StateWindow(state_format)
     )
-    try:
-        _take_over(units, access, pager, storage, residence, device)
-        stepper = Stepper(
-            units,
-            chunks,
-            groups,
-            StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
-            device=device,
-            pager=pager,
-            gradients=gradients,
-            stream=stream,
-            template=template,
-            scaler=LossScaler(config.loss_scaling),
-        )
-        for parameter, state in template.take_initial_states():
-            access.load_state(parameter, state)
-    except BaseException:
-        # The model must not be left half taken over: what is paged out comes back, as far as it can be read.
-        with contextlib.ExitStack() as rest:
-            rest.callback(storage.close)
-            rest.callback(stream.close)
-            access.give_back(dtypes)
-        raise
+    undo.callback(stream.close)
+    built: list[Engine] = []
+    undo.callback(_close, built)
+    undo.callback(access.give_back, dtypes)  # what is paged out comes back, as far as it can be read
+    undo.callback(restore_buffers, buffers_of(model))
+    undo.callback(holding.uninstall)
+    _take_over(units, access, pager, storage, residence, device)
+    stepper = Stepper(
+        units,
+        chunks,
+        groups,
+        StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
+        device=device,
+        pager=pager,
+        gradients=gradients,
+        stream=stream,
+        template=template,
+        scaler=LossScaler(config.loss_scaling),
+    )
+    for parameter, state in template.take_initial_states():
+        access.load_state(parameter, state)
     parts = Parts(
         holding=holding,
         residence=residence,
@@ -354,9 +349,15 @@ def _build(model: nn.Module, config: InfinityConfig, template: Template, device:
         ),
     )
     engine = Engine(config, parts)
+    built.append(engine)
     cast_buffers(model, config.compute_dtype, device.torch_device)
     give_back_freed_memory()
     return engine
+
+
+def _close(engines: Sequence[Engine]) -> None:
+    for engine in engines:
+        engine.close()
 
 
 def _reporter(

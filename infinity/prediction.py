@@ -45,7 +45,7 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
         passing = place(units, dataclasses.replace(request, keeps_in_memory=False))
     except BudgetTooSmallError:
         return kept
-    return min(kept, passing, key=moved)
+    return kept if moved(kept) <= moved(passing) else min(*found, passing, key=moved)
 
 
 def predict(

@@ -27,8 +27,12 @@ _PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (in
 _BENEATH = tuple(module.__file__ for module in (contextlib, threading, torch.autograd.graph, torch.autograd.grad_mode))
 
 
+def _is_in_packages(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGES)
+
+
 def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(_PACKAGES) or code.co_filename in _BENEATH
+    return _is_in_packages(code) or code.co_filename in _BENEATH
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +188,28 @@ def test_a_step_that_was_interrupted_anywhere_can_be_reset(order: str, tmp_path:
 def _step_under(interrupt: Interrupt, run: Callable[[Any, int], None], engine: Any) -> None:
     with interrupt:
         run(engine, 2)
+
+
+def test_an_initialize_that_was_interrupted_anywhere_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    config = everything_on_nvme(tmp_path, {"bf16": {"enabled": True}})
+
+    def start(model: torch.nn.Module, interrupt: Interrupt) -> None:
+        with interrupt:
+            engine, *_ = infinity.initialize(model=model, config=config)
+        engine.close()
+
+    counted = Interrupt(_is_in_packages)
+    start(PLAIN.make("none"), counted)
+    expected = PLAIN.make("none").state_dict()
+    num_threads = threading.active_count()
+    for point in some_of(counted.points, 30):
+        model = PLAIN.make("none")
+        interrupt = Interrupt(_is_in_packages, point)
+        if is_cut_off(functools.partial(start, model, interrupt), interrupt) and "in initialize" not in interrupt.where:
+            for name, value in model.state_dict().items():
+                assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), interrupt.where
+            assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()), interrupt.where
+            infinity.initialize(model=model, config=config)[0].close()
+    gc.collect()
+    assert threading.active_count() <= num_threads
+    assert os.listdir(tmp_path) == []

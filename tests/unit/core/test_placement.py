@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infinity.errors import BudgetTooSmallError, ConfigValueError
 from infinity.layout import CHUNK_GRANULE
 from infinity.optim import StateFormat
-from infinity.placement import DEVICE_KEY, HOST_KEY, Placement, place
+from infinity.placement import DEVICE_KEY, HOST_KEY, Placement, apparent_bytes, place
 from infinity.prediction import best_placement, predict
 from infinity.sizes import Request, UnitSize
 from infinity.workspace import MainWeight, RecordFormat
@@ -269,11 +269,12 @@ def test_what_the_main_job_moves(form: str, num_written: float) -> None:
     assert (num_written + 1.5) * total < prediction.read_bytes <= (num_written + 2) * total + filled
 
 
-def _predicted(units: list[UnitSize], request: Request) -> int:
-    """Bytes read and written in a step through all units, forward and back."""
+def _predicted(units: list[UnitSize], request: Request) -> tuple[int, int]:
+    """Bytes read and written in a step through all units, forward and back; and what its chunks cost besides, as bytes."""
     order = [*range(len(units)), *reversed(range(len(units)))]
-    prediction = predict(units, request, best_placement(units, request, order, len(units)), order, len(units))
-    return prediction.read_bytes + prediction.write_bytes
+    placement = best_placement(units, request, order, len(units))
+    prediction = predict(units, request, placement, order, len(units))
+    return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, request, placement)
 
 
 def _all_there_is(units: list[UnitSize], request: Request) -> int:
@@ -294,7 +295,9 @@ def test_more_memory_never_moves_more(question: tuple[list[UnitSize], Request], 
     budgets = [minimum + int(share * room) for share in (0.0, one**2, one**2 + step**3, 1.0)]
     moved = [_predicted(units, dataclasses.replace(request, budget_bytes=budget)) for budget in budgets]
     # The planner weighs what each use of memory saves by itself; a simulation of all of it may say a little else.
-    assert all(later <= 1.01 * before for before, later in itertools.pairwise(moved)), moved
+    # It may be worth it to move more in fewer chunks.
+    for (before, chunks_before), (later, chunks_later) in itertools.pairwise(moved):
+        assert later <= 1.01 * before + max(chunks_before - chunks_later, 0), moved
 
 
 @given(_questions())
@@ -302,7 +305,7 @@ def test_more_memory_never_moves_more(question: tuple[list[UnitSize], Request], 
 def test_what_fits_wholly_moves_nothing(question: tuple[list[UnitSize], Request]) -> None:
     units, request = question
     request = dataclasses.replace(request, budget_bytes=_all_there_is(units, request))
-    assert _predicted(units, request) == 0
+    assert _predicted(units, request)[0] == 0
     placement = place(units, request)
     assert not placement.weights_on_nvme(len(units))
     assert not placement.spills
@@ -315,8 +318,8 @@ def test_units_that_stay_save_more_than_a_larger_pool(share: float, num_micro_ba
     request = _request(num_micro_batches=num_micro_batches)
     weights = sum(unit.weight_bytes for unit in units)
     request = dataclasses.replace(request, budget_bytes=_minimum(units, request) + int(share * weights))
-    without = _predicted(units, dataclasses.replace(request, keeps_in_memory=False))
-    assert _predicted(units, request) < without
+    without = _predicted(units, dataclasses.replace(request, keeps_in_memory=False))[0]
+    assert _predicted(units, request)[0] < without
 
 
 @given(_questions(), st.floats(0, 1))
@@ -327,7 +330,7 @@ def test_keeping_never_moves_more_than_not_keeping(question: tuple[list[UnitSize
     minimum = _minimum(units, request)
     room = sum(unit.weight_bytes + 20 * unit.trainable_numel for unit in units)
     request = dataclasses.replace(request, budget_bytes=minimum + int(share**2 * room))
-    assert _predicted(units, request) <= _predicted(units, dataclasses.replace(request, keeps_in_memory=False))
+    assert _predicted(units, request)[0] <= _predicted(units, dataclasses.replace(request, keeps_in_memory=False))[0]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 8])
