@@ -157,11 +157,15 @@ class Residency:
             return False
         return True
 
-    def attach_wanted(self) -> None:
-        """Let pending updates of the units that are needed first fill their buffers, as far as there is room now."""
+    def attach_wanted(self, only: Unit | None = None) -> None:
+        """Let pending updates of the units that are needed first fill their buffers, as far as there is room now.
+
+        Args:
+            only: consider this one, and no other.
+        """
         targets = self.wanted()
         for unit in (self.units[index] for index in targets):
-            if unit.flat is None and unit.update is not None:
+            if unit.flat is None and unit.update is not None and only in (None, unit):
                 self._attach(unit, is_demand=False, keep=targets)
 
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:

@@ -162,6 +162,8 @@ class Stepper:
         unit.update = job
         unit.version += 1
         try:
+            if self.rules.updates_in_backward:  # once it is submitted, it may be too late
+                self._pager.attach_wanted(unit)
             self._stream.submit(job)
         except BaseException as error:
             if not self._stream.has(job):  # else it was queued, and an interrupt came after that
