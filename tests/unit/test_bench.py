@@ -68,6 +68,12 @@ def test_what_fio_reached_under_the_throttle_counts_more_than_the_throttle() -> 
     assert result.bytes_bound_seconds(outcome(read_bytes=1.8e9, write_bytes=1.6e9)) == pytest.approx(2.0)
 
 
+def test_no_direction_goes_faster_than_the_throttle() -> None:
+    """fio's mix is not quite the step's: what it reads less, it writes more."""
+    result = CaseResult(Case(_TINY, 300, ()), drive_samples=[DriveSample(300e6, 300e6)])
+    assert result.bytes_bound_seconds(outcome(read_bytes=600e6, write_bytes=540e6)) == pytest.approx(2.0)
+
+
 def test_unthrottled_bound_is_all_bytes_at_the_mixed_speed() -> None:
     result = CaseResult(Case(_TINY, None, ()), drive_samples=[DriveSample(1.6e9, 1.4e9)])
     assert result.bytes_bound_seconds(outcome(read_bytes=3.2e9, write_bytes=2.8e9)) == pytest.approx(2.0)

@@ -114,16 +114,18 @@ class CaseResult:
         return next((outcome for outcome in self.outcomes if outcome.name == name and not outcome.error), None)
 
     def bytes_bound_seconds(self, outcome: Outcome) -> float | None:
-        """How long the outcome's bytes take at the speed that fio reached between the turns.
+        """How long the outcome's bytes take at the speed that fio reached between the turns, both ways together.
 
-        Without fio, at the speed of the throttle; None if there is none either.
+        But no direction goes faster than the throttle lets it; without fio, that alone counts. None without both.
         """
         read, written = outcome.read_bytes_per_step, outcome.write_bytes_per_step
+        bounds: list[float] = []
         if self.drive_samples:
-            return (read + written) / statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
+            speed = statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
+            bounds.append((read + written) / speed)
         if self.case.throttle_megabytes is not None:
-            return max(read, written) / (self.case.throttle_megabytes * 1e6)
-        return None
+            bounds.append(max(read, written) / (self.case.throttle_megabytes * 1e6))
+        return max(bounds, default=None)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for the JSON file."""
