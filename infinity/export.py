@@ -52,7 +52,7 @@ def save_safetensors(holding: ModelHolding, pager: Pager, directory: Path, filen
     flat buffer, and besides that one tensor where it lies on a GPU or is not contiguous.
 
     Raises:
-        StorageError: the directory cannot take them; what was there before is still there.
+        StorageError: the directory cannot take them; what was there before is still there, unless moving itself failed.
     """
     stem = filename.removesuffix(".safetensors")
     if stem == _NAME_OF_PICKLES:

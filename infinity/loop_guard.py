@@ -56,6 +56,7 @@ class LoopGuard:
 
     def cut_off(self) -> None:
         """Whatever was under way will not go on."""
+        self.has_backward = False
         if self.phase in (Phase.BACKWARD, Phase.STEPPING):
             self.move_to(Phase.BROKEN)
 

@@ -14,6 +14,7 @@ from torch import nn
 import infinity
 from infinity.errors import InfinityError, StepError, StepOrderError
 from infinity.schedules import WarmupLR
+from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 
 _BF16 = {"bf16": {"enabled": True}}
@@ -312,3 +313,7 @@ def test_a_step_without_a_backward_is_refused(tmp_path: Path) -> None:
             assert "engine.backward(loss)" in str(caught.value)
             both.engine_step(step)
         both.require_equal()
+        both.engine.backward(loss_of(both.engine(**both.batch(2))))
+        both.engine.reset()
+        with pytest.raises(StepOrderError, match="no backward"):
+            both.engine.step()
