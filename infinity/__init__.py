@@ -9,16 +9,32 @@
 The config is DeepSpeed's; what it has no key for stands in a block ``"infinity"``.
 """
 
+from infinity import checkpointing, comm, schedules, zero
+from infinity.accelerator import get_accelerator
+from infinity.arguments import add_config_arguments
+from infinity.collectives import init_distributed
 from infinity.config import InfinityConfig, load_config
 from infinity.engine import Engine
 from infinity.errors import InfinityError
+from infinity.full_tensors import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 from infinity.gather import GatheredParameters
 from infinity.initialize import initialize
 from infinity.plan import Plan
 from infinity.telemetry import StepReport
 from infinity.version import __version__
 
+DeepSpeedEngine = Engine
+"""For scripts with ``import infinity as deepspeed``."""
+
 __all__ = [
+    "DeepSpeedEngine",
     "Engine",
     "GatheredParameters",
     "InfinityConfig",
@@ -26,6 +42,19 @@ __all__ = [
     "Plan",
     "StepReport",
     "__version__",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
     "initialize",
     "load_config",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "schedules",
+    "zero",
 ]

@@ -6,6 +6,7 @@ Knows units, records and weights at rest; must not be used while updates are pen
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.copies import Copies
 from infinity.device import ComputeDevice
 from infinity.holding import ModelHolding
-from infinity.layout import Chunk, Piece, Slot
+from infinity.interrupts import surely
+from infinity.layout import Chunk, Piece, Slot, round_up
+from infinity.optim.remainder import split_bits
 from infinity.pager import Pager
-from infinity.parameter import PagedParameter, let_go
+from infinity.parameter import let_go
 from infinity.records import Lease, RecordStore
+from infinity.state_checks import check_state
 from infinity.unit import Unit
 from infinity.update_job import ParameterState
 from infinity.weights import WeightStore
-from infinity.workspace import MainWeight, RecordFormat, Workspace
+from infinity.workspace import RECORD_GRANULE, MainWeight, RecordFormat, Workspace
+
+_PART_NUMEL = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gathered:
     """A unit that is held open for the user, and what is needed to see what he changed."""
 
@@ -58,6 +65,8 @@ class StateAccess:
         self._device = device
         self._states = states
         self._chunks = chunks
+        self.copies = Copies()
+        """Makes what is given out."""
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
         self._has_halves = record_format.main is MainWeight.REMAINDER
 
@@ -83,30 +92,53 @@ class StateAccess:
 
     def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
         """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""
-        lease = self._open(unit, chunk)
-        workspace = lease.workspace
-        for piece in chunk.pieces:
-            original = _in_memory_order(originals[piece.slot.index], piece.slot)
-            workspace.write_main(_span(piece), original[piece.start : piece.stop])
-            if self._has_halves and unit.flat is not None:
-                flat = unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
-                flat[_span(piece)].copy_(workspace.weight[_span(piece)])
-        lease.write_back([], main_only=True)
+        with self._changing(unit, chunk, main_only=True) as workspace:
+            for piece in chunk.pieces:
+                original = _in_memory_order(originals[piece.slot.index], piece.slot)
+                workspace.write_main(_span(piece), original[piece.start : piece.stop])
+                if self._has_halves and unit.flat is not None:
+                    flat = unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
+                    flat[_span(piece)].copy_(workspace.weight[_span(piece)])
 
-    def _write_weights(self, unit: Unit, base: torch.Tensor) -> None:
+    def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
+        """Store a whole flat buffer, or as much of it as holds these slots."""
         if self._weights is None or unit.stays_resident:
             return
-        if base.device.type != "cpu":
-            base = base.cpu()
-        written = self._weights.write_all(unit, base)
+        start, stop = 0, base.numel()
+        if changed is not None:
+            start = min(slot.offset_bytes for slot in changed) // RECORD_GRANULE * RECORD_GRANULE
+            end = max(slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize for slot in changed)
+            stop = min(stop, round_up(end, RECORD_GRANULE))
+        written = self._weights.write_all(unit, base[start:stop].cpu(), start)
         if written is not None:
             written.wait()
 
-    def _open(self, unit: Unit, chunk: Chunk) -> Lease:
+    @contextlib.contextmanager
+    def _changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[Workspace]:
+        """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
+        lease = self._lease(unit, chunk)
+        try:
+            lease.wait()
+            yield lease.workspace
+            lease.write_back([], main_only=main_only)
+        except BaseException:
+            lease.discard()
+            raise
+
+    @contextlib.contextmanager
+    def _reading(self, unit: Unit, chunk: Chunk) -> Iterator[Workspace]:
+        """A chunk in working memory, of which nothing is stored."""
+        lease = self._lease(unit, chunk)
+        try:
+            lease.wait()
+            yield lease.workspace
+        finally:
+            lease.discard()
+
+    def _lease(self, unit: Unit, chunk: Chunk) -> Lease:
         lease = self._records.open(unit, chunk, is_blocking=True)
         if lease is None:
             raise RuntimeError("a blocking lease gave nothing")
-        lease.wait()
         return lease
 
     # ---------------------------------------------------------------------------------------------------------- reading
@@ -120,18 +152,19 @@ class StateAccess:
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
         unit, slot = self._holding.locate(parameter)
-        result = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=torch.float32)
-        if not self._has_main_in_records or not slot.spec.is_trainable:
-            return result.copy_(self._pager.copy_of(unit, slot))
-        for chunk, piece in self._pieces(unit, slot):
-            lease = self._open(unit, chunk)
-            try:
-                if self._has_halves:
-                    self._bring_weights(unit, chunk, lease.workspace)
-                lease.workspace.read_main(_span(piece), _flat(result)[piece.start : piece.stop])
-            finally:
-                lease.discard()
-        return result
+        with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as result:
+            if not self._has_main_in_records or not slot.spec.is_trainable:
+                with self._pager.opened(unit):
+                    weight = _flat(unit.weight(slot))
+                    for start in range(0, slot.numel, _PART_NUMEL):
+                        result.write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
+                return result.finish()
+            for chunk, piece in self._pieces(unit, slot):
+                with self._reading(unit, chunk) as workspace, result.part(piece.start, piece.stop) as part:
+                    if self._has_halves:
+                        self._bring_weights(unit, chunk, workspace)
+                    workspace.read_main(_span(piece), part)
+            return result.finish()
 
     def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: Workspace) -> None:
         """The chunk's model weights, as they rest, into the workspace."""
@@ -144,6 +177,11 @@ class StateAccess:
         else:
             raise RuntimeError(f"unit {unit.name} has no weights")
 
+    def has_place(self, parameter: torch.Tensor) -> bool:
+        """Whether there is room for optimizer state of the parameter."""
+        unit, slot = self._holding.locate(parameter)
+        return (unit.index, slot.index) in self._states
+
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether an update or a load has given the parameter optimizer state."""
         unit, slot = self._holding.locate(parameter)
@@ -152,17 +190,20 @@ class StateAccess:
             self._pager.await_update(unit)  # its first may be pending
         return state is not None and not state.is_fresh
 
+    def state_names(self, parameter: torch.Tensor) -> Sequence[str] | None:
+        """Names of the parameter's per-element states; None before its first update. Waits for nothing but that."""
+        if not self.has_state(parameter):
+            return None
+        unit, slot = self._holding.locate(parameter)
+        return self._names(unit, self._states[unit.index, slot.index])
+
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
         unit, slot = self._holding.locate(parameter)
         state = self._states.get((unit.index, slot.index))
         if state is None or state.is_fresh:
             return {}
-        tensors = {
-            name: torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=torch.float32)
-            for name in self._names(unit, state)
-        }
-        self._collect(unit, slot, tensors)
+        tensors = self._collect(unit, slot, self._names(unit, state))
         scalars = {
             name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
         }
@@ -171,14 +212,18 @@ class StateAccess:
     def _names(self, unit: Unit, state: ParameterState) -> Sequence[str]:
         return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
 
-    def _collect(self, unit: Unit, slot: Slot, targets: Mapping[str, torch.Tensor]) -> None:
-        for chunk, piece in self._pieces(unit, slot):
-            lease = self._open(unit, chunk)
-            try:
-                for name, target in targets.items():
-                    lease.workspace.read_state(name, _span(piece), _flat(target)[piece.start : piece.stop])
-            finally:
-                lease.discard()
+    def _collect(self, unit: Unit, slot: Slot, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        with contextlib.ExitStack() as stack:
+            made = {
+                name: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
+                for name in names
+            }
+            for chunk, piece in self._pieces(unit, slot):
+                with self._reading(unit, chunk) as workspace:
+                    for name, copy in made.items():
+                        with copy.part(piece.start, piece.stop) as part:
+                            workspace.read_state(name, _span(piece), part)
+            return {name: copy.finish() for name, copy in made.items()}
 
     # --------------------------------------------------------------------------------------------------------- modifying
 
@@ -191,10 +236,14 @@ class StateAccess:
             ValueError: they do not fit; nothing has been changed.
         """
         unit, slot = self._holding.locate(parameter)
-        state = self._states[unit.index, slot.index]
+        state = self._states.get((unit.index, slot.index))
+        if state is None:
+            if values:
+                raise ValueError(f"'{slot.spec.fqn}' was frozen in infinity.initialize, so its state has no place")
+            return
         names = self._records.names_of(unit)
         if values:
-            _check_state(slot, names, state, values)
+            check_state(slot, names, state, values)
         num_updates = int(values.get("step", 0))
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
         state.scalars = {
@@ -207,12 +256,79 @@ class StateAccess:
         state.names = tuple(tensors) if values else None
         flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
         for chunk, piece in self._pieces(unit, slot):
-            lease = self._open(unit, chunk)
-            for name, flat in flats.items():
-                lease.workspace.write_state(name, _span(piece), flat[piece.start : piece.stop])
-            lease.write_back([])
+            with self._changing(unit, chunk) as workspace:
+                for name, flat in flats.items():
+                    workspace.write_state(name, _span(piece), flat[piece.start : piece.stop])
 
-    def store_modified(self, unit: Unit, changed: Sequence[Slot], before: torch.Tensor | None = None) -> None:
+    @property
+    def has_main_weights(self) -> bool:
+        """Whether main weights are something else than model weights."""
+        return self._has_main_in_records
+
+    def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace a parameter's main weight (for a frozen one, its weight); the model weight becomes its cast.
+
+        Args:
+            parameter: which.
+            values: of the parameter's shape, any dtype.
+
+        Raises:
+            ValueError: another shape; nothing has been changed.
+        """
+        unit, slot = self._holding.locate(parameter)
+        if tuple(values.shape) != tuple(slot.spec.shape):
+            raise ValueError(
+                f"the main weight for '{slot.spec.fqn}' has shape {tuple(values.shape)}, not {tuple(slot.spec.shape)}"
+            )
+        with self._pager.opened(unit):
+            place = unit.weight(slot)
+            if not self._has_main_in_records or not slot.spec.is_trainable:
+                place.copy_(values)
+                self.store_modified(unit, [slot])
+                return
+            unit.version += 1
+            main = _in_memory_order(values, slot)
+            segment = unit.trainable_view(_base_of(unit))
+            for chunk, piece in self._pieces(unit, slot):
+                weights, span = segment[chunk.start : chunk.stop], _span(piece)
+                with self._changing(unit, chunk) as workspace:
+                    workspace.weight.copy_(weights)
+                    workspace.write_main(span, main[piece.start : piece.stop])
+                    workspace.cast_main()
+                    weights[span].copy_(workspace.weight[span])
+                self._write_chunk(unit, chunk, weights)
+
+    def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Take over a saved main weight where the parameter, as it came, is its cast; elsewhere it was changed since."""
+        _, slot = self._holding.locate(parameter)
+        if not self._has_main_in_records or tuple(values.shape) != tuple(slot.spec.shape):
+            return
+        came, main = self.main_weight(parameter), values.cpu()
+        casts = [main.to(slot.spec.dtype).float()]
+        if slot.spec.dtype == torch.bfloat16:
+            casts.append(split_bits(main.contiguous())[0].view(torch.bfloat16).float())
+        is_same = functools.reduce(torch.logical_or, [cast == came for cast in casts])
+        self.load_main_weight(parameter, torch.where(is_same, main, came))
+
+    def _write_chunk(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> None:
+        if self._weights is not None and not unit.stays_resident:
+            written = self._weights.write_chunk(unit, chunk, weights.cpu())
+            if written is not None:
+                written.wait()
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether the model weight is one half of the main weight."""
+        return self._has_halves
+
+    def store_modified(
+        self,
+        unit: Unit,
+        changed: Sequence[Slot],
+        before: torch.Tensor | None = None,
+        *,
+        is_outdating: bool = True,
+    ) -> None:
         """The weights of ``changed`` were changed in the open flat buffer: store them, and their main weights.
 
         A main weight whose model weight was not changed keeps its low bits; another becomes the new weight.
@@ -220,12 +336,13 @@ class StateAccess:
         Args:
             unit: whose.
             changed: which of its parameters.
-            before: the trainable segment before the change, where `gather` kept it.
+            before: the trainable segment before the change, where it was kept.
+            is_outdating: a graph over the weights as they were is not to be used any more.
         """
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
         base = unit.flat.tensor()
-        unit.version += 1
+        unit.version += is_outdating
         indices = {slot.index for slot in changed}
         if self._has_main_in_records:
             for chunk in self._chunks[unit.index]:
@@ -233,14 +350,12 @@ class StateAccess:
                 if pieces:
                     weights = unit.trainable_view(base)[chunk.start : chunk.stop]
                     self._store_changed(unit, chunk, pieces, weights, before)
-        self._write_weights(unit, base)
+        self._write_weights(unit, base, changed)
 
     def _store_changed(
         self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], weights: torch.Tensor, before: torch.Tensor | None
     ) -> None:
-        lease = self._open(unit, chunk)
-        workspace = lease.workspace
-        try:
+        with self._changing(unit, chunk) as workspace:
             if not self._has_halves:
                 workspace.cast_main()
             elif before is not None:
@@ -255,31 +370,25 @@ class StateAccess:
                 main = torch.empty(piece.numel, dtype=torch.float32, device=new.device)
                 workspace.read_main(span, main)
                 workspace.write_main(span, torch.where(is_kept, main, new.float()))
-        except BaseException:
-            lease.discard()
-            raise
-        lease.write_back([])
 
     def restore(self) -> None:
         """Make the parameters ordinary again, with their weights in memory of their own."""
         units = self._holding.units
         copies = [[self._pager.copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
-        self._holding.release()
-        for unit, values in zip(units, copies, strict=True):
-            for parameter, value in zip(unit.parameters, values, strict=True):
-                parameter.data = value
 
-    def give_back(self, dtypes: Mapping[int, torch.dtype]) -> None:
-        """Undo a take-over that did not get through: what is held already becomes ordinary again, in its old dtype.
+        def give_back() -> None:
+            for unit, values in zip(units, copies, strict=True):
+                for slot, parameter, value in zip(unit.layout.slots, unit.parameters, values, strict=True):
+                    let_go([parameter])
+                    parameter.data = value
+                    unit.let_views_look_at(slot, value)
 
-        Args:
-            dtypes: ``id`` of each parameter -> its dtype before.
-        """
-        held = [p for unit in self._holding.units for p in unit.parameters if isinstance(p, PagedParameter)]
-        values = [self.main_weight(parameter).to(dtypes[id(parameter)]) for parameter in held]
-        let_go(held)
-        for parameter, value in zip(held, values, strict=True):
-            parameter.data = value
+        surely(give_back)
+
+    def stored(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype."""
+        unit, slot = self._holding.locate(parameter)
+        return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> list[Gathered]:
         """Open the parameters' units and keep them open. Returns what `scatter` needs.
@@ -296,13 +405,29 @@ class StateAccess:
         try:
             for unit in units.values():
                 with self._pager.held([unit]):
+                    self.store_gathered(unit)  # by a block around this one: what it wrote so far is its own
                     unit.num_active += 1  # held for longer than this block
                     gathering.append(Gathered(unit, self._checksums(unit), self._kept(unit)))
+                    unit.gathered.append(gathering[-1])
         except BaseException:
             for gathered in gathering:
-                self._let_go(gathered.unit)
+                self._let_go(gathered)
             raise
         return gathering
+
+    def store_gathered(self, unit: Unit) -> None:
+        """Store what was written to a gathered unit so far, and let main weights follow: it is about to be updated."""
+        held = [gathered for gathered in unit.gathered if isinstance(gathered, Gathered)]
+        if held:
+            self._store_since(held[0])
+            self.note_updated(unit)
+
+    def note_updated(self, unit: Unit) -> None:
+        """A gathered unit holds other weights than when it was gathered, and those are stored."""
+        for gathered in unit.gathered:
+            if isinstance(gathered, Gathered):
+                gathered.checksums, gathered.kept = self._checksums(unit), self._kept(unit)
+        unit.accept_changes()
 
     def _kept(self, unit: Unit) -> torch.Tensor | None:
         """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""
@@ -314,28 +439,25 @@ class StateAccess:
         """The counterpart of `gather`."""
         with contextlib.ExitStack() as rest:
             for gathered in gathering:
-                rest.callback(self._let_go, gathered.unit)
+                rest.callback(self._let_go, gathered)
             for gathered in gathering:
-                unit = gathered.unit
-                self._take_rebound(unit)
-                after = self._checksums(unit)
-                changed = [slot for slot in unit.layout.slots if gathered.checksums[slot.index] != after[slot.index]]
-                if changed:
-                    self.store_modified(unit, changed, gathered.kept)
+                if self._store_since(gathered):
+                    self.note_updated(gathered.unit)  # whoever else has gathered it
+                gathered.unit.accept_changes()
 
-    def _take_rebound(self, unit: Unit) -> None:
-        """Copy what was assigned to ``parameter.data`` into the unit's buffer."""
-        if unit.flat is None:
-            raise RuntimeError(f"unit {unit.name} is not resident")
-        base = unit.flat.tensor()
-        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            place = unit.view(base, slot)
-            if parameter.data_ptr() != place.data_ptr():
-                with torch.no_grad():
-                    place.copy_(parameter.data)
+    def _store_since(self, gathered: Gathered) -> bool:
+        """Store what was written to a unit since its weights were noted; returns whether anything was."""
+        unit = gathered.unit
+        unit.take_rebound()
+        after = self._checksums(unit)
+        changed = [slot for slot in unit.layout.slots if gathered.checksums[slot.index] != after[slot.index]]
+        if changed:
+            self.store_modified(unit, changed, gathered.kept)
+        return bool(changed)
 
-    def _let_go(self, unit: Unit) -> None:
-        unit.accept_changes()
+    def _let_go(self, gathered: Gathered) -> None:
+        unit = gathered.unit
+        unit.gathered = [other for other in unit.gathered if other is not gathered]
         unit.num_active = max(unit.num_active - 1, 0)
         if not unit.num_active:
             unit.close()
@@ -349,6 +471,12 @@ class StateAccess:
             array: Any = base[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize].numpy()
             checksums[slot.index] = zlib.crc32(array)
         return checksums
+
+
+def _base_of(unit: Unit) -> torch.Tensor:
+    if unit.flat is None:
+        raise RuntimeError(f"unit {unit.name} is not resident")
+    return unit.flat.tensor()
 
 
 def _span(piece: Piece) -> slice:
@@ -365,32 +493,3 @@ def _in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
     return _flat(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))
-
-
-def _check_state(slot: Slot, names: Sequence[str], state: ParameterState, values: Mapping[str, Any]) -> None:
-    fqn = slot.spec.fqn
-    known = (*(names if state.names is None else state.names), *state.scalars)
-    if not state.is_fresh:
-        for wrong, what in (
-            ([n for n in known if n not in values], "lacks"),
-            ([n for n in values if n not in known], "has"),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"the state for '{fqn}' {what} {', '.join(map(repr, wrong))}. Give all of {', '.join(map(repr, known))}, "
-                    "and nothing else; infinity.GatheredParameters changes weights"
-                )
-    for name, value in values.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        if name in names:
-            shape = tuple(value.shape) if is_tensor else type(value).__name__
-            if shape != tuple(slot.spec.shape) or not value.is_floating_point() or value.device.type == "meta":
-                raise ValueError(
-                    f"the state '{name}' for '{fqn}' is {shape}, {getattr(value, 'dtype', 'no tensor')}, on "
-                    f"{getattr(value, 'device', 'no device')}. Give a floating-point tensor of shape {tuple(slot.spec.shape)}"
-                )
-        elif is_tensor and value.numel() != 1:
-            raise ValueError(
-                f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, for which there is no place. Give "
-                f"{', '.join(map(repr, names)) or 'none'} per element, and scalars"
-            )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from copy import copy as shallow_copy
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from infinity.errors import StepOrderError
@@ -52,6 +55,18 @@ def move(batch: Any, device: torch.device) -> Any:
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """The values with the floating-point tensors among them in ``dtype``; containers keep their types."""
+    if isinstance(values, torch.Tensor):
+        return values.to(dtype) if values.is_floating_point() else values
+    if isinstance(values, tuple | list):
+        items = [cast(value, dtype) for value in values]
+        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
+    if isinstance(values, dict):
+        return {key: cast(value, dtype) for key, value in values.items()}
+    return values
+
+
 def copied(batch: Any) -> Any:
     """The batch with its tensors and containers copied: an iterator may fill the same memory again for the next one.
 
@@ -74,6 +89,16 @@ def copied(batch: Any) -> Any:
             for key in value:
                 twin[key] = copy(value[key])
             return twin
+        if isinstance(value, Mapping):  # that cannot be written to, but perhaps by whoever made it
+            return MappingProxyType({key: copy(item) for key, item in value.items()})
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            made: Any = shallow_copy(value)
+            for name in (field.name for field in dataclasses.fields(value)):
+                if hasattr(value, name):
+                    object.__setattr__(made, name, copy(getattr(value, name)))
+            return made
         return value
 
     return copy(batch)

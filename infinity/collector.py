@@ -17,6 +17,7 @@ too. One that fires after it was delivered is an error: the gradient that was de
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import LateGradientError, LateUseError
+from infinity.errors import LateGradientError, LateUseError, SparseGradientWarning
 from infinity.layout import Slot
+from infinity.modes import outside_modes
 from infinity.parameter import plain_grad, set_plain_grad
 from infinity.unit import Unit
 
@@ -41,6 +43,7 @@ class GradientCollector:
         units: Sequence[Unit],
         num_owners: Mapping[Key, int],
         deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None],
+        keep: Callable[[Unit, dict[Slot, torch.Tensor]], None],
         notice: Callable[[], None],
         step: Callable[[], int],
         handles: list[Any] | None = None,
@@ -50,6 +53,7 @@ class GradientCollector:
             units: all units, by index.
             num_owners: (unit, slot) -> number of modules that have the parameter as their own.
             deliver: takes a unit and the gradients of some of its parameters, which it owns from then on.
+            keep: takes gradients that are looked at before their unit is complete.
             notice: called with every gradient, inside backward.
             step: the number of the present step, for messages.
             handles: where the hooks' handles are put.
@@ -57,6 +61,7 @@ class GradientCollector:
         self._units = list(units)
         self._num_owners = num_owners
         self._deliver = deliver
+        self._keep = keep
         self._notice = notice
         self._step = step
         self._calls: dict[Key, int] = {}
@@ -67,8 +72,11 @@ class GradientCollector:
         self._never_early: set[Key] = set()
         self._expected: dict[int, frozenset[int] | None] = {}
         self._used_late: set[int] = set()
+        self._has_warned_of_sparse = False
         self.hands_out = False
         """Gradients are not delivered: somebody takes them with `take`."""
+        self.on_graph: Callable[[Unit, Slot, torch.Tensor], None] = lambda unit, slot, gradient: None
+        """Called with each gradient that has a graph of its own, before it is delivered."""
         self._handles: list[Any] = [] if handles is None else handles
         for unit in self._units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
@@ -103,6 +111,10 @@ class GradientCollector:
         """Whether a whole micro-batch has been seen, so that it is known what to expect."""
         return self._history is not None
 
+    def forget_history(self) -> None:
+        """Other parameters are frozen than before: what to expect is not known until another micro-batch has been seen."""
+        self._history = None
+
     def note_use(self, unit: Unit, *, is_saved: bool, is_updated: bool) -> None:
         """Backward uses the unit's weights.
 
@@ -120,7 +132,10 @@ class GradientCollector:
             self._used_late.add(unit.index)
             raise LateUseError(unit.name, step=self._step())
 
+    @outside_modes
     def _on_gradient(self, unit: Unit, slot: Slot) -> None:
+        if plain_grad(unit.parameters[slot.index]) is None:
+            return  # the function that got the parameter has no gradient for it
         self._notice()
         key = (unit.index, slot.index)
         fired = self._fired.setdefault(unit.index, {})
@@ -130,12 +145,26 @@ class GradientCollector:
         if key in self._delivered:
             self._never_early.add(key)
             raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
+        if has_hooks_of_others(unit.parameters[slot.index]):
+            self.hand_in(unit, slot)  # they run after this, and see the whole gradient
+            return
         if unit.index not in self._expected:
             self._expected[unit.index] = self._expect(unit)
         expected = self._expected[unit.index]
         if expected is not None and slot.index in expected and expected <= fired.keys():
             self._complete_units.add(unit.index)
             self._complete(unit)
+
+    def hand_in(self, unit: Unit, slot: Slot) -> None:
+        """Somebody looks at a parameter's gradient, or replaces it, inside backward: deliver what has come so far.
+
+        The unit is then complete when backward ends, not before.
+        """
+        if (unit.index, slot.index) not in self._delivered:
+            self._expected[unit.index] = None
+            gradients = self._take_from(unit, [slot.index])
+            if gradients:
+                self._keep(unit, gradients)
 
     def _expect(self, unit: Unit) -> frozenset[int] | None:
         """The slots that will fire, each once; None if one of them may fire more often."""
@@ -170,6 +199,11 @@ class GradientCollector:
         for index in slots:
             gradient = plain_grad(unit.parameters[index])
             if gradient is not None:
+                if gradient.requires_grad:
+                    self.on_graph(unit, unit.layout.slots[index], gradient)
+                if gradient.is_sparse and not self._has_warned_of_sparse:
+                    self._has_warned_of_sparse = True
+                    warnings.warn(SparseGradientWarning(unit.layout.slots[index].spec.fqn), stacklevel=2)
                 gradients[unit.layout.slots[index]] = gradient.detach()
                 set_plain_grad(unit.parameters[index], None)
         return gradients
@@ -220,3 +254,8 @@ class GradientCollector:
 def _clear(parameter: nn.Parameter) -> None:
     if plain_grad(parameter) is not None:
         set_plain_grad(parameter, None)
+
+
+def has_hooks_of_others(parameter: torch.Tensor) -> bool:
+    """Whether hooks besides the collector's run when the parameter's gradient has been accumulated."""
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1

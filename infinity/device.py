@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from infinity.narrow_norm import narrow_norm
-from swapper import AlignedRegion
+from swapper import AlignedRegion, SwapperError, hang_of, is_held
 
 
 class FlatBuffer(Protocol):
@@ -40,6 +40,16 @@ class FlatBuffer(Protocol):
         """Address of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
         ...
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a read or write still has memory of it, whatever became of whoever started that."""
+        ...
+
+    @property
+    def hang(self) -> SwapperError | None:
+        """The error of a read or write that has memory of it and hangs, if there is one."""
+        ...
+
     def discard_front(self, num_bytes: int) -> int:
         """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
         ...
@@ -49,7 +59,25 @@ class FlatBuffer(Protocol):
         ...
 
 
-class HostFlatBuffer:
+class _Addressed:
+    """What requests have of a buffer, which knows its address and size."""
+
+    num_bytes: int
+
+    @property
+    def address(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def is_held(self) -> bool:
+        return is_held(self.address, self.num_bytes)
+
+    @property
+    def hang(self) -> SwapperError | None:
+        return hang_of(self.address, self.num_bytes)
+
+
+class HostFlatBuffer(_Addressed):
     """A page-aligned region of host memory.
 
     [Note: counting views without private API] Every tensor over the region shares one storage, and that storage holds
@@ -97,7 +125,7 @@ class _CudaExporter:
         }
 
 
-class CudaFlatBuffer:
+class CudaFlatBuffer(_Addressed):
     """A block of the caching allocator. Allocated and freed on the compute stream, so reuse follows its order."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

@@ -11,11 +11,13 @@
     │   └── BudgetTooSmallError                a memory budget below the minimum
     ├── ModelError (ValueError)                the model cannot be taken as it is
     │   ├── MetaParameterError                 a parameter has no data
-    │   ├── NoTrainableParameterError          nothing to train
+    │   ├── NoTrainableParameterError          no parameters at all
     │   ├── ModelInUseError                    another engine holds it
-    │   ├── UnsupportedModelError              e.g. already compiled
-    │   └── ParameterGroupError                a trainable parameter in no group or in two
+    │   ├── UnsupportedModelError              e.g. scripted, or compiled as a whole
+    │   ├── ParameterGroupError                a trainable parameter in no group or in two
+    │   └── UnpreparedParameterError           a parameter is to be trained in a way that `initialize` did not know of
     ├── OptimizerNotPageableError (ValueError) the optimizer mixes elements or needs a closure
+    ├── StaleStateError (RuntimeError)         a copy of an optimizer state was changed too late
     ├── NotResidentError (RuntimeError)        something was read while its memory is elsewhere
     │   ├── ParameterNotResidentError
     │   └── GradientNotResidentError
@@ -26,9 +28,13 @@
     │   ├── ScheduleError                      a vertical step cannot go on, and units are updated already
     │   ├── PartialUpdateError                 some units are updated, others are not
     │   └── LossScaleError                     fp16 gradients overflow whatever the loss scale
+    ├── EngineBusyError (RuntimeError)         a signal handler or finalizer came in between
+    ├── TurnError (RuntimeError)               another thread has the model, and does not move
+    ├── ForkedError (RuntimeError)             a forked child uses its parent's model
     └── EngineClosedError (RuntimeError)       a call after `close()`
 
     NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
+    SparseGradientWarning (UserWarning)        a gradient is sparse, and is made dense
 
 Reads and writes that fail raise the errors of `swapper`, which name file, offset, bytes and errno.
 
@@ -178,18 +184,10 @@ class MetaParameterError(ModelError):
 
 
 class NoTrainableParameterError(ModelError):
-    """No parameter of the model requires a gradient."""
+    """The model has no parameters."""
 
-    def __init__(self, *, num_parameters: int) -> None:
-        super().__init__(
-            "the model has no trainable parameter: "
-            + (
-                f"requires_grad is False on all {num_parameters}. "
-                if num_parameters
-                else "it has no parameters at all. "
-            )
-            + "Set requires_grad on what is to be trained before infinity.initialize"
-        )
+    def __init__(self) -> None:
+        super().__init__("the model has no parameters at all. Pass the model that holds them, not a part without any")
 
 
 class ModelInUseError(ModelError):
@@ -223,6 +221,13 @@ class ParameterGroupError(ModelError):
         super().__init__(f"trainable parameter '{fqn}'{others} {problem}. {cure}", fqn=fqn)
 
 
+class UnpreparedParameterError(ModelError):
+    """A parameter is to be trained in a way for which no place was laid out in `initialize`."""
+
+    def __init__(self, fqn: str, problem: str, *, cure: str) -> None:
+        super().__init__(f"parameter '{fqn}' {problem}. {cure}", fqn=fqn)
+
+
 # ------------------------------------------------------------------------------------------------------------ optimizer
 
 
@@ -233,6 +238,17 @@ class OptimizerNotPageableError(InfinityError, ValueError):
         self.optimizer_name = optimizer_name
         default = "Take an optimizer that treats every element by itself, e.g. AdamW, SGD, Adagrad, RMSprop or Lion"
         super().__init__(f"optimizer {optimizer_name} cannot be paged: {reason}. {cure or default}")
+
+
+class StaleStateError(InfinityError, RuntimeError):
+    """A copy of an optimizer state was changed after the state itself had been updated."""
+
+    def __init__(self, fqn: str, name: str) -> None:
+        self.fqn = fqn
+        super().__init__(
+            f"optimizer.state of '{fqn}': the tensor '{name}' was read before a step and changed after it. It is a copy of "
+            "what was then, so the change is lost. Read optimizer.state[parameter] again after each step and change that"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ residency
@@ -249,15 +265,14 @@ class NotResidentError(InfinityError, RuntimeError):
 class ParameterNotResidentError(NotResidentError):
     """A paged-out parameter was read or written outside forward and backward."""
 
-    def __init__(self, fqn: str, *, operation: str | None = None) -> None:
+    def __init__(self, fqn: str, *, operation: str | None = None, cure: str | None = None) -> None:
         self.operation = operation
         during = f" in {operation}" if operation else ""
-        super().__init__(
-            f"parameter '{fqn}' was touched{during} while it is paged out. "
-            "Use it inside `with infinity.GatheredParameters(model.parameters()):`, "
-            "or call engine.save_16bit_model(...) to export all weights",
-            fqn=fqn,
+        cure = cure or (
+            "Use it inside `with infinity.GatheredParameters(parameter):`, one module after the other where not all fit, or "
+            "copy its values with .detach().clone()"
         )
+        super().__init__(f"parameter '{fqn}' was touched{during} while it is paged out. {cure}", fqn=fqn)
 
 
 class GradientNotResidentError(NotResidentError):
@@ -352,6 +367,20 @@ class LossScaleError(StepError):
         )
 
 
+class SparseGradientWarning(UserWarning):
+    """A gradient is sparse, and is made dense."""
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+        super().__init__(
+            f"the gradient of parameter '{fqn}' is sparse; it is used as a dense one, so that the last bits differ from torch's. "
+            "Make the embedding with sparse=False"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.fqn,)
+
+
 class NonFiniteLossWarning(UserWarning):
     """The loss is NaN or infinite, and training goes on."""
 
@@ -378,12 +407,51 @@ def _non_finite(step: int, loss: float) -> str:
 # --------------------------------------------------------------------------------------------------------------- engine
 
 
+class EngineBusyError(InfinityError, RuntimeError):
+    """A signal handler or a finalizer asks for something in the midst of the engine's work on the same thread."""
+
+    def __init__(self, what: str, interrupted: str) -> None:
+        self.what = what
+        self.interrupted = interrupted
+        super().__init__(
+            f"{what} cannot be done here: a signal handler or finalizer came into the engine's work on this thread (in "
+            f"{interrupted}), which has to go on first. Set a flag in the handler, and look at it after engine.step(): there "
+            "save, flush or close"
+        )
+
+
 class EngineClosedError(InfinityError, RuntimeError):
     """A call to an engine after `close()`."""
 
     def __init__(self, call: str) -> None:
         self.call = call
-        super().__init__(f"{call}: the engine is closed. Call infinity.initialize again to train on")
+        super().__init__(
+            f"{call}: the engine is closed. Call infinity.initialize again to train on; weights that were neither saved nor "
+            "given back by engine.close(restore_weights=True) went with it"
+        )
+
+
+class TurnError(InfinityError, RuntimeError):
+    """A thread waited for another one to have done with the model, and that one does not move."""
+
+    def __init__(self, call: str, *, thread: str, call_of_other: str) -> None:
+        self.call = call
+        super().__init__(
+            f"{call}: waited for thread '{thread}', which is in {call_of_other} and has not moved for a long time. If it waits "
+            "for this thread, let this thread use the weights before that, or after it; a thread that was interrupted in the "
+            "midst of it has to call engine.reset()"
+        )
+
+
+class ForkedError(InfinityError, RuntimeError):
+    """A forked child uses the model that an engine of its parent holds."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        super().__init__(
+            f"{call}: this process was forked, and the weights belong to its parent. Copy what it needs before the fork, e.g. "
+            "with model.state_dict() or copy.deepcopy, or start it with multiprocessing's 'spawn'"
+        )
 
 
 def _shorten(value: object, limit: int = 120) -> str:

@@ -5,8 +5,9 @@ Knows one unit's gradients; must not know how many there are or what becomes of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +37,10 @@ class Gradients:
 
     needs_scratch = True
     """See `GradientSource.needs_scratch`."""
+    is_kept = False
+    """See `GradientSource.is_kept`."""
+    is_lent = False
+    """See `GradientSource.is_lent`."""
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -88,7 +93,7 @@ class DeviceGradients(Gradients):
         if source.dtype == scratch.dtype:
             self._device.download(scratch, source, self._after)
             return scratch
-        landing = torch.empty(source.shape, dtype=source.dtype)
+        landing = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         self._device.download(landing, source, self._after)
         return scratch.copy_(landing)
 
@@ -133,6 +138,7 @@ class GradientBuffer:
     def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
+        self._lent: weakref.ref[Any] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,13 +165,27 @@ class GradientBuffer:
         """The main gradient of one parameter, with its shape and strides."""
         return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
 
+    def lend(self, slot: Slot) -> torch.Tensor:
+        """As `view`, for others to keep: `is_lent` as long as they hold it, or anything that looks at the same memory."""
+        array = self._lent() if self._lent is not None else None
+        if array is None:
+            array = self.flat.tensor().numpy()
+            self._lent = weakref.ref(array)
+        values = torch.from_numpy(array)[: self.values.numel() * self.dtype.itemsize].view(self.dtype)
+        return values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody holds what `lend` gave."""
+        return self._lent is not None and self._lent() is not None
+
     def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], device: ComputeDevice) -> None:
         """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet."""
         known = set(present)
         for slot, gradient in gradients.items():
             source = _flat(in_slot_order(gradient.detach(), slot))
             if source.device.type != "cpu":
-                landing = torch.empty(source.shape, dtype=source.dtype)
+                landing = torch.empty(source.shape, dtype=source.dtype, device="cpu")
                 device.download(landing, source, device.mark())
                 source = landing
             target = self.values[slot.start : slot.stop]
@@ -184,6 +204,7 @@ class MemoryGradients(Gradients):
 
     def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> None:
         super().__init__(slots, buffer.values.dtype)
+        self.is_lent = buffer.is_lent
         self._values: torch.Tensor | None = buffer.values
 
     def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
@@ -214,7 +235,7 @@ class SpilledGradients(Gradients):
         offset = chunk.start * self.dtype.itemsize
         if scratch.device.type == "cpu":
             return self._swapper.read(self._extent, scratch, offset=offset, priority=Priority.PREFETCH)
-        landing = torch.empty(scratch.shape, dtype=scratch.dtype)
+        landing = torch.empty(scratch.shape, dtype=scratch.dtype, device="cpu")
         self._swapper.read(self._extent, landing, offset=offset).wait()
         scratch.copy_(landing)
         return None

@@ -6,7 +6,7 @@ Knows units and gradients; must not know when a unit is complete (`infinity.coll
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -44,6 +44,10 @@ class GradientStore:
     step has one micro-batch. Whoever calls ``loss.backward()`` several times all the same, or looks at ``parameter.grad``,
     gets fp32: the unit's memory is exchanged for one of twice the size if the pool has it to spare, and otherwise its
     gradients go to NVMe.
+
+    [Note: gradients that are looked at] What is spilled comes back into memory for that, unit by unit, until somebody needs
+    the room; it is written again if it was changed (`show`). Memory over which the user holds a tensor is his from the
+    moment on in which it would be used for something else: the store takes other memory instead.
     """
 
     def __init__(
@@ -89,6 +93,16 @@ class GradientStore:
         """Rung when a loan ends."""
         self._sums: dict[int, GradientBuffer] = {}
         """Of units to be spilled, while several micro-batches' gradients come one after the other."""
+        self._unchanged: set[int] = set()
+        """Of `_sums`, those that are spilled as they are."""
+        self._zeros: dict[int, set[int]] = {}
+        """By unit, gradients that are zero and were not written as such yet."""
+        self._unscaled: set[int] = set()
+        """Units whose gradients have been divided by the loss scale."""
+        self.scale: Callable[[], float] = lambda: 1.0
+        """The factor with which gradients come."""
+        self.on_forget: Callable[[Unit, Sequence[Slot]], None] = lambda unit, slots: None
+        """Called before gradients are replaced or dropped."""
         self.resumed_bytes = 0
         """Bytes read so far to add to sums that had been spilled before."""
 
@@ -114,11 +128,11 @@ class GradientStore:
     @property
     def has_any(self) -> bool:
         """Whether any main gradient is kept."""
-        return any(self._present.values())
+        return any(self._present.values()) or any(self._zeros.values())
 
     def slots_with_gradient(self, unit: Unit) -> list[Slot]:
         """The parameters of the unit that have a main gradient."""
-        present = self._present.get(unit.index, set())
+        present = self._present.get(unit.index, set()) | self._zeros.get(unit.index, set())
         return [slot for slot in unit.layout.slots if slot.index in present]
 
     def is_spilled(self, unit: Unit) -> bool:
@@ -127,7 +141,14 @@ class GradientStore:
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """Main gradients += ``gradients`` (any floating dtype), in fp32."""
+        if unit.index in self._unscaled:
+            gradients = {slot: gradient.float() * (1.0 / self.scale()) for slot, gradient in gradients.items()}
+        self._add(unit, gradients)
+
+    def _add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         present = self._present.setdefault(unit.index, set())
+        if unit.index in self._zeros:
+            self._zeros[unit.index].difference_update(slot.index for slot in gradients)
         if unit.index in self._in_memory:
             needed = self._waiting.after(self._memory_of(unit).dtype, gradients, present)
             if needed == self._memory_of(unit).dtype or self.widen(unit):
@@ -175,6 +196,8 @@ class GradientStore:
 
         The 2-norm of each parameter's gradient is put into ``norms``, by (unit index, slot index).
         """
+        self._write_zeros(unit, gradients)
+        self._tell_of_end(unit)
         present = self._present.get(unit.index)
         if unit.index in self._in_memory and (present or unit.index in self._buffers):
             self.add(unit, gradients)
@@ -196,8 +219,22 @@ class GradientStore:
 
     def _lend_to_update(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> GradientSource:
         source = MemoryGradients(buffer, slots)
-        self._lend(source, buffer.flat)
+        flat = self._surrender(buffer)
+        if flat is not None:
+            self._lend(source, flat)
         return source
+
+    def _surrender(self, buffer: GradientBuffer) -> FlatBuffer | None:
+        """The memory of a buffer that is not needed any more. None if the user holds tensors over it, whose it is then."""
+        if not buffer.is_lent:
+            return buffer.flat
+        self._pool.let_go(buffer.flat)
+        return None
+
+    def _give_back(self, buffer: GradientBuffer) -> None:
+        flat = self._surrender(buffer)
+        if flat is not None:
+            self._pool.give_back(flat)
 
     def _leave_on_device(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
@@ -220,14 +257,41 @@ class GradientStore:
     def close_sum(self, unit: Unit) -> None:
         """Spill what `open_sum` kept in memory, if it did."""
         buffer = self._sums.pop(unit.index, None)
-        if buffer is not None:
-            self._write(unit, buffer, self.slots_with_gradient(unit))
+        if buffer is None:
+            return
+        if unit.index in self._unchanged:
+            self._unchanged.discard(unit.index)
+            self._give_back(buffer)
+        else:
+            self._write(unit, buffer, self._present_slots(unit))
+
+    def _present_slots(self, unit: Unit) -> list[Slot]:
+        present = self._present.get(unit.index, set())
+        return [slot for slot in unit.layout.slots if slot.index in present]
+
+    def _write_zeros(self, unit: Unit, besides: Container[Slot] = ()) -> None:
+        """Gradients that are zero become gradients like any other, but for those in ``besides``, to which some are added."""
+        zeros = self._zeros.pop(unit.index, None)
+        if zeros:
+            slots = [slot for slot in unit.layout.slots if slot.index in zeros and slot not in besides]
+            if unit.index not in self._in_memory:
+                self.open_sum(unit)
+            for slot in slots:
+                self._add(
+                    unit, {slot: torch.zeros((), dtype=self._waiting.dtype, device="cpu").expand(slot.spec.shape)}
+                )
+
+    def _tell_of_end(self, unit: Unit) -> None:
+        present = self._present_slots(unit)
+        if present:
+            self.on_forget(unit, present)
 
     def _sum(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int], *, is_wide: bool = False
     ) -> GradientBuffer:
         """What is spilled of the unit plus ``gradients``, in fresh memory."""
         known = self._sums.pop(unit.index, None)
+        self._unchanged.discard(unit.index)
         if known is not None:
             known.add(gradients, present, self._device)
             return known
@@ -254,6 +318,7 @@ class GradientStore:
 
     def _add_spilled(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> None:
         if unit.index in self._sums:
+            self._unchanged.discard(unit.index)
             self._sums[unit.index].add(gradients, present, self._device)
             return
         self._write(unit, self._sum(unit, gradients, present), gradients)
@@ -264,7 +329,12 @@ class GradientStore:
         for slot in changed:
             self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
         self._spilled_dtypes[unit.index] = buffer.dtype
-        self._lend(SpillingWrite(swapper.write(extent, buffer.values)), buffer.flat)
+        handle = swapper.write(extent, buffer.values)
+        if buffer.is_lent:
+            handle.wait()  # afterwards it is the user's, who may write to it
+            self._surrender(buffer)
+        else:
+            self._lend(SpillingWrite(handle), buffer.flat)
 
     def _take(self, num_bytes: int) -> FlatBuffer:
         self._retire()
@@ -272,10 +342,15 @@ class GradientStore:
             flat = self._pool.allocate(num_bytes)
             if flat is not None:
                 return flat
-            if not self._loans and self._sums:
-                self.close_sum(self._units[next(iter(self._sums))])
+            closable = next((index for index, buffer in self._sums.items() if not buffer.is_lent), None)
+            if not self._loans and closable is not None:
+                self.close_sum(self._units[closable])
+            elif not self._loans and self._sums:
+                return self._pool.allocate_beyond(num_bytes)
             elif not self._loans:
-                raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
+                if not self._pool.reclaim() and not self._pool.awaits_requests():
+                    raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
+                continue
             self._await_loan()
 
     def _retire(self, *, in_parts: bool = False) -> bool:
@@ -304,35 +379,42 @@ class GradientStore:
                     return
                 self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through
 
-    def gradient_of(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
-        """The live main gradient in RAM (the parameter's shape), None without one. Only if `widen` says so."""
-        if slot.index not in self._present.get(unit.index, ()):
-            return None
-        return self._memory_of(unit).view(slot)
-
-    def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """Replace one parameter's main gradient (in RAM), or drop it."""
-        present = self._present.setdefault(unit.index, set())
-        present.discard(slot.index)
-        if gradient is not None:
-            self.add(unit, {slot: gradient})
-
     def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
         """2-norm of one parameter's whole main gradient: 0-dim fp32."""
+        self._write_zeros(unit)
         if unit.index in self._in_memory:
             return gradient_norm(self._memory_of(unit).view(slot))
         self.close_sum(unit)
         return self._spilled_norms[unit.index, slot.index]
 
-    def source(self, unit: Unit) -> GradientSource:
-        """The unit's main gradients for an update. They count as gone from now on; the update must be the next to use them."""
+    def source(self, unit: Unit, *, keeps: bool = False) -> GradientSource:
+        """The unit's main gradients for an update, which must be the next to use them.
+
+        Args:
+            unit: whose.
+            keeps: they stay what they are. Otherwise they count as gone from now on.
+        """
+        self._write_zeros(unit)
+        if not keeps:
+            self._tell_of_end(unit)
         self.close_sum(unit)
-        slots = self.slots_with_gradient(unit)
-        self._present.pop(unit.index, None)
+        slots = self._present_slots(unit)
+        if not keeps:
+            self._present.pop(unit.index, None)
+            self._unscaled.discard(unit.index)
+        source: MemoryGradients | SpilledGradients
         if unit.index in self._in_memory:
-            return MemoryGradients(self._memory_of(unit), slots)
-        swapper, extent = self._spill(unit)
-        return SpilledGradients(swapper, extent, slots, self._forget_spilled(unit, slots))
+            buffer = self._memory_of(unit)
+            if buffer.is_lent and not keeps:
+                del self._buffers[unit.index]
+                self._pool.let_go(buffer.flat)
+            source = MemoryGradients(buffer, slots)
+        else:
+            swapper, extent = self._spill(unit)
+            dtype = self._spilled_dtypes[unit.index] if keeps else self._forget_spilled(unit, slots)
+            source = SpilledGradients(swapper, extent, slots, dtype)
+        source.is_kept = keeps
+        return source
 
     def _forget_spilled(self, unit: Unit, slots: Iterable[Slot]) -> torch.dtype:
         """What is spilled is used up: a norm kept beyond that would pass for that of later gradients. Returns its dtype."""
@@ -342,12 +424,19 @@ class GradientStore:
 
     def clear(self) -> None:
         """Forget all main gradients; the memory stays reserved."""
+        for index in list(self._present):
+            self._tell_of_end(self._units[index])
         self._present.clear()
+        self._zeros.clear()
+        self._unscaled.clear()
         self._spilled_dtypes.clear()
         self._spilled_norms.clear()
+        for index in [index for index, buffer in self._buffers.items() if buffer.is_lent]:
+            self._pool.let_go(self._buffers.pop(index).flat)
         for buffer in self._sums.values():
-            self._pool.give_back(buffer.flat)
+            self._give_back(buffer)
         self._sums.clear()
+        self._unchanged.clear()
 
     def close(self) -> None:
         """Give the memory back."""
@@ -355,16 +444,16 @@ class GradientStore:
             if flat is not None:
                 self._pool.give_back(flat)
         for buffer in [*self._buffers.values(), *self._sums.values()]:
-            self._pool.give_back(buffer.flat)
+            self._give_back(buffer)
         self._loans.clear()
         self._buffers.clear()
         self._sums.clear()
 
 
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The global 2-norm from the norms per parameter, in the order of the parameter groups. 0-dim fp32 tensor."""
+    """The global 2-norm from the norms per parameter, in the order of ``model.parameters()``. 0-dim fp32 tensor."""
     if not norms:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     first = norms[0].device
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
     return norm

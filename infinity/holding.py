@@ -5,15 +5,21 @@ Knows modules, units and parameters; must not know optimizers or files.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from infinity.errors import ModelError, UnsupportedModelError
+from infinity.compiling import CompiledForwards, inside_compiled, refuse_tracing
+from infinity.errors import EngineBusyError, ModelError, UnsupportedModelError
+from infinity.interrupts import refuse_in_between
 from infinity.layout import Slot
-from infinity.parameter import let_go
+from infinity.modes import outside_modes, untraced
 from infinity.unit import Unit
 
 if TYPE_CHECKING:
@@ -31,9 +37,15 @@ class _ModuleHooks:
         note_call: Callable[[Unit, Sequence[Slot]], None],
         keep_alive: object,
         abandon: Callable[[], None] | None,
+        on_root: Callable[[], None],
     ) -> None:
-        """``abandon``, for the model itself: forget the calls that were cut off."""
+        """
+        Args:
+            abandon: for the model itself: forget the calls that were cut off.
+            on_root: called before each call of the model itself.
+        """
         self._is_root = abandon is not None
+        self._on_root = on_root
         self._abandon = abandon or (lambda: None)
         self._pager = pager
         self._units = list(units)
@@ -41,8 +53,11 @@ class _ModuleHooks:
         self._note_call = note_call
         self._keep_alive = keep_alive
         self._parameters: tuple[tuple[str, nn.Parameter], ...] = ()
-        self._entered: list[int] = []
-        """How many units each running call of the module holds (a module may call itself)."""
+        self._entered: dict[int, list[int]] = {}
+        """Thread -> how many units each running call of the module holds (a module may call itself)."""
+        self._num_refused = 0
+        """Calls that are not among those and will end all the same."""
+        self._first_layer: list[Unit] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
         return _NoHooks()
@@ -50,38 +65,71 @@ class _ModuleHooks:
     def __reduce__(self) -> tuple[Any, ...]:
         return _NoHooks, ()
 
+    def look_first_at(self, units: Sequence[Unit]) -> None:
+        """The module looks at these units' parameters before it calls others."""
+        self._first_layer = list(units)
+
     def watch(self, module: nn.Module) -> None:
         """Remember the module's own parameters: they must stay the same objects."""
         self._parameters = tuple((name, p) for name, p in module._parameters.items() if p is not None)
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise UnsupportedModelError(
-                f"torch.compile cannot trace {type(module).__name__} while an engine pages its parameters",
-                cure="Train it without compiling",
-            )
+        if self._is_root:
+            self._on_root()
         own = module._parameters
         for name, parameter in self._parameters:
-            if own.get(name) is not parameter:
+            present = own.get(name)
+            # Other tensors are put there by functional_call, for as long as the call lasts.
+            if present is not parameter and (present is None or isinstance(present, nn.Parameter)):
                 raise UnsupportedModelError(
                     f"parameter '{name}' of {type(module).__name__} was replaced while an engine holds it",
                     cure="Don't call .to(device) or assign new parameters after infinity.initialize",
                 )
-        if self._is_root and self._pager.is_in_forward:
-            self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
-        self._pager.begin_forward()
-        self._entered.append(0)
+        if self._is_root:
+            self._before_root(module)
+        self._pager.begin_forward(is_root=self._is_root)
+        entered = self._entered.setdefault(get_ident(), [])
+        entered.append(0)
         if self._pager.is_training_forward:
             for unit, slots in self._owned:
                 self._note_call(unit, slots)
         for unit in self._units:
             self._pager.enter(unit)
-            self._entered[-1] += 1
+            entered[-1] += 1
+        if isinstance(module, nn.TransformerEncoder) and not module.training and not torch.is_grad_enabled():
+            # It looks at its first layer's parameters to see whether nested tensors will do, and takes others if they are
+            # of a class of ours.
+            with self._pager.held(self._first_layer):
+                pass
+
+    def _before_root(self, module: nn.Module) -> None:
+        if torch._C._is_tracing():
+            raise UnsupportedModelError(
+                "torch.jit.trace makes constants of the weights, and they do not stay where they are",
+                cure="Trace a copy: copy.deepcopy(model)",
+            )
+        if self._pager.is_in_forward:
+            try:
+                refuse_in_between("running the model")
+            except EngineBusyError:
+                self._num_refused += 1
+                raise
+            if not _is_called_by_itself(module):
+                self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._num_refused:
+            self._num_refused -= 1
+            return
         if not self._entered:
             return  # the call failed before our hook ran
-        num_entered = self._entered.pop()
+        me = get_ident()  # not before: torch.compile cannot trace it, and is to be refused by name
+        entered = self._entered.get(me)
+        if not entered:
+            return
+        num_entered = entered.pop()
+        if not entered:
+            del self._entered[me]
         try:
             for unit in reversed(self._units[:num_entered]):
                 self._pager.leave(unit)
@@ -91,6 +139,19 @@ class _ModuleHooks:
     def forget(self) -> None:
         """Calls that an exception cut off are over."""
         self._entered.clear()
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _is_called_by_itself(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs inside another call of it, in this thread."""
+    num_calls = 0
+    frame = inspect.currentframe()
+    while frame is not None:
+        num_calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return num_calls > 1
 
 
 class _NoHooks:
@@ -109,25 +170,42 @@ class _BoundHook:
         self._name = name
 
     def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling() and self._name == "before":
+            refuse_tracing(args[0])
+        self._run(*args)
+
+    @untraced
+    @outside_modes
+    def _run(self, *args: Any) -> None:
         getattr(self._hooks, self._name)(*args)
 
 
 class ModelHolding:
     """Where each parameter of a model lies, and the hooks that tell the pager what is needed. Answers for the parameters."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], blocks: Sequence[str] = ()) -> None:
+        """``blocks``: FQNs of the modules that were made units of their own."""
         self.model = model
         self.units = list(units)
+        self._places_of_blocks = [
+            (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
+        ]
+        self._forwards = CompiledForwards(model)
+        self._compiled: list[Any] = []
+        self.covered: set[int] = set()
+        """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules]."""
         self._places: dict[int, tuple[Unit, Slot]] = {
             id(parameter): (unit, slot)
             for unit in units
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
         }
         self._handles: list[Any] = []
+        self._call_handles: list[Any] = []
+        self._hook_calls: Callable[[], None] = lambda: None
         self.handles_of_others: list[Any] = []
         """Of hooks that go with those of the modules."""
         self._hooks: list[_ModuleHooks] = []
-        self._modified: list[Unit] = []
+        self._loads: list[_LoadHooks] = []
 
     def locate(self, parameter: torch.Tensor) -> tuple[Unit, Slot]:
         """The unit and slot of a parameter of the model.
@@ -146,6 +224,23 @@ class ModelHolding:
     def holds(self, parameter: object) -> bool:
         """Whether this is a parameter of the model."""
         return id(parameter) in self._places
+
+    def parameters_now(self) -> dict[int, nn.Parameter]:
+        """The parameters that the model's modules have now, by ``id``, in the order of ``model.parameters()``."""
+        # As that does, but ten times as fast: it is asked for in every forward.
+        found: dict[int, nn.Parameter] = {}
+        seen: set[int] = set()
+        rest: list[nn.Module] = [self.model]
+        while rest:
+            module = rest.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found.setdefault(id(parameter), parameter)
+            rest += [child for child in reversed(module._modules.values()) if child is not None]
+        return found
 
     def num_owners(self) -> dict[tuple[int, int], int]:
         """(unit index, slot index) -> how many modules have the parameter as their own."""
@@ -171,32 +266,74 @@ class ModelHolding:
         all of a unit lies (a block) enters the unit as well, so that it is bound once per call.
         """
         pager.on_use = note_call
-        inside: dict[int, set[int]] = {}
+        pager.on_lost = self.forget_calls
         for module in self.model.modules():
-            inside[id(module)] = {self.locate(p)[0].index for p in module.parameters()}
+            if any(True for _ in module.parameters(recurse=False)):
+                load = _LoadHooks(module, before_load, after_load)
+                self._loads.append(load)
+                self._handles.append(module.register_load_state_dict_pre_hook(_BoundHook(load, "before")))
+                self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load, "after")))
+        collecting = _StateDictHooks(pager)
+        self._handles.append(self.model.register_state_dict_pre_hook(_BoundHook(collecting, "before")))
+        self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(collecting, "after")))
+        if self._places_of_blocks and self._places_of_blocks[0][0]:
+            self._forwards.compile_units(lambda: [getattr(parent, name) for _, parent, name in self._places_of_blocks])
+        self._hook_calls = functools.partial(self._hook_each_call, pager, note_call, keep_alive)
+        self._hook_calls()
+
+    def _hook_each_call(
+        self, pager: Pager, note_call: Callable[[Unit, Sequence[Slot]], None], keep_alive: object
+    ) -> None:
+        self._forwards.convert({fqn: getattr(parent, name) for fqn, parent, name in self._places_of_blocks})
+        self._compiled = self._compilation()
+        self.covered = inside_compiled(self.model)
+        abandon = functools.partial(self._abandon_calls, pager)
         for module in self.model.modules():
+            if id(module) in self.covered:
+                continue
             own = self._own_slots(module)
-            reach = inside[id(module)]
+            reach = {self.locate(p)[0].index for p in module.parameters() if self.holds(p)}
             entered = [unit for unit, _ in own if reach == {unit.index}]
             if not entered and len(reach) == 1:
                 entered = [self.units[next(iter(reach))]]
-            abandon = (lambda: self._abandon_calls(pager)) if module is self.model else None
-            hooks = _ModuleHooks(pager, entered, own, note_call, keep_alive, abandon)
+            is_root = module is self.model
+            if is_root and self._hooks:
+                continue  # it may be in the midst of a call
+            hooks = _ModuleHooks(
+                pager, entered, own, note_call, keep_alive, abandon if is_root else None, self._follow_compilation
+            )
+            if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+                hooks.look_first_at(
+                    [self.units[i] for i in sorted({self.locate(p)[0].index for p in module.layers[0].parameters()})]
+                )
             hooks.watch(module)
             self._hooks.append(hooks)
-            self._handles.append(module.register_forward_pre_hook(_BoundHook(hooks, "before"), prepend=True))
-            self._handles.append(module.register_forward_hook(_BoundHook(hooks, "after"), always_call=True))
-            if own:
-                load = _LoadHooks(module, before_load, after_load)
-                self._handles.append(module.register_load_state_dict_pre_hook(_BoundHook(load, "before")))
-                self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load, "after")))
-        detach = _StateDictHooks(pager)
-        self._handles.append(self.model.register_state_dict_pre_hook(_BoundHook(detach, "before")))
-        self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(detach, "after")))
+            before, after = (_BoundHook(hooks, name) for name in ("before", "after"))
+            handles = self._handles if is_root else self._call_handles
+            handles.append(module.register_forward_pre_hook(before, prepend=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _follow_compilation(self) -> None:
+        """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere."""
+        if self._compiled != self._compilation():
+            for handle in self._call_handles:
+                handle.remove()
+            self._call_handles.clear()
+            del self._hooks[1:]  # the first is the model's own
+            self._hook_calls()
+
+    def _compilation(self) -> list[Any]:
+        """What changes when one of the blocks is compiled."""
+        present: list[Any] = []
+        for _, parent, name in self._places_of_blocks:
+            block = parent._modules.get(name)
+            attributes = {} if block is None else block.__dict__
+            present += [id(block), attributes.get("_compiled_call_impl"), attributes.get("forward")]
+        return present
 
     def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
         own: dict[int, tuple[Unit, list[Slot]]] = {}
-        for parameter in module.parameters(recurse=False):
+        for parameter in filter(self.holds, module.parameters(recurse=False)):
             unit, slot = self.locate(parameter)
             own.setdefault(unit.index, (unit, []))[1].append(slot)
         return list(own.values())
@@ -205,6 +342,12 @@ class ModelHolding:
         self.forget_calls()
         pager.abandon_forward()
 
+    def settle_loads(self) -> None:
+        """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
+        if any(load.is_open for load in self._loads) and not _is_loading():
+            for load in self._loads:
+                load.settle()
+
     def forget_calls(self) -> None:
         """An exception has cut off whatever was running."""
         for hooks in self._hooks:
@@ -212,15 +355,14 @@ class ModelHolding:
 
     def uninstall(self) -> None:
         """Remove the hooks."""
-        for handle in (*self._handles, *self.handles_of_others):
+        for handle in (*self._handles, *self._call_handles, *self.handles_of_others):
             handle.remove()
         self._handles.clear()
+        self._call_handles.clear()
         self.handles_of_others.clear()
         self._hooks.clear()
-
-    def release(self) -> None:
-        """The parameters are ordinary again; they must have been given data of their own."""
-        let_go(parameter for unit in self.units for parameter in unit.parameters)
+        self._loads.clear()
+        self._forwards.restore()
 
 
 class _LoadHooks:
@@ -247,16 +389,36 @@ class _LoadHooks:
                 cure="Call load_state_dict without assign, or before infinity.initialize",
                 fqn=prefix.rstrip("."),
             )
+        self.settle()
         self._gathered = self._before_load(self._parameters)
 
-    def after(self, module: nn.Module, incompatible_keys: Any) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds the module's parameters open."""
+        return self._gathered is not None
+
+    def settle(self) -> None:
+        """Let go of what a load holds that an exception has cut off; what it has loaded so far is stored."""
+        self.after(None, None)
+
+    def after(self, module: nn.Module | None, incompatible_keys: Any) -> None:
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
             self._after_load(gathered)
 
 
+def _is_loading() -> bool:
+    """Whether a ``load_state_dict`` is running in this thread."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module.load_state_dict.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _StateDictHooks:
-    """``state_dict()`` of the model gives copies of the true weights."""
+    """A ``state_dict()`` of the model is made in one turn."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
@@ -271,23 +433,4 @@ class _StateDictHooks:
         self._pager.begin_state_dict()
 
     def after(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        self._pager.copies_detached = False
-
-
-def cast_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Buffers as ``model.to(device, dtype)`` leaves them: floating-point ones are cast, all are moved."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
-
-
-def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
-    """All buffers as they are: module, name, value."""
-    return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-
-
-def restore_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) -> None:
-    """The modules have these buffers again."""
-    for module, name, buffer in buffers:
-        module._buffers[name] = buffer
+        self._pager.end_state_dict()

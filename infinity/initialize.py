@@ -14,33 +14,40 @@ from torch.utils.data import DataLoader
 
 from infinity.access import StateAccess
 from infinity.autotune import tune_io
+from infinity.buffers import BufferCast, buffers_of, restore_buffers
 from infinity.collectives import check_single_process
-from infinity.config import InfinityConfig, load_config
+from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
+from infinity.copies import Copies
 from infinity.device import ComputeDevice, choose_device, device_for
 from infinity.engine import Engine
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
 from infinity.forecast import Forecast, first_plan
-from infinity.gradients import GradientStore
-from infinity.holding import ModelHolding, buffers_of, cast_buffers, restore_buffers
+from infinity.holding import ModelHolding
 from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.layout import UnitLayout
 from infinity.loss_scale import LossScaler
 from infinity.model_check import check_model
 from infinity.optim import (
+    MAIN_WEIGHT,
     FusedAdam,
     PieceUpdater,
     RemainderUpdater,
     StateFormat,
     StateWindow,
     Template,
+    absent_template,
     build_template,
     check_state_format,
 )
+from infinity.originals import Originals
 from infinity.parameter import hold
 from infinity.parts import Parts
 from infinity.residence import Residence
 from infinity.schedules import build_scheduler
+from infinity.shown_gradients import ShownGradients
+from infinity.shutdown import settle
 from infinity.sizes import Request, UnitSize
+from infinity.step_groups import StepGroups
 from infinity.stepper import Stepper, StepRules
 from infinity.storage import Storage
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
@@ -51,6 +58,7 @@ from infinity.vertical import SharedPager, SpillSpace, Surroundings, place_for_s
 from infinity.waiting_dtype import WaitingDtype
 from infinity.workspace import RecordFormat
 from infinity.wrapping import find_blocks, partition, used_together
+from infinity.written_weights import WrittenWeights
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +78,15 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
     device: torch.device | str | None = None,
-) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Take a model over: its states go where the config says, and what comes back trains it.
 
     Args:
         args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it; used when ``config`` is absent.
         model: the model, with its weights, in any floating dtype. Its parameters stay the same objects.
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, a class, or a callable that takes parameters
-            or groups and returns one. None: the config's.
+            or groups and returns one. None: the config's. Without either, or with nothing to train, the engine
+            evaluates only, and the second result is None.
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
         training_data: a data set; the third result is then its loader, in the data set's order. To shuffle, make a loader
             of your own.
@@ -100,7 +109,8 @@ def initialize(
     """
     source = config if config is not None else config_params
     if source is None:
-        source = getattr(args, "deepspeed_config", None) or getattr(args, "infinity_config", None)
+        names = ("deepspeed_config", "deepscale_config", "infinity_config")
+        source = next((found for name in names if (found := getattr(args, name, None))), None)
     if source is None:
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
     if not isinstance(model, nn.Module):
@@ -117,10 +127,15 @@ def initialize(
             cure='Set "train_micro_batch_size_per_gpu"',
             key="train_micro_batch_size_per_gpu",
         )
-    resolved = tune_io(resolved)
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
-        engine = _build(model, resolved, template, device_for(torch_device), undo)
-        engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+        undo.callback(remove_empty, make_directories(resolved.nvme_paths))
+        resolved = tune_io(resolved)
+        undo.callback(template.give_back_untouched)
+        engine, originals = _build(model, resolved, template, device_for(torch_device), undo)
+        if engine.optimizer is not None:
+            for parameter, gradient in originals.gradients():  # torch would add to them
+                parameter.grad = gradient.cpu()
+            engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
         if training_data is not None:
             engine.training_dataloader = DataLoader(
                 training_data,
@@ -134,6 +149,8 @@ def initialize(
         logger.info("config:\n%s", resolved.describe())
         logger.info("plan:\n%s", engine.plan)
         undo.pop_all()
+    originals.forget()
+    template.forget_untouched()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -145,10 +162,10 @@ def _template(
     device: torch.device,
 ) -> Template:
     source = optimizer if optimizer is not None else config.optimizer
-    if source is None:
-        raise ConfigError(
-            'no optimizer: add "optimizer" to the config, or pass optimizer= to infinity.initialize', key="optimizer"
-        )
+    has_any = model_parameters is not None or any(parameter.requires_grad for _, parameter in named)
+    if source is None or not (has_any or isinstance(source, torch.optim.Optimizer)):
+        logger.info("the engine evaluates only: %s", "no optimizer is named" if source is None else "nothing to train")
+        return absent_template(named, device)
     return build_template(source, named, device, model_parameters=model_parameters)
 
 
@@ -160,13 +177,18 @@ def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim
     return lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
 
 
-def _make_units(model: nn.Module, config: InfinityConfig) -> list[Unit]:
+def _make_units(model: nn.Module, config: InfinityConfig, *, is_trained: bool) -> list[Unit]:
     by_name = dict(model.named_parameters())
+    # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
+    keeps_double = config.compute_dtype == torch.float32 and any(
+        (parameter.requires_grad or not is_trained) and parameter.dtype != torch.float64
+        for parameter in by_name.values()
+    )
     units: list[Unit] = []
     for index, members in enumerate(partition(model, config.compute_dtype.itemsize, config.infinity.units)):
         parameters = [by_name[fqn] for fqn in members.fqns]
         specs = [
-            spec_of(fqn, parameter, config.compute_dtype)
+            spec_of(fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trained=is_trained)
             for fqn, parameter in zip(members.fqns, parameters, strict=True)
         ]
         layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)
@@ -182,9 +204,9 @@ def _guess(units: Sequence[Unit]) -> list[int]:
 
 def _build(
     model: nn.Module, config: InfinityConfig, template: Template, device: ComputeDevice, undo: contextlib.ExitStack
-) -> Engine:
+) -> tuple[Engine, Originals]:
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
-    units = _make_units(model, config)
+    units = _make_units(model, config, is_trained=bool(template.param_groups))
     updater = PieceUpdater(template)
     places = {
         id(parameter): (unit, slot)
@@ -228,7 +250,7 @@ def _build(
         record_format=record_format,
         shares_host_memory=device.shares_host_memory,
         update=config.infinity.update,
-        num_micro_batches=config.gradient_accumulation_steps,
+        num_micro_batches=config.most_micro_batches,
         page_bytes=config.infinity.page_bytes,
         prefetches=config.infinity.prefetch,
         used_together=used_together(
@@ -245,6 +267,7 @@ def _build(
         share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in model.parameters()))
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
+    settle()  # space of an engine that became garbage a moment ago
     storage = Storage(config, device, placement, request, sizes)
     undo.callback(storage.close)
     clock = StepClock(device)
@@ -262,15 +285,17 @@ def _build(
         for unit, border in zip(units, placement.states_in_memory, strict=True)
     ]
     states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
-    holding = ModelHolding(model, units)
+    blocks = tuple(find_blocks(model, config.infinity.units))
+    holding = ModelHolding(model, units, blocks)
     access = StateAccess(holding, pager, storage.records, storage.weights, device, states, chunks, record_format)
+    pager.writer = WrittenWeights(access)
     for unit in units:
         storage.records.allocate(
             unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
         )
         if storage.weights is not None:
             storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
-    gradients = GradientStore(
+    gradients = ShownGradients(
         units,
         device,
         clock,
@@ -291,8 +316,19 @@ def _build(
     if device.shares_host_memory and storage.nvme_bytes:
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         pager.on_pause = HeapTrimmer().trim
+    pager.before_update, pager.after_update = access.store_gathered, access.note_updated
+    pager.copies = access.copies = Copies(
+        dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths))
+    )
     residence = Residence(holding, pager)
-    dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
+    buffers = BufferCast(model, config.compute_dtype, config.buffer_dtype)
+    originals = Originals(
+        units,
+        cuts_nans=has_remainder,
+        stored=access.stored,
+        open_space=storage.open_more,
+        close_space=storage.close_more,
+    )
     halves_updater = None
     if has_remainder:
         update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
@@ -303,24 +339,28 @@ def _build(
     undo.callback(stream.close)
     built: list[Engine] = []
     undo.callback(_close, built)
-    undo.callback(access.give_back, dtypes)  # what is paged out comes back, as far as it can be read
+    undo.callback(template.give_back_states, access.state)
+    undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(holding.uninstall)
-    _take_over(units, access, pager, storage, residence, device)
+    _take_over(units, originals, access, pager, storage, residence, device)
+    step_groups = StepGroups(holding, template, updater, storage.records.names_of, access.state_names)
     stepper = Stepper(
         units,
         chunks,
-        groups,
         StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
         device=device,
         pager=pager,
         gradients=gradients,
         stream=stream,
-        template=template,
-        scaler=LossScaler(config.loss_scaling),
+        groups=step_groups,
+        scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
     )
     for parameter, state in template.take_initial_states():
+        main = state.pop(MAIN_WEIGHT, None)
         access.load_state(parameter, state)
+        if main is not None:
+            access.resume_main_weight(parameter, main)
     parts = Parts(
         holding=holding,
         residence=residence,
@@ -328,6 +368,7 @@ def _build(
         storage=storage,
         stream=stream,
         stepper=stepper,
+        groups=step_groups,
         access=access,
         template=template,
         updater=updater,
@@ -344,20 +385,21 @@ def _build(
             device=device,
             space=SpillSpace(storage.open_more),
             activation_bytes=placement.activation_bytes if device.shares_host_memory else None,
-            blocks=tuple(find_blocks(model, config.infinity.units)),
+            blocks=blocks,
             suitability=suitability,
         ),
     )
     engine = Engine(config, parts)
     built.append(engine)
-    cast_buffers(model, config.compute_dtype, device.torch_device)
+    buffers.apply(device.torch_device)
+    holding.handles_of_others.append(buffers.explain_failures())
     give_back_freed_memory()
-    return engine
+    return engine, originals
 
 
 def _close(engines: Sequence[Engine]) -> None:
     for engine in engines:
-        engine.close()
+        engine.close(restore_weights=False)
 
 
 def _reporter(
@@ -380,6 +422,7 @@ def _reporter(
 
 def _take_over(
     units: Sequence[Unit],
+    originals: Originals,
     access: StateAccess,
     pager: SharedPager,
     storage: Storage,
@@ -392,6 +435,7 @@ def _take_over(
         if flat is None:
             raise RuntimeError("the pool for flat buffers is smaller than a unit")
         pager.place(unit, flat)
+        originals.keep(unit)
         access.store(unit, [parameter.detach() for parameter in unit.parameters])
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             parameter.grad = None

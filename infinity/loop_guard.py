@@ -84,7 +84,7 @@ class LoopGuard:
     def check_step(self) -> None:
         """Raise if ``engine.step()`` makes no sense now."""
         self.check_whole()
-        if not self.has_backward:
+        if not self.has_backward and not self._stepper.gradients.has_any:  # gradients may have been assigned
             raise StepOrderError(
                 "engine.step()",
                 "there was no backward since the last one",

@@ -5,6 +5,8 @@ Pure arithmetic; must not know where gradients lie.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from infinity.config import LARGEST_LOSS_SCALE, LossScaling
@@ -17,12 +19,18 @@ class LossScaler:
     """The present factor, and how it follows from the steps so far.
 
     The rule is that of DeepSpeed's dynamic loss scaler (and, with a hysteresis of 1, of `torch.amp.GradScaler` with a
-    growth factor of 2 and a backoff factor of 0.5).
+    growth factor of 2 and a backoff factor of 0.5). Without ZeRO, DeepSpeed has another: the factor is doubled one step
+    later, halved at each overflow, and stays at its minimum without an error.
     """
 
-    def __init__(self, rules: LossScaling | None) -> None:
-        """``rules`` are those of the config; None: the factor is always 1."""
+    def __init__(self, rules: LossScaling | None, *, has_zero: bool = True) -> None:
+        """
+        Args:
+            rules: those of the config; None: the factor is always 1.
+            has_zero: whether the config asks for ZeRO.
+        """
         self._rules = rules
+        self._has_zero = has_zero
         self.scale = rules.initial if rules is not None else 1.0
         """What losses are multiplied with, and gradients divided by before they are used."""
         self._patience = rules.hysteresis if rules is not None else 1
@@ -33,11 +41,11 @@ class LossScaler:
         """Whether losses are scaled at all."""
         return self._rules is not None
 
-    def share_of(self, loss: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+    def share_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
         """What backward begins with: the micro-batch's share of the step's loss (one element), scaled (then fp32)."""
         if self._rules is None:
-            return loss / num_micro_batches
-        return loss.float() / num_micro_batches * self.scale
+            return loss / divisor
+        return loss.float() / divisor * self.scale
 
     def note(self, *, is_finite: bool, step: int) -> None:
         """A step has ended, the ``step``-th; ``is_finite``: its gradients were.
@@ -50,16 +58,27 @@ class LossScaler:
             return
         if not is_finite:
             self._num_finite = 0
-            if self._patience > 1:
+            if self._has_zero and self._patience > 1:
                 self._patience -= 1
                 return
-            if self.scale <= rules.minimum:
+            if self._has_zero and self.scale <= rules.minimum:
                 raise LossScaleError(self.scale, step=step)
             self.scale = max(self.scale / _FACTOR, rules.minimum)
             return
         self._num_finite += 1
-        is_due = self._num_finite % rules.window == 0
+        num_counted = self._num_finite if self._has_zero else self._num_finite - 1
+        is_due = num_counted > 0 and num_counted % rules.window == 0
         if is_due:
             self.scale = min(self.scale * _FACTOR, LARGEST_LOSS_SCALE)
         if is_due or rules.refills_hysteresis:
             self._patience = rules.hysteresis
+
+    def state(self) -> dict[str, float]:
+        """What the rule goes on from."""
+        return {"scale": self.scale, "patience": self._patience, "num_finite": self._num_finite}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave, if losses are scaled dynamically at all."""
+        if self._rules is not None and self._rules.is_dynamic:
+            self.scale = float(state["scale"])
+            self._patience, self._num_finite = int(state["patience"]), int(state["num_finite"])

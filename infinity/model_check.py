@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from infinity.errors import MetaParameterError, ModelInUseError, NoTrainableParameterError, UnsupportedModelError
+from infinity.operations import leaves
 from infinity.parameter import PagedParameter, ResidentParameter, host_of
+
+_OTHER_HOLDERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def check_model(model: nn.Module) -> None:
@@ -18,17 +21,9 @@ def check_model(model: nn.Module) -> None:
         ModelError: a subclass says what is wrong with which module or parameter, and the cure.
     """
     for fqn, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
-                f"module '{fqn}' has max_norm, which changes its weight inside forward",
-                cure="Set max_norm=None and renormalise inside `with infinity.GatheredParameters(...)` between steps",
-                fqn=fqn,
-            )
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or isinstance(module, torch.jit.ScriptModule):
-            how = "torch.jit" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
-            raise UnsupportedModelError(
-                f"module '{fqn or type(module).__name__}' was compiled with {how}, which hides its accesses to parameters",
+                f"module '{fqn or type(module).__name__}' was compiled with torch.jit, which hides its accesses to parameters",
                 cure="Pass the model as it was before compiling",
                 fqn=fqn,
             )
@@ -52,8 +47,9 @@ def check_model(model: nn.Module) -> None:
                 cure="Keep it as two real parameters (torch.view_as_real)",
             )
     _check_memory(parameters)
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        raise NoTrainableParameterError(num_parameters=len(parameters))
+    _check_views(model, parameters)
+    if not parameters:
+        raise NoTrainableParameterError()
 
 
 def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
@@ -72,6 +68,44 @@ def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def _extent(parameter: nn.Parameter) -> int:
+def _check_views(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse buffers and attributes of modules that look at a parameter's memory, which it will leave."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for fqn, parameter in parameters:
+        if parameter.numel():
+            start, stop = _span(parameter)
+            spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((start, stop, fqn))
+    for prefix, module in model.named_modules():
+        held = {name: value for name, value in vars(module).items() if name not in _OTHER_HOLDERS}
+        for name, value in (*module._buffers.items(), *held.items()):
+            for tensor in leaves(value):
+                seen = _seen_by(tensor, spans)
+                # What old-style weight norms have in the place of the weight is made anew before each forward.
+                is_made_anew = any(getattr(hook, "name", None) == name for hook in module._forward_pre_hooks.values())
+                if seen is not None and not is_made_anew:
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    raise UnsupportedModelError(
+                        f"'{fqn}' looks at the memory of parameter '{seen}', and would keep its first values",
+                        cure="Compute it from the parameter in forward (in a property, say), or assign the nn.Parameter itself",
+                        fqn=fqn,
+                    )
+
+
+def _seen_by(value: object, spans: dict[int, list[tuple[int, int, str]]]) -> str | None:
+    """The parameter at whose memory a tensor looks, by name."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not spans:
+        return None
+    if value.layout is not torch.strided or value.is_meta or not value.numel():
+        return None
+    start, stop = _span(value)
+    found = spans.get(value.untyped_storage().data_ptr(), [])
+    return next((fqn for first, last, fqn in found if first < stop and start < last), None)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
+
+
+def _extent(parameter: torch.Tensor) -> int:
     last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
     return (last + 1) * parameter.element_size()

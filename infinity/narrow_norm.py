@@ -59,7 +59,7 @@ def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch
         total = np.float32(0.0)
         for value in (*sums, *(rest * rest)):
             total = total + value
-        return torch.tensor(np.sqrt(total))
+        return torch.tensor(np.sqrt(total), dtype=torch.float32, device="cpu")
 
 
 def _choose(num_sums: int) -> AddSquares:
@@ -77,7 +77,7 @@ def _add_squares_by_kernel(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> 
 
 
 def _add_squares(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:
-    rows = torch.empty(1 + min(values.numel(), _BLOCK_NUMEL) // len(sums), len(sums))
+    rows = torch.empty(1 + min(values.numel(), _BLOCK_NUMEL) // len(sums), len(sums), dtype=torch.float32, device="cpu")
     for start in range(0, values.numel(), _BLOCK_NUMEL):
         block = values[start : start + _BLOCK_NUMEL].view(-1, len(sums))
         squares = rows[: 1 + len(block)]

@@ -37,7 +37,7 @@ class PageSizes:
         """
         self._request = request
         self._widest = widest
-        self._largest_numel = largest_numel
+        self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
         self._smallest_chunk = self._find_smallest_chunk()
         self.smallest_bytes = self._bytes_for(self._smallest_chunk)
         """Of one page."""

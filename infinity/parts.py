@@ -11,6 +11,7 @@ from infinity.forecast import Forecast
 from infinity.holding import ModelHolding
 from infinity.optim import PieceUpdater, Template
 from infinity.residence import Residence
+from infinity.step_groups import StepGroups
 from infinity.stepper import Stepper
 from infinity.storage import Storage
 from infinity.telemetry import Recording, Reporter, StepClock
@@ -28,6 +29,7 @@ class Parts:
     storage: Storage
     stream: UpdateStream
     stepper: Stepper
+    groups: StepGroups
     access: StateAccess
     template: Template
     updater: PieceUpdater

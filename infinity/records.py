@@ -105,7 +105,7 @@ class _PagedLease:
         self._read = read
         self._store = store
         self._remaining = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see [Note: coming in between]
 
     def wait(self) -> None:
         if self._read is not None:
@@ -129,14 +129,14 @@ class _PagedLease:
             self._release()
 
     def discard(self) -> None:
-        try:
-            self.wait()
-        finally:
-            self._release()
+        self._release()
 
     def _release(self) -> None:
-        if self._page is not None:
-            self._page.release()
+        # Requests that were started with the page, of this record or of others, may not have ended: then it stays out of
+        # use until they have.
+        page, self._page = self._page, None
+        if page is not None:
+            page.release()
 
 
 class PagedRecords:
@@ -219,7 +219,7 @@ class PagedRecords:
             raise RuntimeError("the record is not in memory")
         offset = records.offsets[chunk.index]
         record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
-        scratch = page.tensor if page is not None else torch.empty(0, dtype=torch.uint8)
+        scratch = page.tensor if page is not None else torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
 
     def _read(self, records: _UnitRecords, index: int, record: torch.Tensor) -> Handle | None:

@@ -1,20 +1,23 @@
 """Which units are in memory: what comes next is fetched early, what is furthest away makes room.
 
-Knows units, flat buffers and the trace; must not know modules, autograd, gradients or files. Everything here runs in the
-thread that trains (or in autograd's, while that one waits inside backward): there is no lock.
+Knows units, flat buffers and the trace; must not know modules, autograd, gradients or files. Nearly always one thread at a
+time comes here (see [Note: turns] in ``infinity.turn``); guests of a turn come beside it, and a lock keeps them apart.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from infinity.errors import BudgetTooSmallError, format_bytes
+from infinity.errors import BudgetTooSmallError, UnsupportedModelError, format_bytes
 from infinity.flat_pool import FlatPool
+from infinity.layout import Slot
 from infinity.telemetry.clock import StepClock
 from infinity.trace import Trace, wanted
+from infinity.turn import Turn
 from infinity.unit import Arrival, Unit
 
 if TYPE_CHECKING:
@@ -22,12 +25,31 @@ if TYPE_CHECKING:
 
 
 _PATIENCE_SECONDS = 1.0
+_HANG_SECONDS = 0.02
+_PATIENCE_BESIDE_OTHERS_SECONDS = 10.0
+"""Where other threads use units, too, which they may have done with in a moment."""
 
 
 class WeightSource(Protocol):
     """Brings a unit's model weights into its flat buffer."""
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival: ...
+
+
+class WeightWriter(Protocol):
+    """Stores what others than the engine write into weights."""
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        """Whether what the weights were before a write can be found nowhere else, and is needed to store them."""
+        ...
+
+    def is_urgent(self, unit: Unit) -> bool:
+        """Whether what has been written has to be stored before anything else is written to the unit."""
+        ...
+
+    def store_written(self, unit: Unit) -> None:
+        """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
+        ...
 
 
 class _Unstarted:
@@ -72,9 +94,17 @@ class Residency:
         self.units = list(units)
         self.pool = pool
         self.clock = clock
+        self.turn = Turn()
+        self.lock = threading.RLock()
+        """Held while units are moved, opened or closed; never while a turn is waited for."""
+        self._room = threading.Condition(self.lock)
+        self.lacks_room = False
+        """Whether who has the turn waits for room."""
         self.training_trace = Trace(guess)
         self.eval_trace = Trace(sorted(set(guess)))
         self.trace = self.training_trace
+        self.writer: WeightWriter | None = None
+        """Stores what was written into weights; without one, that is refused."""
         self._source = source
         self._prefetches = prefetches
         self._budget_key, self._budget_bytes = budget
@@ -87,21 +117,79 @@ class Residency:
         """Of the pool, what the units that come and go share."""
 
     def make_resident(self, unit: Unit) -> None:
-        if unit.flat is None and not self._attach(unit, is_demand=True):
+        with self.lock:
+            if unit.flat is None and not self._attach(unit, is_demand=True):
+                self.await_update(unit)
+                flat = self._allocate_now(unit)
+                if flat is not None:
+                    self._begin_fetch(unit, flat, is_demand=True)
+            self._take_arrival(unit)
             self.await_update(unit)
-            self._begin_fetch(unit, self._allocate_now(unit), is_demand=True)
-        self._take_arrival(unit)
-        self.await_update(unit)
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
-        unit.close()
+        self.turn.be_alone()
+        if not unit.gathered:
+            unit.close()
         self.await_update(unit)
+
+    def store_changes(self, unit: Unit) -> None:
+        """What others than the engine have written into the unit's buffer goes where its weights rest, if anything has.
+
+        Raises:
+            UnsupportedModelError: it cannot be stored. It is forgotten as far as it is known what was there before.
+        """
+        unit.note_changes()
+        if not unit.dirty:
+            return
+        if unit.flat is None or self.writer is None:
+            fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
+            self.forget_changes(unit)
+            raise UnsupportedModelError(
+                f"parameter '{fqn}' was written to where that cannot be stored",
+                cure="Change weights inside `with infinity.GatheredParameters(...)` between steps instead",
+                fqn=fqn,
+            )
+        self.writer.store_written(unit)
+
+    def forget_changes(self, unit: Unit) -> Slot | None:
+        """What was written into the unit's buffer never happened. Returns a parameter for which that cannot be."""
+        if unit.flat is not None:
+            for index, values in unit.before.items():
+                unit.weight(unit.layout.slots[index]).copy_(values)
+        unknown = unit.dirty - unit.before.keys()
+        unit.dirty.clear()
+        unit.before.clear()
+        if unknown and unit.flat is not None:
+            if unit.stays_resident or unit.flat.has_views or unit.num_active:
+                return unit.layout.slots[min(unknown)]
+            self.evict(unit)
+        return None
+
+    def settle_changes(self, unit: Unit) -> None:
+        """The use of ``unit`` has ended in which it may have been written to: see `store_changes`.
+
+        What can wait until the unit is paged out, updated or looked at is stored then.
+        """
+        if unit.dirty and unit.num_active == 0 and (self.writer is None or self.writer.is_urgent(unit)):
+            self.store_changes(unit)
+        elif not unit.dirty:
+            unit.before.clear()
+
+    def remember(self, unit: Unit, slot: Slot) -> None:
+        """The parameter may be written to from now on: keep what it is, if nobody could tell afterwards."""
+        if slot.index in unit.before or slot.index in unit.dirty or unit.flat is None:
+            return
+        if self.writer is not None and self.writer.needs_before(unit, slot):
+            unit.before[slot.index] = unit.weight(slot).clone()
 
     def collect_all(self) -> None:
         """Take note of everything that has arrived."""
-        for unit in self.units:
-            self._collect(unit)
+        with self.lock:
+            for unit in self.units:
+                if not unit.num_active:  # what is in use is stored when that ends
+                    self.store_changes(unit)
+                self._collect(unit)
 
     def close(self) -> None:
         """Give all flat buffers back. Errors of what is still on its way are of no interest any more."""
@@ -163,10 +251,11 @@ class Residency:
         Args:
             only: consider this one, and no other.
         """
-        targets = self.wanted()
-        for unit in (self.units[index] for index in targets):
-            if unit.flat is None and unit.update is not None and only in (None, unit):
-                self._attach(unit, is_demand=False, keep=targets)
+        with self.lock:
+            targets = self.wanted()
+            for unit in (self.units[index] for index in targets):
+                if unit.flat is None and unit.update is not None and only in (None, unit):
+                    self._attach(unit, is_demand=False, keep=targets)
 
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
         # An interruption here must not leave a buffer that looks as if it held the weights.
@@ -201,6 +290,10 @@ class Residency:
         """Start fetching what is wanted, evicting what is not."""
         if self._source is None or not self._prefetches:
             return
+        with self.lock:
+            self._pump()
+
+    def _pump(self) -> None:
         targets = self.wanted()
         for index in targets:
             unit = self.units[index]
@@ -232,24 +325,45 @@ class Residency:
                 return flat
             victim = self._victim(unit, is_demand=is_demand, keep=keep)
             if victim is None:
-                return None
+                return self.pool.allocate(unit.num_bytes) if self.pool.reclaim() else None
             self.evict(victim)
 
-    def _allocate_now(self, unit: Unit) -> FlatBuffer:
-        """A buffer for a unit that is needed now.
+    def _allocate_now(self, unit: Unit) -> FlatBuffer | None:
+        """A buffer for a unit that is needed now; None if another thread has got one for it meanwhile.
 
         A view of another unit may live an instant longer than its reader: in an I/O thread that has just told of its
-        success, or in a cycle that only the garbage collector sees. So there is a little patience before the error.
+        success, or in a cycle that only the garbage collector sees. So there is a little patience before the error; and
+        as long as it takes for requests that nobody waits for any more.
+
+        Raises:
+            StallError: such a request hangs.
         """
         flat = self._allocate(unit, is_demand=True)
-        if flat is None:
-            gc.collect()
-        deadline_seconds = time.monotonic() + _PATIENCE_SECONDS
-        while flat is None:
-            if time.monotonic() > deadline_seconds:
-                raise self._no_room(unit)
-            time.sleep(0.001)
-            flat = self._allocate(unit, is_demand=True)
+        began = time.monotonic()
+        has_collected = False
+        try:
+            while flat is None:
+                # Beside others it is they that hold the memory, nearly always, and the collector takes its time.
+                if not has_collected and (not self.turn.has_guests or time.monotonic() > began + _PATIENCE_SECONDS / 2):
+                    has_collected = True
+                    gc.collect()
+                    flat = self._allocate(unit, is_demand=True)
+                    continue
+                # Others who come beside a turn wait until there is room for the one whose turn it is.
+                self.lacks_room |= not self.turn.is_guest
+                patience = _PATIENCE_BESIDE_OTHERS_SECONDS if self.turn.has_guests else _PATIENCE_SECONDS
+                waited_seconds = time.monotonic() - began
+                is_soon = waited_seconds > _HANG_SECONDS and self.pool.awaits_requests()
+                if waited_seconds > patience and not is_soon:
+                    raise self._no_room(unit)
+                self._room.wait(0.001)  # without the lock: who has done with a unit may come
+                if unit.flat is not None:
+                    return None
+                flat = self._allocate(unit, is_demand=True)
+        finally:
+            if self.lacks_room and not self.turn.is_guest:
+                self.lacks_room = False
+                self.turn.look_again()
         return flat
 
     def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
@@ -257,9 +371,12 @@ class Residency:
         rank = {index: place for place, index in enumerate(self.trace.upcoming())}
         best: Unit | None = None
         best_key = (-1, -1)
+        is_guest = self.turn.is_guest
         for unit in self.units:
             if unit.flat is None or unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
                 continue
+            if unit.is_open and is_guest:
+                continue  # the one whose turn it is may compute with it
             self._collect(unit)
             is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
             if is_busy and not is_demand:
@@ -279,6 +396,7 @@ class Residency:
         unit.close()
         self._take_arrival(unit)
         self.await_update(unit)
+        self.store_changes(unit)
         self._displace(unit)
 
     def _no_room(self, unit: Unit) -> BudgetTooSmallError:
@@ -312,9 +430,15 @@ class Residency:
 
     def close_strays(self) -> None:
         """Close the units that an operation opened and no module holds."""
-        for unit in self.units:
-            if unit.is_open and unit.num_active == 0:
-                unit.close()
+        self.close_unused(self.units)
+
+    def close_unused(self, units: Iterable[Unit]) -> None:
+        """Close those of the units that no module or operation holds."""
+        with self.lock:
+            for unit in units:
+                if unit.is_open and unit.num_active == 0:
+                    unit.close()
+                    self.settle_changes(unit)
 
     def forward_order(self) -> list[int]:
         """All units in the order in which the recorded forward needed them; units that it did not need come last."""

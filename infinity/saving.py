@@ -38,7 +38,9 @@ class SavingHooks:
         self._unpack = unpack
 
     def push(self) -> None:
-        """Put them up in the calling thread."""
+        """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
+        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            return
         _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def push_in_recomputation(self) -> None:
@@ -71,6 +73,12 @@ class SavingHooks:
     def _are(self, hooks: tuple[Any, Any]) -> bool:
         pack = hooks[0]
         return bool(pack == self._pack or (isinstance(pack, functools.partial) and pack.func == self._pack_for))
+
+    @property
+    def are_up(self) -> bool:
+        """Whether they are the innermost of the calling thread."""
+        top = top_hooks()
+        return top is not None and self._are(top)
 
     def pop(self) -> None:
         """Take the innermost of them down, if any are up. Those of others stay, wherever they are."""

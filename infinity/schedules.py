@@ -47,6 +47,18 @@ class _Schedule(LRScheduler):
             state_dict = {"last_epoch": num_steps, "_step_count": num_steps + 1}
         super().load_state_dict(state_dict)
 
+    def step(
+        self, epoch: int | None = None, *, last_batch_iteration: int | None = None, batch_iteration: int | None = None
+    ) -> None:
+        """Go on to the next step, or to the one after batch `epoch`, counted from 0, as DeepSpeed's schedules do.
+
+        `last_batch_iteration` and `batch_iteration` are its names for `epoch`.
+        """
+        given = [index for index in (epoch, last_batch_iteration, batch_iteration) if index is not None]
+        if given:
+            self.last_epoch = int(given[0])  # and torch's own counts one on
+        super().step()
+
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step `last_epoch`, one per parameter group."""
         return list(self._rates(self.last_epoch))

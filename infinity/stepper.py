@@ -16,18 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from infinity.config import UpdateMode
 from infinity.device import ComputeDevice
 from infinity.errors import PartialUpdateError
-from infinity.gradients import GradientStore, clip_coefficient, total_norm
+from infinity.gradients import clip_coefficient, total_norm
 from infinity.layout import Chunk, Slot
 from infinity.loss_scale import LossScaler
-from infinity.optim import Template
+from infinity.optim import Groups
 from infinity.pager import Pager
+from infinity.shown_gradients import ShownGradients
+from infinity.step_groups import StepGroups
 from infinity.unit import Unit
 from infinity.update import UpdateStream
 from infinity.update_job import GradientSource, UpdateJob
@@ -57,42 +58,39 @@ class Stepper:
         self,
         units: Sequence[Unit],
         chunks: Sequence[Sequence[Chunk]],
-        group_slots: Sequence[Sequence[tuple[Unit, Slot]]],
         rules: StepRules,
         *,
         device: ComputeDevice,
         pager: Pager,
-        gradients: GradientStore,
+        gradients: ShownGradients,
         stream: UpdateStream,
-        template: Template,
+        groups: StepGroups,
         scaler: LossScaler | None = None,
     ) -> None:
         """
         Args:
             units: all units, by index.
             chunks: of each unit.
-            group_slots: the trainable parameters of each parameter group, in its order.
             rules: how a step goes.
-            device, pager, gradients, stream, template: whom it works with.
+            device, pager, gradients, stream, groups: whom it works with.
             scaler: knows with which factor the gradients come; None: with none.
         """
         self.units = list(units)
         self.rules = rules
         self.scaler = scaler or LossScaler(None)
         self.gradients = gradients
+        gradients.scale = lambda: self.scaler.scale
         self._chunks = chunks
-        self._group_slots = [list(group) for group in group_slots]
-        self._group_of = {
-            (unit.index, slot.index): index for index, group in enumerate(group_slots) for unit, slot in group
-        }
         self._device = device
         self._pager = pager
         self._stream = stream
-        self._template = template
+        self._step_groups = groups
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         self._ranks: dict[int, int] = {}
-        self._groups: list[dict[str, Any]] | None = None
+        self._groups: Groups | None = None
+        self.divisor = 1
+        """What the gradients of the present step are divided by before they are used; see `infinity.loop_style`."""
         self.updated: set[int] = set()
         """Units that were updated in the backward of the present step."""
         self.grad_norm: torch.Tensor | None = None
@@ -131,16 +129,16 @@ class Stepper:
             self._update_waiting(only_settled=False)
 
     def _update_waiting(self, *, only_settled: bool) -> None:
+        if self._waiting:
+            self._pager.turn.be_alone()
         waiting, self._waiting = self._waiting, []
         for place, (unit, gradients) in enumerate(waiting):
             if unit.settle() or not only_settled:
-                if self._groups is None:
-                    self._groups = self._template.snapshots()
                 self._pager.await_update(unit)
                 source = self.gradients.hand_over(unit, gradients, self._norms)
                 gradients.clear()
                 try:
-                    self._submit(unit, source, None)
+                    self._submit(unit, source, None if self.divisor == 1 else _scalar(1.0 / self.divisor))
                 except BaseException:
                     self._waiting += waiting[place + 1 :]
                     raise
@@ -153,10 +151,17 @@ class Stepper:
         self, unit: Unit, source: GradientSource, coefficient: torch.Tensor | None, *, is_held: bool = False
     ) -> None:
         if self._groups is None:
-            self._groups = self._template.snapshots()
-        groups = {slot.index: self._groups[self._group_of[unit.index, slot.index]] for slot in source.slots()}
+            self._groups = self._step_groups.read()
+        of_slots = ((slot.index, self._groups.of(unit.parameters[slot.index])) for slot in source.slots())
+        groups = {index: group for index, group in of_slots if group is not None}  # what is in none is not updated
+        is_gathered = bool(unit.gathered)
+        if is_gathered:
+            self._pager.before_update(unit)
+        elif not unit.num_active:
+            self._pager.store_changes(unit)
+        is_seen = unit.flat is not None and unit.flat.has_views
         job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
-        job.is_held = is_held and job.accepts_buffer
+        job.is_held = is_held and job.accepts_buffer and not is_gathered
         if self._pager.holds_all:  # see [Note: the order of updates]
             job.rank = self._rank_of(unit)
         unit.update = job
@@ -171,25 +176,37 @@ class Stepper:
                 job.finish(error)
                 unit.update = None
             raise
+        if (
+            source.is_lent or is_seen or is_gathered
+        ):  # somebody looks at gradients or weights, and may do so at any time
+            self._pager.await_update(unit)
+        if is_gathered:  # the user may write to it next, on top of what the update gives
+            self._pager.after_update(unit)
 
-    def apply(self, step: int) -> None:
+    def apply(self, step: int, *, keeps: bool = False) -> None:
         """The rest of the step: whatever has a gradient and was not updated in backward.
 
         Or nothing at all, see `is_skipped`.
+
+        Args:
+            step: its number, for messages.
+            keeps: gradients stay until somebody drops them, as torch's do.
 
         Raises:
             PartialUpdateError: hyperparameters changed since the first update in backward.
         """
         was_in_backward = bool(self.updated)
         if not was_in_backward:
-            self._groups = self._template.snapshots()
+            self._groups = self._step_groups.read()
+        groups = self._groups or self._step_groups.read()
         with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         for unit in with_gradients:
             for slot in self.gradients.slots_with_gradient(unit):
                 self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
         if was_in_backward:
             self._check_groups_unchanged(step)
-        self.grad_norm = total_norm(self._norms_in_order()) / self.scaler.scale
+        scale = self._common_scale(with_gradients) * self.divisor
+        self.grad_norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()
@@ -198,13 +215,12 @@ class Stepper:
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
-        if self.scaler.is_active:
-            coefficient = (1.0 if coefficient is None else coefficient) / torch.tensor(self.scaler.scale)
         is_held = self._pager.fills and not was_in_backward and self.rules.update != "step"
+        self._step_groups.update_loose(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
             self._pager.prepare_update(unit)
-            source = self.gradients.source(unit)
-            self._submit(unit, source, coefficient, is_held=is_held)
+            factor = self._factor(coefficient, self.gradients.scale_of(unit))
+            self._submit(unit, self.gradients.source(unit, keeps=keeps), factor, is_held=is_held)
             self.updated.add(unit.index)
         self._forget()
         if self.rules.update == "step":
@@ -212,6 +228,22 @@ class Stepper:
                 self._stream.drain()
         if not was_in_backward:
             self._pager.pump()
+
+    def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+        """What gradients of that loss scale are multiplied with."""
+        factor = scale * self.divisor
+        if factor == 1.0 and not self.scaler.is_active:
+            return coefficient
+        return (1.0 if coefficient is None else coefficient) / _scalar(factor)
+
+    def _common_scale(self, units: Sequence[Unit]) -> float:
+        """Bring the norms of the units' gradients to one scale; returns it."""
+        scales = {unit.index: self.gradients.scale_of(unit) for unit in units}
+        if len({*scales.values()}) < 2:
+            return scales.popitem()[1] if scales else self.scaler.scale
+        for key, norm in self._norms.items():
+            self._norms[key] = norm / scales.get(key[0], 1.0)
+        return 1.0
 
     def _rank_of(self, unit: Unit) -> int:
         """The unit's place in the next forward."""
@@ -222,23 +254,10 @@ class Stepper:
     def _in_forward_order(self) -> list[Unit]:
         return [self.units[index] for index in self._pager.forward_order()]
 
-    def _norms_in_order(self) -> list[torch.Tensor]:
-        return [
-            self._norms[unit.index, slot.index]
-            for group in self._group_slots
-            for unit, slot in group
-            if (unit.index, slot.index) in self._norms
-        ]
-
     def _check_groups_unchanged(self, step: int) -> None:
-        before, now = self._groups or [], self._template.snapshots()
-        if _equal(before, now):
+        changed = self._step_groups.read().changed_since(self._groups) if self._groups is not None else []
+        if not changed:
             return
-        changed = sorted(
-            key
-            for key in {key for group in [*before, *now] for key in group}
-            if not _equal([group.get(key) for group in before], [group.get(key) for group in now])
-        )
         raise PartialUpdateError(
             step=step,
             num_updated=len(self.updated),
@@ -251,6 +270,7 @@ class Stepper:
         self._norms.clear()
         self._ranks.clear()
         self._groups = None
+        self.divisor = 1
         self.updated.clear()
         self._waiting.clear()
 
@@ -264,12 +284,6 @@ class Stepper:
         return bool(self.updated) and (unit.index, slot.index) in self._norms
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Equality of nested hyperparameters, tensors by value."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
+def _scalar(value: float) -> torch.Tensor:
+    """Whatever default dtype and device the user has set."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

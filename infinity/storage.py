@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from infinity.config import InfinityConfig, IOSection
@@ -175,6 +176,11 @@ class Storage:
         self._more.append(self._open(self._spill_key, num_bytes))
         return self._more[-1]
 
+    def close_more(self, swapper: Swapper) -> None:
+        """Release what `open_more` gave."""
+        self._more.remove(swapper)
+        swapper.close()
+
     def _all(self) -> list[Swapper]:
         return [*self._swappers.values(), *self._more]
 
@@ -210,6 +216,20 @@ class Storage:
         """Bytes at rest per tier and kind."""
         spilled = self.gradient_bytes if self._spill_key is not None else 0
         return {**self._resting, "nvme": {**self._resting["nvme"], "gradients": spilled}}
+
+    def give_up(self, patience_seconds: float) -> None:
+        """Whoever waits for a drive or for memory, or will, gets an error after so many seconds at the latest.
+
+        `close` has still to be called. What has not been written is lost.
+        """
+        deadline = time.monotonic() + patience_seconds
+        for arena in self._arenas:
+            arena.turn_away()
+        for swapper in self._all():
+            try:
+                swapper.close(max(0.0, deadline - time.monotonic()))
+            except Exception:
+                logger.warning("closing a swapper failed", exc_info=True)
 
     def close(self) -> None:
         """Release files, threads and memory. Does not raise what failed writes had to say."""

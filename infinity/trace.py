@@ -65,10 +65,14 @@ class Trace:
         self._position = 0
         return changed
 
+    def is_at(self, unit: int) -> bool:
+        """Whether ``unit`` is the one in use, so that a `touch` would change nothing."""
+        starts_backward = self._recorded_backward_start == len(self._recorded)
+        return bool(self._recorded) and self._recorded[-1] == unit and not starts_backward
+
     def touch(self, unit: int) -> bool:
         """``unit`` is needed now. Returns whether this moved the forecast (False while the same unit is still in use)."""
-        starts_backward = self._recorded_backward_start == len(self._recorded)
-        if self._recorded and self._recorded[-1] == unit and not starts_backward:
+        if self.is_at(unit):
             return False
         self._recorded.append(unit)
         order, position = self._order, self._position

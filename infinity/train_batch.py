@@ -23,7 +23,6 @@ class Loop(Protocol):
 
     micro_steps: int
     training_dataloader: Any
-    module: Any
 
     @property
     def device(self) -> torch.device: ...
@@ -31,6 +30,8 @@ class Loop(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def run_module(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def backward(self, loss: Any) -> Any: ...
 
@@ -106,7 +107,7 @@ class TrainBatch:
         return self._vertical.obstacle()
 
     def _run_of(self, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
-        return lambda: _loss(call_with(self._loop.module, batch), batch, loss_fn)
+        return lambda: _loss(call_with(self._loop.run_module, batch), batch, loss_fn)
 
     def _own_iterator(self) -> Iterator[Any]:
         if self._loop.training_dataloader is None:

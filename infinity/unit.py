@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.interrupts import surely
 from infinity.layout import ParameterSpec, Slot, UnitLayout
-from infinity.parameter import bind, unbind
+from infinity.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
 
 if TYPE_CHECKING:
     from infinity.device import Fence, FlatBuffer
@@ -78,11 +78,23 @@ class Unit:
         """Whether its weights rest in its flat buffer and nowhere else: it never leaves."""
         self.num_active = 0
         """How many modules that use the unit are inside their forward."""
+        self.gathered: list[object] = []
+        """What the user holds it open for, see `infinity.access.Gathered`: it stays open, also while it is updated."""
         self._tokens: set[weakref.ref[object]] = set()
         self.is_open = False
         self.version = 0
         """Counts the changes of the weights, so that a graph over old ones is noticed."""
-        self._counters: list[int] = []
+        self._counters = [parameter._version for parameter in self.parameters]
+        self._twins: dict[int, torch.Tensor] = {}
+        self._twin_counters: dict[int, int] = {}
+        self._handed_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """Views of each twin that somebody may still hold."""
+        self.dirty: set[int] = set()
+        """Indices of slots whose weights in the flat buffer are newer than where they rest."""
+        self.before: dict[int, torch.Tensor] = {}
+        """Slot index -> weights before they were written to, where they can be found nowhere else."""
+        self.has_been_written = False
+        """Whether anybody but the engine has written to a weight, counted in its version."""
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
@@ -118,6 +130,13 @@ class Unit:
         spec = slot.spec
         return base.view(spec.dtype).as_strided(spec.shape, spec.stride, slot.offset_bytes // spec.dtype.itemsize)
 
+    def slot_at(self, offset_bytes: int) -> Slot | None:
+        """The parameter in which this byte of the flat buffer lies."""
+        for slot in self.layout.slots:
+            if slot.offset_bytes <= offset_bytes < slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize:
+                return slot
+        return None
+
     def weight(self, slot: Slot) -> torch.Tensor:
         """The parameter of ``slot``: a view of the flat buffer, which must hold the weights."""
         if self.flat is None:
@@ -137,48 +156,125 @@ class Unit:
             return
         if self.flat is None:
             raise RuntimeError(f"unit {self.name} is paged out and cannot be opened")
+        self.note_changes()
         base = self.flat.tensor()
         try:
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 bind(parameter, self.view(base, slot))
-            self.accept_changes()
+            for index, twin in self._twins.items():
+                set_plain_data(twin, self.view(base, self.layout.slots[index]))
             self.is_open = True
         except BaseException:  # an interrupt, say: all or none
             self._unbind()
             raise
 
-    def accept_changes(self) -> None:
-        """What was written into the open parameters so far is meant."""
-        self._counters = [parameter._version for parameter in self.parameters]
+    def twin(self, slot: Slot) -> torch.Tensor:
+        """A tensor that is bound to memory as the parameter is, with a version of its own. See `infinity.parameter`."""
+        twin = self._twins.get(slot.index)
+        if twin is None:
+            parameter = self.parameters[slot.index]
+            # Not a view: it would hold its base, and with that the memory.
+            twin = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            set_plain_data(twin, plain_data(parameter))
+            self._twin_counters[slot.index] = twin._version
+            self._twins[slot.index] = twin
+        return twin
 
-    def changed(self) -> Slot | None:
-        """A parameter that was written to since `open` or `accept_changes`, as far as torch's counters tell."""
+    def hand_out(self, slot: Slot) -> torch.Tensor:
+        """A view of the parameter's twin, for the user: what ``.data`` gives."""
+        view = self.twin(slot).detach()
+        self.note_view(slot, view)
+        return view
+
+    def handed_out(self, slot: Slot) -> list[torch.Tensor]:
+        """The views that `hand_out` and `note_view` were called for, as far as anybody holds them."""
+        views = [reference() for reference in self._handed_out.get(slot.index, ())]
+        return [view for view in views if view is not None]
+
+    def note_view(self, slot: Slot, view: torch.Tensor) -> None:
+        """The user has got this view of the parameter."""
+        known = self._handed_out.setdefault(slot.index, [])
+        known[:] = [reference for reference in known if reference() is not None]
+        known.append(weakref.ref(view))
+
+    def note_changes(self) -> None:
+        """Take note of what others than the engine have written, as far as torch's counters tell: see `dirty`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            counters = [parameter._version for parameter in self.parameters]
+        if counters != self._counters:
+            changed = [i for i, (a, b) in enumerate(zip(counters, self._counters, strict=True)) if a != b]
+            self._counters = counters
+            self.has_been_written = True
+            self.note_written(changed)
+            self.take_rebound()
+        for index, twin in self._twins.items():
+            if twin._version != self._twin_counters[index]:
+                self._twin_counters[index] = twin._version
+                self.note_written([index])
+
+    def let_views_look_at(self, slot: Slot, values: torch.Tensor) -> None:
+        """What the user holds of a parameter shows ``values`` (its shape and strides) from now on."""
+        for view in self.handed_out(slot):
+            if isinstance(view, PagedView) and view.dtype == values.dtype:
+                place, start = view.place, slot.offset_bytes // values.dtype.itemsize
+                detach_view(view, values.as_strided(place.shape, place.stride, place.offset - start))
+
+    def take_rebound(self) -> None:
+        """Copy what ``parameter.set_(...)`` gave to open parameters to where their weights belong."""
         if self.is_open:
-            for slot, parameter, counter in zip(self.layout.slots, self.parameters, self._counters, strict=True):
-                if parameter._version != counter:
-                    return slot
-        return None
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                place = self.weight(slot)
+                if parameter.data_ptr() != place.data_ptr():
+                    with torch.no_grad():
+                        place.copy_(parameter)
+
+    def note_written(self, indices: Sequence[int]) -> None:
+        """The weights of these slots have been written to."""
+        self.dirty.update(indices)
+
+    def accept_changes(self) -> None:
+        """What was written into the parameters so far has been stored."""
+        self.note_changes()
+        self.dirty.clear()
+        self.before.clear()
 
     def close(self) -> None:
         """Take the flat buffer away from the parameters; views held by others keep it alive."""
         if not self.is_open:
             return
+        self.note_changes()
         surely(self._unbind)
 
     def _unbind(self) -> None:
         for parameter in self.parameters:
             unbind(parameter)
+        for twin in self._twins.values():
+            empty(twin)
         self.is_open = False
 
 
-def spec_of(fqn: str, parameter: nn.Parameter, compute_dtype: torch.dtype) -> ParameterSpec:
-    """The layout's view of a parameter. Overlapping or gapped strides become contiguous ones."""
+def spec_of(
+    fqn: str,
+    parameter: nn.Parameter,
+    compute_dtype: torch.dtype,
+    *,
+    keeps_double: bool = False,
+    is_trained: bool = True,
+) -> ParameterSpec:
+    """The layout's view of a parameter. Overlapping or gapped strides become contiguous ones.
+
+    ``keeps_double``: a frozen fp64 parameter stays one. ``is_trained``: False if nothing is ever updated, whatever requires
+    a gradient.
+    """
     dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+    is_trainable = parameter.requires_grad and is_trained
+    if keeps_double and parameter.dtype == torch.float64 and not is_trainable:
+        dtype = torch.float64
     stride = tuple(parameter.stride())
-    dense = torch.empty(0, device="meta").new_empty(parameter.shape)
+    dense = torch.empty(0, device="meta", dtype=torch.float32).new_empty(parameter.shape)
     if not _is_dense(tuple(parameter.shape), stride):
         stride = tuple(dense.stride())
-    return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, parameter.requires_grad)
+    return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, is_trainable)
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

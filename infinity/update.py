@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from infinity.denormals import flush_denormals
 from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.layout import Chunk, Piece
@@ -81,7 +82,7 @@ class UpdateStream:
         self._states_window = window or StateWindow(StateFormat.FP32)
         self._pending: dict[UpdateJob, None] = {}
         """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see [Note: coming in between]
         self._work, self._progress = Bell(), Bell()
         self._is_stopping = False
         self._error: BaseException | None = None
@@ -135,10 +136,14 @@ class UpdateStream:
         """Jobs that are queued or running."""
         return len(self._pending)
 
-    def close(self) -> None:
-        """End the thread after the chunk in hand. Queued jobs are dropped: `drain` first if they matter."""
+    def stop(self) -> None:
+        """Have the thread end after the chunk in hand. Waits for nothing."""
         self._is_stopping = True
         self._work.ring()
+
+    def close(self) -> None:
+        """End the thread after the chunk in hand. Queued jobs are dropped: `drain` first if they matter."""
+        self.stop()
         self._thread.join()
 
     # ---------------------------------------------------------------------------------------------- background thread
@@ -168,6 +173,7 @@ class UpdateStream:
                 # That wait ordered this thread's stream; the copies run on streams of their own.
                 item.job.after = self._device.mark()
             begin = time.perf_counter()
+            flush_denormals(item.job.flushes_denormals)
             self._update(item)
             item.job.gradients.note_used(item.chunk)
             self._window.popleft()
@@ -267,7 +273,7 @@ class UpdateStream:
         if self._weights is not None and not job.unit.stays_resident:
             source = workspace.weight
             if source.device.type != "cpu":
-                source = torch.empty(source.shape, dtype=source.dtype)
+                source = torch.empty(source.shape, dtype=source.dtype, device="cpu")
                 self._device.download(source, workspace.weight, self._device.mark())
             handle = self._weights.write_chunk(job.unit, chunk, source)
             if handle is not None:
@@ -312,7 +318,10 @@ class UpdateStream:
         if gradient.dtype != workspace.gradient.dtype:
             gradient = workspace.gradient[span].copy_(gradient)
         if job.clip_coefficient is not None:
-            gradient.mul_(job.clip_coefficient)
+            if job.gradients.is_kept:
+                gradient = gradient * job.clip_coefficient
+            else:
+                gradient.mul_(job.clip_coefficient)
         tensors, scalars = self._updater.update(
             group, workspace.main[span], gradient, None if state.is_fresh else views, state.scalars
         )
@@ -347,9 +356,9 @@ class UpdateStream:
     def _update_empty(self, job: UpdateJob) -> None:
         """Parameters without elements are in no chunk; their steps count all the same."""
         for slot in job.gradients.slots():
-            if slot.numel == 0:
+            if slot.numel == 0 and slot.index in job.slots:
                 state = self._states[job.unit.index, slot.index]
-                empty = torch.empty(0)
+                empty = torch.empty(0, dtype=torch.float32, device="cpu")
                 views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)
                 tensors, state.scalars = self._updater.update(
                     job.groups[slot.index], empty, empty, views, state.scalars

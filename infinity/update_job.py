@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from infinity.denormals import flushes_denormals
 from infinity.device import ComputeDevice, Fence, FlatBuffer
 from infinity.layout import Chunk, Piece, Slot
 from infinity.unit import Arrival, Unit
@@ -40,6 +41,16 @@ class GradientSource(Protocol):
         """Whether they come through scratch memory."""
         ...
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the gradients stay what they are after the update, which must not change them then."""
+        ...
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether others may write to the gradients' memory while the update runs."""
+        ...
+
     def slots(self) -> Sequence[Slot]:
         """The parameters that have a gradient."""
         ...
@@ -49,7 +60,10 @@ class GradientSource(Protocol):
         ...
 
     def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        """The gradient of one piece: 1-D; may be changed in place. ``scratch`` is its part of the chunk's scratch."""
+        """The gradient of one piece: 1-D; may be changed in place unless `is_kept`.
+
+        ``scratch`` is its part of the chunk's scratch.
+        """
         ...
 
     def note_used(self, chunk: Chunk) -> None:
@@ -91,7 +105,7 @@ class UpdateJob:
             unit: what is updated.
             chunks: all chunks of the unit.
             gradients: its gradients; the job releases them.
-            groups: slot index -> snapshot of its parameter group's hyperparameters.
+            groups: slot index -> snapshot of its parameter group's hyperparameters. A parameter without is not updated.
             clip_coefficient: 0-dim fp32 tensor every gradient is multiplied with, or None.
             after: the gradients are complete at this point of the compute stream.
         """
@@ -100,7 +114,7 @@ class UpdateJob:
         self.groups = groups
         self.clip_coefficient = clip_coefficient
         self.after = after
-        self.slots = {slot.index for slot in gradients.slots()}
+        self.slots = groups.keys() & {slot.index for slot in gradients.slots()}
         self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
         self.flat = unit.flat
         self.flat_arrival: Arrival | None = unit.arrival
@@ -109,12 +123,14 @@ class UpdateJob:
         """Whether ``flat`` holds the present weights (else the job fills it)."""
         segments = unit.layout.segments
         self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see [Note: coming in between]
         self._has_begun = False
         self._finished = Latch()
         self._fence: Fence = None
         self._device: ComputeDevice | None = None
         self._error: BaseException | None = None
+        self.flushes_denormals = flushes_denormals()
+        """Whether the thread that asks for the update computes like that."""
         self.is_held = False
         """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
         self.on_release: Callable[[], None] = lambda: None

@@ -107,7 +107,7 @@ class WeightStore:
             source = self._blocks[unit.index].present[offset : offset + target.numel() * target.element_size()]
             target.copy_(source.view(target.dtype))
             return None
-        landing = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
+        landing = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype, device="cpu")
         handle = self.swapper.read(
             _extent_of(unit), landing, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH
         )
@@ -123,12 +123,12 @@ class WeightStore:
             return None
         return self.swapper.write(_extent_of(unit), source, offset=_chunk_offset(unit, chunk))
 
-    def write_all(self, unit: Unit, source: torch.Tensor) -> Handle | None:
-        """Write a whole flat buffer's bytes from host memory. Returns None if they are written already."""
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | None:
+        """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already."""
         if unit.index in self._blocks:
-            self._blocks[unit.index].write(0, source)
+            self._blocks[unit.index].write(offset, source)
             return None
-        return self.swapper.write(_extent_of(unit), source)
+        return self.swapper.write(_extent_of(unit), source, offset=offset)
 
     def close(self) -> None:
         """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
@@ -205,7 +205,7 @@ class Uploader:
         self._copying: deque[tuple[Page, Any]] = deque()
         self._current: _Upload | None = None
         """The upload of which the next page is to be read."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see [Note: coming in between]
         self._end: BaseException | None = None
         """Why nothing is served any more."""
         self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)

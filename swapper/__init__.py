@@ -60,6 +60,7 @@ from swapper.errors import (
     NotDirectoryError,
     OutOfSpaceError,
     PageReleasedError,
+    ReentryError,
     ShortTransferError,
     StallError,
     SwapperClosedError,
@@ -74,6 +75,7 @@ from swapper.errors import (
 from swapper.extent import Extent, NameOf
 from swapper.file_system import Drive, describe_drive
 from swapper.handle import Handle
+from swapper.held import hang_of, is_held
 from swapper.observer import TransferRecord
 from swapper.region import AlignedRegion
 from swapper.staging import ArenaStatistics, Page, StagingArena
@@ -115,6 +117,7 @@ __all__ = [
     "Page",
     "PageReleasedError",
     "Priority",
+    "ReentryError",
     "ShortTransferError",
     "StagingArena",
     "StallError",
@@ -132,4 +135,6 @@ __all__ = [
     "VolumeTooSmallError",
     "WrongDataError",
     "describe_drive",
+    "hang_of",
+    "is_held",
 ]

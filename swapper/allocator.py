@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
 from swapper.config import round_up
 from swapper.errors import ArgumentError, OutOfSpaceError
-from swapper.intervals import IntervalSet
 
 
 class SpaceAllocator:
-    """Knows the free byte ranges of a volume; must not know what lies in the others.
+    """Knows the byte ranges of a volume that are taken; must not know what lies in them.
 
     Best fit: the smallest free range that is large enough is used, so large ones stay whole. Neighbouring free ranges
     join. Not thread safe: its owner locks.
@@ -16,14 +18,18 @@ class SpaceAllocator:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.free_bytes = capacity_bytes
-        self._free = IntervalSet()
-        self._free.add(0, capacity_bytes)
+        # The free ranges follow from the taken ones: each change is one step, of which an interrupt leaves no half.
+        self._taken: list[tuple[int, int]] = []
+
+    @property
+    def free_bytes(self) -> int:
+        """What belongs to nobody."""
+        return self.capacity_bytes - sum(stop - start for start, stop in self._taken.copy())
 
     @property
     def largest_free_bytes(self) -> int:
         """The longest free range."""
-        return max((stop - start for start, stop in self._free), default=0)
+        return max((stop - start for start, stop in self._free()), default=0)
 
     def allocate(self, num_bytes: int, name: str) -> int:
         """Take ``num_bytes``, rounded up to 4096, and return their offset.
@@ -36,21 +42,25 @@ class SpaceAllocator:
         size = round_up(num_bytes)
         if size == 0:
             return 0
-        best: tuple[int, int] | None = None
-        for start, stop in self._free:
-            length = stop - start
-            if length >= size and (best is None or length < best[0]):
-                best = (length, start)
-        if best is None:
+        fitting = [(stop - start, start) for start, stop in self._free() if stop - start >= size]
+        if not fitting:
             raise OutOfSpaceError(name, size, self.free_bytes, self.largest_free_bytes)
-        offset = best[1]
-        self._free.remove(offset, offset + size)
-        self.free_bytes -= size
+        offset = min(fitting)[1]
+        insort(self._taken, (offset, offset + size))
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give a range back."""
+        """Give a range back that was taken as a whole. To do so again changes nothing, unless it has been taken again."""
         size = round_up(num_bytes)
-        if size:
-            self._free.add(offset, offset + size)
-            self.free_bytes += size
+        index = bisect_left(self._taken, (offset, offset + size))
+        if size and index < len(self._taken) and self._taken[index] == (offset, offset + size):
+            del self._taken[index]
+
+    def _free(self) -> Iterator[tuple[int, int]]:
+        end = 0
+        for start, stop in self._taken:
+            if start > end:
+                yield end, start
+            end = stop
+        if end < self.capacity_bytes:
+            yield end, self.capacity_bytes

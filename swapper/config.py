@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -14,6 +15,16 @@ ALIGNMENT = 4096
 
 BackendName = Literal["auto", "threads", "uring", "aiofiles", "gds"]
 """How bytes move between memory and files; "auto" takes the fastest one that proves to work."""
+
+
+LEAST_DEADLINE_SECONDS = 0.01
+"""No drive is sure to answer sooner."""
+_MOST_SECONDS = min(1e9, threading.TIMEOUT_MAX)
+
+
+def bounded_seconds(seconds: float) -> float:
+    """Return a time that every call which waits takes: more than some decades is the same as for ever."""
+    return min(seconds, _MOST_SECONDS)
 
 
 class Priority(IntEnum):
@@ -38,7 +49,7 @@ class SwapperConfig:
         num_threads: Worker threads for each direction and drive: so many reads and so many writes run at once on each.
         max_inflight: Transfers handed to the backend at once, for each direction; a backend may take fewer.
         deadline_seconds: A transfer that has no answer by then fails (it has had at least 7/8 of this time), and a wait
-            gives up if no transfer at all completes for this long.
+            gives up if no transfer at all completes for this long. At least 0.01; ``math.inf`` for (nearly) never.
         direct: Bypass the page cache (O_DIRECT) where the file system can.
         max_retries: How often one transfer is tried again after EINTR, EAGAIN or a short transfer.
         max_overtakes: So many transfers of higher priority may pass a waiting one of lower priority; then that has its
@@ -64,5 +75,8 @@ class SwapperConfig:
         for name, least in (("num_threads", 1), ("max_inflight", 1), ("max_retries", 0), ("max_overtakes", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not self.deadline_seconds > 0:
-            raise ArgumentError(f"deadline_seconds must be positive, got {self.deadline_seconds}")
+        if not self.deadline_seconds >= LEAST_DEADLINE_SECONDS:
+            raise ArgumentError(
+                f"deadline_seconds must be at least {LEAST_DEADLINE_SECONDS:g}, got {self.deadline_seconds}"
+            )
+        object.__setattr__(self, "deadline_seconds", bounded_seconds(self.deadline_seconds))

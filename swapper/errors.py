@@ -25,7 +25,8 @@
     │   ├── PageReleasedError           a page used or released after its release
     │   └── ArenaClosedError
     ├── NotCopyableError (TypeError)    a copy or a pickle of something that owns files, memory or threads
-    └── SwapperClosedError              use after close, in a forked child, or cut short by close
+    ├── SwapperClosedError              use after close, in a forked child, or cut short by close
+    └── ReentryError (RuntimeError)     a signal handler or finalizer came in between, where this cannot be done
 
 Errors of the operating system are mapped where a transfer completes, and stay attached as ``__cause__``.
 """
@@ -54,6 +55,7 @@ __all__ = [
     "NotDirectoryError",
     "OutOfSpaceError",
     "PageReleasedError",
+    "ReentryError",
     "ShortTransferError",
     "StallError",
     "SwapperClosedError",
@@ -389,3 +391,20 @@ class NotCopyableError(SwapperError, TypeError):
 
 class SwapperClosedError(SwapperError):
     """The swapper has been closed, or belongs to the parent of this process."""
+
+
+class ReentryError(SwapperError, RuntimeError):
+    """A signal handler or a finalizer asks for something in the midst of work on the same thread, which it would spoil.
+
+    Attributes:
+        what: What was asked for.
+        interrupted: What the thread was doing.
+    """
+
+    def __init__(self, what: str, interrupted: str) -> None:
+        self.what = what
+        self.interrupted = interrupted
+        super().__init__(
+            f"{what} cannot be done here: a signal handler or finalizer came into {interrupted} on this thread, which has to "
+            "go on first; set a flag in the handler, and act on it between two steps"
+        )

@@ -111,7 +111,8 @@ class Lane:
             self._queues[operation.priority].popleft()
             self.num_queued -= 1
         was_idle = not self.inflight
-        transfer.submitted_tick = tick
+        if transfer.submitted_tick < 0:  # another attempt has what is left of the time of the first
+            transfer.submitted_tick = tick
         transfer.began_seconds = time.perf_counter() if self._observers else 0.0
         self.inflight[transfer] = None
         if was_idle:
@@ -181,4 +182,5 @@ class Lane:
         )
         transfer.operation = operation
         transfer.num_retries = 0
+        transfer.submitted_tick = -1
         return transfer

@@ -21,10 +21,10 @@ from swapper.operation import Operation
 class Ledger:
     """Knows which bytes of an extent are written or broken, and its unfinished operations. Its owner locks."""
 
-    __slots__ = ("_broken", "_extent", "_reads", "_writes", "_written")
+    __slots__ = ("_broken", "_reads", "_writes", "_written", "extent")
 
     def __init__(self, extent: Extent) -> None:
-        self._extent = extent
+        self.extent = extent
         # A write counts from its submission on, because whatever is submitted later runs after it.
         self._written = IntervalSet()
         if extent.is_prewritten:
@@ -46,7 +46,7 @@ class Ledger:
         if operation.direction is Direction.READ:
             if not self._written.covers(offset, stop):
                 start, stop = self._written.first_gap(offset, stop) or (offset, stop)
-                raise UnwrittenExtentError(self._extent.name, start, stop - start)
+                raise UnwrittenExtentError(self.extent.name, start, stop - start)
             if self._broken and not self._writes:
                 self.check_broken(operation)
         else:
@@ -61,7 +61,7 @@ class Ledger:
         if self._broken and operation.direction is Direction.READ:
             overlap = self._broken.first_overlap(operation.offset, operation.stop)
             if overlap is not None:
-                raise BrokenExtentError(self._extent.name, overlap[0], overlap[1] - overlap[0])
+                raise BrokenExtentError(self.extent.name, overlap[0], overlap[1] - overlap[0])
 
     def admit(self, operation: Operation) -> None:
         """Take an operation and put the ones it must wait for into its ``blockers``."""
@@ -81,7 +81,7 @@ class Ledger:
             self._broken.remove(operation.offset, operation.stop)
         else:
             # Writing a part of a block rewrites the rest of it, which may be torn as well.
-            self._broken.add(operation.hazard_start, min(operation.hazard_stop, self._extent.num_bytes))
+            self._broken.add(operation.hazard_start, min(operation.hazard_stop, self.extent.num_bytes))
 
     def discharge(self, operation: Operation) -> None:
         """Forget an operation that nothing is at work on any more."""

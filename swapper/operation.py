@@ -14,6 +14,7 @@ from swapper.config import ALIGNMENT, Priority
 from swapper.device_bytes import DeviceBytes
 from swapper.errors import SwapperError
 from swapper.extent import Extent
+from swapper.held import let_go
 
 
 class OperationState(Enum):
@@ -44,7 +45,7 @@ class Operation:
         start: First byte in the backend's address space.
         hazard_start: First byte of the extent that it touches, neighbours in the same block included.
         cursor: So many bytes have been handed to the backend.
-        outstanding: Transfers at the backend.
+        outstanding: Transfers at the backend, and those that have to wait before they are tried again.
         ready_seconds: When it became ready, if somebody observes transfers; 0 otherwise.
         retries: Transfers that have to be tried again.
         blockers: Unfinished earlier operations on the same bytes.
@@ -56,6 +57,7 @@ class Operation:
     """
 
     __slots__ = (
+        "__weakref__",
         "address",
         "array",
         "blockers",
@@ -128,6 +130,7 @@ class Operation:
 
     def drop_memory(self) -> None:
         """Let go of the user's buffer."""
+        let_go(self)
         self.memory = self.array = None
 
 
@@ -141,6 +144,7 @@ class Transfer(IORequest):
     operation: Operation
     num_retries: int
     submitted_tick: int
+    """The watchdog's time when it was handed over first, or again after it had moved something; -1 before that."""
 
     def advance(self, transferred_bytes: int) -> int:
         """Leave out what has been transferred, and return how much that is.
@@ -153,4 +157,6 @@ class Transfer(IORequest):
         self.address += num_bytes
         self.memory = self.memory[num_bytes:]
         self.num_retries += 1
+        if num_bytes:
+            self.submitted_tick = -1
         return num_bytes

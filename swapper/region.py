@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 import threading
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
+from swapper.held import is_held
 from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -41,10 +42,10 @@ def _map(num_bytes: int) -> int:
     return int(address)
 
 
-def _unmap(address: int, num_bytes: int, pid: int) -> None:
+def _unmap(address: int, num_bytes: int, pid: int, munmap: Any = _libc.munmap, getpid: Any = os.getpid) -> None:
     # A forked child never had this mapping (MADV_DONTFORK): by now the address may belong to something else there.
-    if os.getpid() == pid:
-        _libc.munmap(address, num_bytes)
+    if getpid() == pid:
+        munmap(address, num_bytes)
 
 
 class _Mapping:
@@ -68,8 +69,13 @@ class _Mapping:
             _libc.madvise(self.address, num_bytes, _MADV_DONTFORK)
             if slack:
                 _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
-        finalizer = weakref.finalize(self, _unmap, self.address, num_bytes, os.getpid())
-        finalizer.atexit = False  # the process takes the memory along; views may outlive this call
+        self._pid = os.getpid()
+
+    # No `weakref.finalize`: its registry is walked when the process ends, while workers may still drop regions. What the
+    # function needs is bound to it, since the module's names may be gone by then.
+    def __del__(self, unmap: Callable[[int, int, int], None] = _unmap) -> None:
+        if hasattr(self, "_pid"):
+            unmap(self.address, self.num_bytes, self._pid)
 
     def discard(self, num_bytes: int) -> int:
         """Give back the memory of the first whole huge pages in ``num_bytes``; returns how many bytes that are."""
@@ -98,7 +104,9 @@ class AlignedRegion(Uncopyable):
             raise ArgumentError(f"a region needs at least one byte, got {num_bytes}")
         self.num_bytes = num_bytes
         self._mapping: _Mapping | None = _Mapping(round_up(num_bytes, ALIGNMENT))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see [Note: coming in between]
+        self.registrations: set[object] = set()
+        """Who knows its pages and would go on with these: rings of the kernel, a device's driver."""
 
     def _live(self) -> _Mapping:
         mapping = self._mapping
@@ -123,14 +131,18 @@ class AlignedRegion(Uncopyable):
     def discard(self, num_bytes: int) -> int:
         """Forget the first ``num_bytes`` and give their memory back, as far as the system does that in place.
 
-        They stay mapped: their contents are undefined, and writing to them takes memory again.
+        They stay mapped: their contents are undefined, and writing to them takes memory again. Nothing happens while
+        somebody would go on with the old pages: where the region is registered, or a request has some of these bytes.
 
         Returns:
             How many bytes were given back, from the first on; less than ``num_bytes``, as pages are whole or 0.
         """
         if not 0 <= num_bytes <= self.num_bytes:
             raise ArgumentError(f"a region of {self.num_bytes} bytes has no first {num_bytes}")
-        return self._live().discard(num_bytes)
+        mapping = self._live()
+        if self.registrations or is_held(mapping.address, num_bytes):
+            return 0
+        return mapping.discard(num_bytes)
 
     def release(self) -> None:
         """Give the memory back now, or as soon as the last array over it has died. Calling it again does nothing."""

@@ -3,12 +3,14 @@
 [Note: hung transfers]
 A transfer that misses its deadline ends its operation for everybody who waits (``StallError``), but the kernel may
 still move the bytes later. So a stalled operation stays among the active ones of its extent until the backend lets go
-of it: operations on the same bytes fail at once, and the extent's space is not given to anybody else.
+of it: operations on the same bytes fail at once, the extent's space is not given to anybody else, and neither is its
+memory (see [Note: whose memory it is]).
 
 [Note: signals]
 A ``KeyboardInterrupt`` can surface between any two calls on the main thread, also in here. ``with`` gives the lock
 back, a half-made admission is undone, and transfers that were taken from a lane but not handed over go back. Only the
-single transfer that is being handed over at that very moment may be lost: then its deadline or ``close`` ends it.
+single transfer that is being handed over at that very moment may be lost: then its deadline or ``close`` ends it. The same
+holds for whatever else a signal handler raises. What a handler may call, and what is refused, says [Note: coming in between].
 """
 
 from __future__ import annotations
@@ -21,15 +23,18 @@ from collections.abc import Callable, Iterable
 
 from swapper.backends.base import Direction, IOBackend, IORequest
 from swapper.busy import BusyTimes
-from swapper.config import Priority, SwapperConfig
+from swapper.config import Priority, SwapperConfig, bounded_seconds
 from swapper.errors import FreedExtentError, SwapperClosedError, SwapperError
 from swapper.extent import Extent, ExtentState
 from swapper.failure import behind_error, os_error, short_error, stall_error
+from swapper.held import hold
 from swapper.lane import Lane
 from swapper.ledger import Ledger
 from swapper.observer import Observers
 from swapper.operation import Operation, OperationState, Transfer
 from swapper.pending import PendingErrors, observe
+from swapper.reentry import came_from_between, refuse_owned, refuse_reentry
+from swapper.retries import BackOff, delay_seconds
 from swapper.statistics import Statistics, take_snapshot
 from swapper.uncopyable import Uncopyable
 from swapper.waiting import WaitingRoom, announce, call_back
@@ -46,10 +51,19 @@ class IOScheduler(Uncopyable):
     Thread safe. Callbacks and waiters never run under its lock.
     """
 
-    def __init__(self, backend: IOBackend, config: SwapperConfig, busy: BusyTimes | None = None) -> None:
+    def __init__(
+        self,
+        backend: IOBackend,
+        config: SwapperConfig,
+        busy: BusyTimes | None = None,
+        give_back: Callable[[Extent], None] = lambda extent: None,
+    ) -> None:
+        """``give_back``: called, under the lock, with an extent that is being freed and that nothing is at work on; may be
+        repeated if an interrupt cuts it off."""
         self._backend = backend
+        self._give_back = give_back
         self._config = config
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see [Note: coming in between]
         limit = min(config.max_inflight, backend.concurrency)
         self.observers = Observers()
         shared = (limit, backend.boundary_bytes, self._on_complete, BusyTimes(busy), self.observers)
@@ -61,6 +75,7 @@ class IOScheduler(Uncopyable):
         self._thread = threading.local()  # .backlog: what this thread is handing over
         self._num_errors = 0
         self.pending = PendingErrors()
+        self._back_off = BackOff(self._try_again)
         self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
         self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
 
@@ -74,7 +89,9 @@ class IOScheduler(Uncopyable):
             BrokenExtentError: A read of bytes whose last write failed, if that is known already.
             FreedExtentError: The extent has been freed.
             SwapperClosedError: The scheduler has been closed.
+            ReentryError: A signal handler asks, in the midst of a change.
         """
+        refuse_owned(self._lock, "a read or a write")
         over: list[Operation] = []
         taken: deque[Transfer] = deque()
         try:
@@ -103,6 +120,7 @@ class IOScheduler(Uncopyable):
         ledger.check(operation)
 
     def _admit(self, operation: Operation, ledger: Ledger, over: list[Operation]) -> None:
+        hold(operation)
         ledger.admit(operation)
         self._active[operation] = ledger
         for earlier in operation.blockers:
@@ -120,13 +138,13 @@ class IOScheduler(Uncopyable):
                 earlier.dependents.remove(operation)
         self.lanes[operation.direction].withdraw(operation)
         operation.state = OperationState.DONE
+        operation.drop_memory()
         operation.is_finished = True
         operation.error = SwapperClosedError("interrupted before it started")
         # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
         ledger.settle(operation)
         ledger.discharge(operation)
         self._active.pop(operation, None)
-        operation.drop_memory()
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
         """Queue an operation that waits for nothing any more; return false if it is over instead."""
@@ -145,7 +163,11 @@ class IOScheduler(Uncopyable):
     # -- hand-over ---------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Give the backend as much as it takes: nothing, unless an earlier hand-over was cut short."""
+        """Give the backend as much as it takes: nothing, unless an earlier hand-over was cut short, or a signal handler has
+        come into one on this thread."""
+        backlog: deque[Transfer] | None = getattr(self._thread, "backlog", None)
+        if backlog:
+            self._submit_all(backlog)
         if any(lane.has_room for lane in self.lanes):  # a look without the lock may be wrong, but not for long
             taken: deque[Transfer] = deque()
             try:
@@ -176,15 +198,24 @@ class IOScheduler(Uncopyable):
             return
         self._thread.backlog = taken
         try:
-            while taken:
-                self._submit(taken.popleft())
+            self._submit_all(taken)
         finally:
             self._thread.backlog = None
+
+    def _submit_all(self, transfers: deque[Transfer]) -> None:
+        while transfers:
+            try:
+                transfer = transfers.popleft()
+            except IndexError:  # a signal handler came in between, and has done it
+                return
+            self._submit(transfer)
 
     def _submit(self, transfer: Transfer) -> None:
         try:
             self._backend.submit(transfer)
         except Exception as error:
+            if came_from_between(error):
+                raise  # nobody knows whether the backend has it: see [Note: signals]
             logger.exception("the backend raised instead of completing a transfer with an error")
             self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
 
@@ -231,10 +262,17 @@ class IOScheduler(Uncopyable):
     def _on_trouble(self, transfer: Transfer, lane: Lane, transferred_bytes: int, error: OSError | None) -> None:
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT
-        if is_transient and transfer.num_retries < self._config.max_retries and not self._closed_because:
+        is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
+        has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
+        if is_transient and has_attempts:
             lane.num_retries += 1
-            lane.count(transfer, transfer.advance(0 if error is not None else transferred_bytes))
-            lane.enqueue_again(transfer)
+            num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
+            lane.count(transfer, num_bytes)
+            seconds = delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
+            if seconds and self._back_off.put(transfer, seconds):
+                operation.outstanding += 1  # until its turn comes
+            else:
+                lane.enqueue_again(transfer)
             return
         if error is not None:
             operation.error = os_error(operation, transfer, self._backend, error)
@@ -244,6 +282,22 @@ class IOScheduler(Uncopyable):
         lane.count(transfer, 0)
         lane.withdraw(operation)
 
+    def _try_again(self, transfers: Iterable[Transfer]) -> None:
+        """The turn of transfers has come that had to wait after they failed."""
+        over: list[Operation] = []
+        taken: deque[Transfer] = deque()
+        with self._lock:
+            for transfer in transfers:
+                operation = transfer.operation
+                operation.outstanding -= 1
+                if operation.error is None:
+                    self.lanes[operation.direction].enqueue_again(transfer)
+                elif not operation.outstanding and operation in self._active:
+                    self._finish(operation, over)
+            self._take(taken)
+        self._hand_over(taken)
+        announce(over)
+
     # -- the end of an operation -------------------------------------------------------------------------------------
 
     def _finish(self, operation: Operation, over: list[Operation]) -> None:
@@ -251,12 +305,15 @@ class IOScheduler(Uncopyable):
         ending = [operation]
         while ending:
             operation = ending.pop()
+            operation.drop_memory()  # before it is seen to be over: its memory is lent again at once
             if not operation.is_finished:
                 self._settle(operation)
                 over.append(operation)
             operation.move_to(OperationState.DONE)
-            operation.drop_memory()
-            self._active.pop(operation).discharge(operation)
+            ledger = self._active.pop(operation)
+            ledger.discharge(operation)
+            if ledger.extent.state is ExtentState.FREEING:
+                self._retire(ledger.extent)
             for later in operation.dependents:
                 later.blockers.pop(operation, None)
                 if not later.blockers and not later.is_finished and not self._make_ready(later, self._active[later]):
@@ -278,9 +335,8 @@ class IOScheduler(Uncopyable):
             self._tick += 1
             for lane in self.lanes:
                 for transfer in lane.inflight:
-                    if self._tick - transfer.submitted_tick < TICKS_PER_DEADLINE:
-                        break  # all others were submitted later
-                    if transfer.operation.state is not OperationState.STALLED:
+                    is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
+                    if is_late and transfer.operation.state is not OperationState.STALLED:
                         self._stall(transfer, lane, over)
                 if (hung := lane.blocked_by) is not None:
                     self._end_behind(hung, lane.queued, over)
@@ -319,24 +375,44 @@ class IOScheduler(Uncopyable):
 
     def wait_for_writes(self) -> None:
         """Block until all writes submitted so far are over; their errors stay pending."""
+        refuse_reentry("a flush")
         with self._lock:
             writes = [operation for operation in self._active if operation.direction is Direction.WRITE]
         self._pump()
         self._waiting.wait_for_all(writes)
 
-    def release(self, extent: Extent) -> bool:
-        """Block until all requests of an extent are over; return whether the backend has let go of all of them."""
+    def release(self, extent: Extent) -> None:
+        """Take no more requests of an extent, and block until all that there are are over.
+
+        Its space goes back when the backend has let go of all of them, whether somebody waits for that or not.
+        """
+        refuse_reentry("freeing an extent")
         with self._lock:
+            if extent.state is ExtentState.FREED:
+                raise FreedExtentError(extent.name, f"extent {extent.name!r} was freed twice")
+            if extent.state is ExtentState.LIVE:
+                extent.move_to(ExtentState.FREEING)
             ledger = self._ledgers.get(extent)
             operations = ledger.operations if ledger is not None else []
+            try:
+                self._retire(extent)
+            except BaseException:  # an interrupt: all of it can be done again
+                self._retire(extent)
+                raise
         self._pump()
         self._waiting.wait_for_all(operations)
-        with self._lock:
+
+    def _retire(self, extent: Extent) -> None:
+        """Give the space of an extent back that is being freed, if nothing is at work on it."""
+        ledger = self._ledgers.get(extent)
+        if extent.state is ExtentState.FREEING and (ledger is None or not ledger.operations):
+            self._give_back(extent)
             self._ledgers.pop(extent, None)
-            return ledger is None or not ledger.operations
+            extent.move_to(ExtentState.FREED)
 
     def promote(self, operation: Operation, priority: Priority) -> None:
         """Raise the priority of an operation and of those it waits for."""
+        refuse_owned(self._lock, "raising a priority")
         with self._lock:
             self._promote(operation, priority)
 
@@ -351,6 +427,7 @@ class IOScheduler(Uncopyable):
 
     def add_callback(self, operation: Operation, function: Callable[[], None]) -> None:
         """Have a function called when the operation is over."""
+        refuse_owned(self._lock, "asking to be called back")
         with self._lock:
             if not operation.is_finished:
                 operation.callbacks.append(function)
@@ -359,11 +436,19 @@ class IOScheduler(Uncopyable):
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self, because: str) -> None:
-        """Take nothing more, drop what is not at the backend yet, wait for the rest, and close the backend."""
+    def close(self, because: str, patience_seconds: float | None = None) -> None:
+        """Take nothing more, drop what is not at the backend yet, wait for the rest, and close the backend.
+
+        Args:
+            because: What later calls are told.
+            patience_seconds: How long to wait for what is at the backend; the deadline by default.
+        """
+        refuse_reentry("closing")
         over: list[Operation] = []
         with self._lock:
             self._closed_because = self._closed_because or because
+            for transfer in self._back_off.cancel():
+                transfer.operation.outstanding -= 1
             has_hung = any(operation.state is OperationState.STALLED for operation in self._active)
             for operation in list(self._active):
                 if not operation.is_finished:
@@ -372,7 +457,9 @@ class IOScheduler(Uncopyable):
                     if not operation.outstanding:
                         self._finish(operation, over)
         announce(over)
-        patience_seconds = self._config.deadline_seconds
+        if patience_seconds is None:
+            patience_seconds = self._config.deadline_seconds
+        patience_seconds = bounded_seconds(patience_seconds)
         is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
         if not is_ended:
             logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())

@@ -7,13 +7,16 @@ system cannot do that. So nothing is left after any kind of exit, and two proces
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import struct
+import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from swapper.config import ALIGNMENT
@@ -36,6 +39,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+_FILL_BYTES = 8 << 20
+_FILL_CHECK_BYTES = 64 << 20
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
 
 
@@ -58,7 +63,7 @@ class ScratchFile(Uncopyable):
         self.name = f"the scratch file in {str(drive.path)!r} on {drive.words()}"
         self.buffered_because = "not tried yet"
         self.fd = -1
-        self.fd = _open_nameless(drive.path)
+        self.fd = open_nameless(drive.path)
         _open_files.add(self)
 
     def __del__(self) -> None:
@@ -93,28 +98,56 @@ class ScratchFile(Uncopyable):
         if not self.num_bytes and self.drive.file_system == "btrfs":
             _write_in_place(self.fd)
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.fd, 0, num_bytes)
+            try:
+                fallocate(self.fd, num_bytes)
                 return
-            error = OSError(errno.ENOSYS, "this platform has no fallocate")
+            except OSError as refusal:
+                if refusal.errno not in _CANNOT_RESERVE:
+                    raise
+            if self._fill(num_bytes):
+                return
         except OSError as refusal:
             error = refusal
+        else:
+            os.ftruncate(self.fd, num_bytes)
+            logger.warning(
+                "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
+                self.name,
+                self.drive.file_system,
+                num_bytes,
+            )
+            return
         if error.errno in _FULL:
             os.ftruncate(self.fd, self.num_bytes)
             raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
-        if error.errno not in _CANNOT_RESERVE:
-            raise VolumeError(
-                directory,
-                f"cannot reserve {num_bytes} bytes in directory {str(directory)!r} on {self.drive.words()}: "
-                f"{error_words(error)}; choose another one",
-            ) from error
-        os.ftruncate(self.fd, num_bytes)
-        logger.warning(
-            "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
-            self.name,
-            self.drive.file_system,
-            num_bytes,
+        raise VolumeError(
+            directory,
+            f"cannot reserve {num_bytes} bytes in directory {str(directory)!r} on {self.drive.words()}: "
+            f"{error_words(error)}; choose another one",
+        ) from error
+
+    def _fill(self, num_bytes: int) -> bool:
+        """Take the space by writing zeros; return false if the file system does not give any for them.
+
+        That is as fast as the drive writes; what libc does instead, a small write into each block, takes hours per TiB.
+        """
+        logger.info(
+            "%s: %s cannot reserve space, so %d bytes are written", self.name, self.drive.file_system, num_bytes
         )
+        first = self.num_bytes
+        zeros = AlignedRegion(_FILL_BYTES).array().data
+        offset, is_checked = first, False
+        while offset < num_bytes:
+            length = min(_FILL_BYTES, num_bytes - offset)
+            offset += os.pwrite(self.fd, zeros[:length], offset)
+            if not is_checked and (offset - first >= _FILL_CHECK_BYTES or offset >= num_bytes):
+                # Some keep no zeros, or no blocks at all: then writing on would be of no use.
+                os.fsync(self.fd)
+                if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
+                    return False
+                is_checked = True
+        os.fsync(self.fd)  # a network file system may say only now that there is no room
+        return True
 
     def bypass_page_cache(self, direct: bool) -> None:
         """Use direct transfers if they are wanted and work; else ``buffered_because`` says why they are not used.
@@ -139,6 +172,32 @@ class ScratchFile(Uncopyable):
             os.close(fd)
 
 
+def fallocate(fd: int, num_bytes: int) -> None:
+    """Have the kernel give a file its first bytes, as ``fallocate(2)`` does; unlike libc's ``posix_fallocate`` never by
+    writing into each block.
+
+    Raises:
+        OSError: There is no room, or the file system cannot do that (EOPNOTSUPP), or there is no such call here (ENOSYS).
+    """
+    if _fallocate is None:
+        raise OSError(errno.ENOSYS, "this platform has no fallocate")
+    while _fallocate(fd, 0, 0, num_bytes):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # musl has the latter only
+    if function is not None:
+        function.restype = ctypes.c_int
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return function
+
+
+_fallocate = _find_fallocate() if sys.platform == "linux" else None
+
 _open_files: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
 
 
@@ -152,7 +211,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _open_nameless(directory: Path) -> int:
+def open_nameless(directory: Path) -> int:
+    """A descriptor of a new file without a name, open for reading and writing."""
     try:
         if not directory.is_dir():
             raise NotDirectoryError(directory)

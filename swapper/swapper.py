@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from swapper import switching
 from swapper.allocator import SpaceAllocator
 from swapper.backends.base import Direction, IOBackend, register_memory
 from swapper.backends.choice import open_backend
@@ -17,10 +20,11 @@ from swapper.busy import BusyTimes
 from swapper.config import Priority, SwapperConfig
 from swapper.directory import DirectoryLike
 from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
-from swapper.extent import Extent, ExtentState, NameOf
+from swapper.extent import Extent, NameOf
 from swapper.handle import Handle
 from swapper.observer import Observer
 from swapper.operation import Operation
+from swapper.reentry import refuse_owned
 from swapper.region import AlignedRegion
 from swapper.scheduler import IOScheduler
 from swapper.statistics import Statistics
@@ -33,7 +37,8 @@ class Swapper(Uncopyable):
 
     All methods may be called from any thread. Requests return at once with a :class:`Handle`; an error whose handle
     nobody waits for is raised by the next call. In a forked child it refuses to work, and closing it there does
-    nothing.
+    nothing. A signal handler or finalizer that came into a call on its own thread gets a ``ReentryError`` where it would
+    spoil that call; :meth:`statistics` always works.
 
     Args:
         backend: Moves the bytes; closed together with the swapper.
@@ -51,12 +56,15 @@ class Swapper(Uncopyable):
         self.config = config or SwapperConfig()
         self._backend = backend
         self._allocator = SpaceAllocator(backend.capacity_bytes)
-        self._allocator_lock = threading.Lock()
-        self._scheduler = IOScheduler(backend, self.config, busy)
+        self._allocator_lock = threading.RLock()  # see [Note: coming in between]
+        give_back = functools.partial(_give_back, self._allocator, self._allocator_lock)
+        self._scheduler = IOScheduler(backend, self.config, busy, give_back)
         self._block_bytes = backend.block_bytes
         self.accepts_device_memory: bool = getattr(backend, "accepts_device_memory", False)
         self._pid = os.getpid()
         self._is_closed = False
+        switching.hold(id(self))
+        weakref.finalize(self, switching.let_go, id(self)).atexit = False
 
     @classmethod
     def open(
@@ -122,8 +130,10 @@ class Swapper(Uncopyable):
 
         Raises:
             OutOfSpaceError: There is no room for it.
+            ReentryError: A signal handler asks, in the midst of another call.
         """
         self._check_usable()
+        refuse_owned(self._allocator_lock, "allocating an extent")
         with self._allocator_lock:
             start = self._allocator.allocate(num_bytes, name)
         return Extent(name, start, num_bytes, self, is_prewritten=is_prewritten, name_of=name_of)
@@ -131,22 +141,17 @@ class Swapper(Uncopyable):
     def free(self, extent: Extent) -> None:
         """Wait for the requests of an extent and give its space back.
 
-        Space that a hung transfer may still touch is not given to anybody else.
+        Space that a transfer may still touch, because it hangs or because the wait was interrupted, goes back when that has
+        ended. An interrupted call may be repeated.
 
         Raises:
             FreedExtentError: It was freed before, or belongs to another swapper.
             StallError: A request does not end.
+            ReentryError: A signal handler asks, in the midst of another call.
         """
         self._check_usable()
         self._check_owned(extent)
-        with self._allocator_lock:
-            if extent.state is not ExtentState.LIVE:
-                raise FreedExtentError(extent.name, f"extent {extent.name!r} was freed twice")
-            extent.move_to(ExtentState.FREEING)
-        if self._scheduler.release(extent):
-            with self._allocator_lock:
-                extent.move_to(ExtentState.FREED)
-                self._allocator.release(extent.start, extent.num_bytes)
+        self._scheduler.release(extent)
 
     def read(
         self,
@@ -270,15 +275,19 @@ class Swapper(Uncopyable):
         """Return one line that says where the bytes go and how."""
         return self._backend.describe()
 
-    def close(self) -> None:
+    def close(self, patience_seconds: float | None = None) -> None:
         """Drop waiting requests, let running ones end, and release everything. Idempotent.
 
         Requests that were dropped fail with ``SwapperClosedError``. Errors that nobody has seen are logged.
+
+        Args:
+            patience_seconds: How long running requests may take to end; the deadline by default. What hangs is left alone.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
-        self._scheduler.close("the swapper has been closed; open a new one")
+        self._scheduler.close("the swapper has been closed; open a new one", patience_seconds)
         self._is_closed = True
+        switching.let_go(id(self))
 
     def __enter__(self) -> Swapper:
         return self
@@ -297,6 +306,11 @@ class Swapper(Uncopyable):
     def _check_owned(self, extent: Extent) -> None:
         if extent.owner is not self:
             raise FreedExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")
+
+
+def _give_back(allocator: SpaceAllocator, lock: threading.RLock, extent: Extent) -> None:
+    with lock:
+        allocator.release(extent.start, extent.num_bytes)
 
 
 def _verified(backend: IOBackend, config: SwapperConfig) -> IOBackend:

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterable
 
 from swapper.backends.base import IOBackend
+from swapper.config import bounded_seconds
 from swapper.failure import stall_error
 from swapper.operation import Operation
 from swapper.pending import PendingErrors
+from swapper.reentry import refuse_reentry, resting
 from swapper.watchdog import TICKS_PER_DEADLINE, tick_seconds
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ class WaitingRoom:
     """
 
     def __init__(
-        self, lock: threading.Lock, pending: PendingErrors, backend: IOBackend, deadline_seconds: float
+        self, lock: threading.RLock, pending: PendingErrors, backend: IOBackend, deadline_seconds: float
     ) -> None:
         self._lock = lock
         self._pending = pending
@@ -44,7 +46,9 @@ class WaitingRoom:
 
         Raises:
             StallError: It is not over.
+            ReentryError: A signal handler or finalizer waits, in the midst of something that has to go on first.
         """
+        refuse_reentry("waiting")
         # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
         waiter = threading.Lock()
         waiter.acquire()
@@ -68,9 +72,10 @@ class WaitingRoom:
             detail = f"is not over after a wait of {limit:g} seconds ({operation.state.value})"
             raise stall_error(operation, None, self._backend, detail)
 
+    @resting
     def _sleep(self, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
         if timeout_seconds is not None:
-            return waiter.acquire(timeout=max(0.0, timeout_seconds))
+            return waiter.acquire(timeout=max(0.0, bounded_seconds(timeout_seconds)))
         # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
         while num_idle < TICKS_PER_DEADLINE + 1:

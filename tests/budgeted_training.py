@@ -128,3 +128,40 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
         (Path(group) / "memory.limit_in_bytes").write_text(str(_anonymous_bytes() + _SAVING_BYTES))
         engine.save_16bit_model(Path(directory) / "weights")
     print(json.dumps(answer))
+
+
+def save(group: str, directory: str, what: str, slack_bytes: int) -> None:
+    """Make and save a state dict, with no more memory than ``slack_bytes`` for it. See `train`.
+
+    Args:
+        group: directory of the memory control group that this process is in.
+        directory: on a drive.
+        what: whose state dict: ``model`` or ``optimizer``.
+        slack_bytes: what it may use beyond what the process has when a step has ended.
+    """
+    torch.set_num_threads(1)
+    _load_libraries()
+    place = {"device": "nvme", "nvme_path": directory}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": BUDGET_BYTES, "keep_in_memory": False},
+    }
+    engine, optimizer, *_ = infinity.initialize(model=_make_model(), config=config)
+    with engine:
+        engine.train_batch(_batches())
+        engine.flush()
+        gc.collect()
+        give_back_freed_memory()
+        file = Path(directory) / "saved.pt"
+        (Path(group) / "memory.limit_in_bytes").write_text(str(_anonymous_bytes() + slack_bytes))
+        state = engine.module.state_dict() if what == "model" else optimizer.state_dict()
+        torch.save(state, file)
+        loaded = torch.load(file, mmap=True)
+        if what == "model":
+            engine.module.load_state_dict(loaded)
+        else:
+            optimizer.load_state_dict(loaded)
+        print(json.dumps({"num_bytes": file.stat().st_size}))

@@ -94,6 +94,33 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
+class Visit(Interrupt):
+    """Inside the ``with`` block the first pass of a point calls a function, as a signal handler would be called there.
+
+    Attributes:
+        error: what the function raised.
+    """
+
+    def __init__(
+        self, is_chosen: Callable[[CodeType], bool], at: Point | None, function: Callable[[], object] = lambda: None
+    ) -> None:
+        super().__init__(is_chosen, at)
+        self._function = function
+        self.error: Exception | None = None
+
+    def _pass(self, frame: FrameType, offset: int) -> None:
+        point = frame.f_code, offset
+        self.points[point] = None
+        if point == self._at and not self.where:
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
+            sys.settrace(None)
+            try:
+                self._function()
+            except Exception as error:
+                self.error = error
+            sys.settrace(self._begin)
+
+
 def is_cut_off(function: Callable[[], object], interrupt: Interrupt) -> bool:
     """Call ``function``, inside of which ``interrupt`` is active; return whether it came. Raises if it got lost."""
     try:

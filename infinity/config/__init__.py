@@ -19,6 +19,7 @@ from infinity.config.resolved import (
     SchedulerSection,
     UpdateMode,
 )
+from infinity.config.storage import make_directories, remove_empty
 
 __all__ = [
     "LARGEST_LOSS_SCALE",
@@ -33,4 +34,6 @@ __all__ = [
     "SchedulerSection",
     "UpdateMode",
     "load_config",
+    "make_directories",
+    "remove_empty",
 ]

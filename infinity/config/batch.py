@@ -39,15 +39,7 @@ def resolve_batch_sizes(
         BatchSizeError: the sizes contradict each other, or say nothing.
     """
     given = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
-    if train is None and micro is None:
-        if TRAIN not in auto and MICRO not in auto:
-            raise BatchSizeError(
-                "the config names no batch size",
-                cure=f"Set {MICRO} (samples per backward) or {TRAIN} (samples per step); "
-                '"auto" takes what the data loader gives',
-            )
-        accumulation = accumulation or 1
-    elif micro is not None:
+    if micro is not None:
         if train is None:
             accumulation = accumulation or 1
             train = micro * accumulation * world_size
@@ -60,10 +52,17 @@ def resolve_batch_sizes(
                 f"{micro} * {accumulation} * {world_size} = {expected}",
                 cure=f"Set {TRAIN} to {expected}, or leave one of the three out",
             )
-    else:
-        assert train is not None
+    elif train is not None:
         accumulation = accumulation or 1
         micro = _divide(train, {ACCUMULATION: accumulation, "processes": world_size})
+    else:
+        if TRAIN not in auto and MICRO not in auto:
+            raise BatchSizeError(
+                "the config names no batch size",
+                cure=f"Set {MICRO} (samples per backward) or {TRAIN} (samples per step); "
+                '"auto" takes what the data loader gives',
+            )
+        accumulation = accumulation or 1
     resolved = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
     decisions = tuple(
         Decision(key, value if value is not None else "of the data loader", _decided_by(given[key], key in auto, value))

@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
 from infinity.config.offload_blocks import AioBlock, ZeroBlock
-from infinity.config.precision_blocks import Bf16Block, DataTypesBlock, Fp16Block
+from infinity.config.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block
 from infinity.config.quantities import parse_bytes, parse_count, parse_flag, parse_names, parse_number, parse_path
-from swapper.config import BackendName
+from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
@@ -86,7 +86,7 @@ class InfinityBlock(Block):
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
-    io_deadline_seconds: Annotated[Number, Field(gt=0)] = 120.0
+    io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
     direct_io: Flag = True
     io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"
     autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
@@ -153,7 +153,9 @@ class RootBlock(Block):
     ] = DEFAULT_GRADIENT_CLIPPING
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
+    torch_autocast: AutocastBlock = AutocastBlock()
     data_types: DataTypesBlock = DataTypesBlock()
+    managed_gradient_accumulation: Flag = True
     zero_optimization: ZeroBlock = ZeroBlock()
     aio: AioBlock = AioBlock()
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = None
@@ -167,23 +169,6 @@ class RootBlock(Block):
         Untyped,
         Refused("Apex mixed precision does not work with paged parameters", 'Use "bf16": {"enabled": true}'),
     ] = None
-    torch_autocast: Annotated[
-        Untyped,
-        Keys.of("enabled dtype lower_precision_safe_modules"),
-        Refused("the engine does not run the model under autocast yet", 'Use "bf16": {"enabled": true}'),
-    ] = None
-    managed_gradient_accumulation: Annotated[
-        Flag,
-        Refused(
-            "engine.step() updates at the boundary that gradient_accumulation_steps sets",
-            "Remove it, and use the plain loop loss.backward(); optimizer.step(), where every step is an update",
-            allowed=(True,),
-        ),
-    ] = True
-    gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], Refused("gradients are averaged", 'Set it to "mean"', allowed=("mean",))
-    ] = "mean"
-    sparse_gradients: Annotated[Flag, Refused("gradients are dense", "Set it to false")] = False
     sequence_parallel_size: Annotated[
         Count, Refused("sequence parallelism is not implemented", "Set it to 1", allowed=(0, 1))
     ] = 1
@@ -209,7 +194,6 @@ class RootBlock(Block):
     elasticity: Annotated[Untyped, Refused("it would choose the batch size", "Remove it, and set train_batch_size")] = (
         None
     )
-    hybrid_engine: Annotated[Untyped, Refused("generation during training is not implemented", "Remove it")] = None
 
     # ---- speed, memory, logging
 
@@ -233,6 +217,14 @@ class RootBlock(Block):
     datastates_ckpt: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
     zero_allow_untested_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = True
     zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = False
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(_ONE_PROCESS, silent=("mean",))] = "mean"
+    sparse_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    cuda_visible_devices: Annotated[
+        Any, NoEffect("no effect: set the environment variable CUDA_VISIBLE_DEVICES before Python starts")
+    ] = None
+    hybrid_engine: Annotated[Untyped, NoEffect("no effect: generate() is the model's own, during training as well")] = (
+        None
+    )
     prescale_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
     gradient_predivide_factor: Annotated[Number, NoEffect(_ONE_PROCESS, silent=(1.0,))] = 1.0
     communication_data_type: Annotated[str, NoEffect(_ONE_PROCESS)] = "fp32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,19 +15,41 @@ _OFFLOAD = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
+_DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
 
 
 def modernise(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
     """A copy of `raw` in which `zero_optimization` has its present form.
 
-    `true` becomes stage 1, and the flags `cpu_offload` and `cpu_offload_param` become the blocks that replaced them.
+    Keys with dots are put into their blocks, `true` becomes stage 1, and the flags `cpu_offload` and `cpu_offload_param`
+    become the blocks that replaced them.
     """
-    config = dict(raw)
+    config = _undotted(raw, findings)
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
         config["zero_optimization"] = {"stage": 1 if zero else 0}
     elif isinstance(zero, Mapping):
         config["zero_optimization"] = _modernise_zero(dict(zero), findings)
+    return config
+
+
+def _undotted(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """A copy in which keys like "zero_optimization.stage" stand in their block. TRL writes them to replace a value."""
+    config: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
+    for key, value in raw.items():
+        (dotted if _DOTTED.fullmatch(str(key)) else config)[key] = value
+    for key, value in dotted.items():
+        target = config
+        *blocks, name = key.split(".")
+        for block in blocks:
+            inner = target.get(block)
+            if isinstance(inner, bool):
+                inner = {"stage" if block == "zero_optimization" else "enabled": inner}
+            target[block] = dict(inner) if isinstance(inner, Mapping) else {}
+            target = target[block]
+        target[name] = value
+        findings.note(key, "taken as the key of that block, in place of the value there")
     return config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config.block import Findings
-from infinity.config.overrides import override
+from infinity.config.overrides import as_written, override
 from infinity.config.reading import apply_rules, read_strictness, tidy, validate
 from infinity.config.resolve import resolve
 from infinity.config.resolved import InfinityConfig
@@ -48,7 +48,8 @@ def load_config(
             raise ConfigError("overrides cannot be applied to a finished config. Pass them when it is loaded")
         return source
     findings = Findings()
-    tidied = tidy(_read(source), findings)
+    raw = _read(source)
+    tidied = tidy(raw, findings)
     if overrides:
         override(tidied, overrides, findings)
     _drop_unknown_scheduler_params(tidied, findings)
@@ -59,7 +60,9 @@ def load_config(
         logger.warning("%s", error)
     root = validate(tidied)
     apply_rules(root, findings)
-    return resolve(root, findings, world_size=world_size, check_storage=check_storage)
+    return resolve(
+        root, findings, world_size=world_size, check_storage=check_storage, source=as_written(raw, overrides or {})
+    )
 
 
 def _read(source: object) -> Mapping[str, Any]:

@@ -110,10 +110,10 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[Flag, NoEffect(_DEBUGGING, silent=(False,))] = False
     save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect(_RESIDENCY, silent=(False,))] = False
 
-    zero_quantized_weights: Annotated[Flag, Refused(_QUANTIZED, "Set it to false")] = False
+    zero_quantized_weights: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, Refused(_QUANTIZED, "Set it to false")] = False
-    zero_quantized_gradients: Annotated[Flag, Refused(_QUANTIZED, "Set it to false")] = False
-    zeropp_loco_param: Annotated[Untyped, Refused(_QUANTIZED, "Remove it")] = None
+    zero_quantized_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    zeropp_loco_param: Annotated[Untyped, NoEffect(_ONE_PROCESS)] = None
     zenflow: Annotated[
         Untyped,
         Refused(

@@ -34,6 +34,30 @@ def override(tidied: dict[str, Any], overrides: Mapping[str, Any], findings: Fin
             _remove(tidied, key.split("."))
 
 
+def as_written(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config as it was given, with the overrides in their places."""
+    copy: dict[str, Any] = _copied(raw)
+    for dotted, value in overrides.items():
+        if value is None:
+            _remove(copy, dotted.split("."))
+            continue
+        target = copy
+        *blocks, name = dotted.split(".")
+        for block in blocks:
+            inner = target.get(block)
+            if not isinstance(inner, dict):
+                inner = target[block] = {}
+            target = inner
+        target[name] = value
+    return copy
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
 def _merge(target: dict[str, Any], patch: Mapping[str, Any], dotted: str) -> None:
     for name, value in patch.items():
         present = target.get(name)

@@ -26,16 +26,40 @@ def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]
     return compute_dtype, _loss_scaling(root.fp16) if root.fp16.enabled else None
 
 
+def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of ``torch.autocast`` around the model; None without.
+
+    Raises:
+        ConfigError: the compute dtype is narrow already, or autocast's would need a loss scale.
+    """
+    block = root.torch_autocast
+    if not block.enabled:
+        return None
+    if compute_dtype != torch.float32:
+        key = f"{_NAMES[compute_dtype]}.enabled"
+        problem = "torch_autocast is switched on, too, and casts fp32 weights where they are used"
+        raise ConfigValueError(key, True, problem, cure=f"Remove the block {_NAMES[compute_dtype]}, or torch_autocast")
+    if block.dtype == "fp16":
+        reason = "fp16 under autocast needs a loss scale, which fp32 weights have none of here"
+        raise UnsupportedConfigError("torch_autocast.dtype", "fp16", reason, cure='Set it to "bfloat16"')
+    return torch.bfloat16
+
+
+def resolve_buffer_dtype(root: RootBlock) -> torch.dtype | None:
+    """What floating-point buffers are cast to, as in DeepSpeed: None to keep theirs."""
+    name = root.data_types.buffer_dtype
+    return None if name is None else next(dtype for dtype, known in _NAMES.items() if known == name)
+
+
 def _check_data_types(root: RootBlock, name: str) -> None:
-    for key in ("param_dtype", "buffer_dtype"):
-        value = getattr(root.data_types, key)
-        if value not in (None, name):
-            reason = f"parameters and buffers get the compute dtype, which is {name}"
-            cure = (
-                f'Set it to "{name}" or remove it; "bf16": {{"enabled": ...}} and "fp16": {{"enabled": ...}} choose the '
-                "compute dtype"
-            )
-            raise UnsupportedConfigError(f"data_types.{key}", value, reason, cure=cure)
+    value = root.data_types.param_dtype
+    if value not in (None, name):
+        cure = (
+            f'Set it to "{name}" or remove it; "bf16": {{"enabled": ...}} and "fp16": {{"enabled": ...}} choose the '
+            "compute dtype"
+        )
+        reason = f"parameters get the compute dtype, which is {name}"
+        raise UnsupportedConfigError("data_types.param_dtype", value, reason, cure=cure)
 
 
 def _loss_scaling(block: Fp16Block) -> LossScaling:

@@ -7,18 +7,34 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from infinity.config.block import Block, Count, Flag, NoEffect, Number, Refused
+from infinity.config.block import Block, Count, Flag, NoEffect, Number, Refused, Untyped
 from infinity.config.quantities import parse_names
 
 _SCALING = "no effect: bf16 has the range of fp32, so no loss scaling is needed"
-_FLOAT_TYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-_NO_AUTO_CAST = Refused("inputs are taken as they come", "Cast the inputs in the data loader")
+_FLOAT_TYPES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+_WIDE = "no effect: main weights and sums of gradients are fp32, which loses nothing; what that takes is in the plan"
 
 
 def _float_type(value: object) -> str:
     name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
     if name is None:
         raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")
+    return name
+
+
+def _half_type(value: object) -> str:
+    name = _float_type(value)
+    if name == "fp32":
+        raise ValueError("must be bfloat16 or float16")
     return name
 
 
@@ -32,10 +48,8 @@ class Fp16Block(Block):
     hysteresis: Count = 2
     consecutive_hysteresis: Flag = False
     min_loss_scale: Number = 1
-    auto_cast: Annotated[Flag, _NO_AUTO_CAST] = False
-    fp16_master_weights_and_grads: Annotated[
-        Flag, Refused("main weights and main gradients are fp32", "Set it to false")
-    ] = False
+    auto_cast: Flag = False
+    fp16_master_weights_and_grads: Annotated[Flag, NoEffect(_WIDE, silent=(False,))] = False
 
 
 class Bf16Block(Block):
@@ -48,17 +62,16 @@ class Bf16Block(Block):
     immediate_grad_update: Annotated[
         Flag, NoEffect("no effect: main gradients are always accumulated in fp32 as they arrive")
     ] = True
-    bf16_master_weights_and_grads: Annotated[
-        Flag, Refused("main weights and main gradients are fp32", "Set it to false")
-    ] = False
+    bf16_master_weights_and_grads: Annotated[Flag, NoEffect(_WIDE, silent=(False,))] = False
     bf16_optimizer_states: Annotated[
         Flag,
-        Refused(
-            "it rounds optimizer state to nearest, so that second moments stand still",
-            'Set it to false; "infinity": {"state_dtype": "bf16"} rounds stochastically',
+        NoEffect(
+            "no effect: rounded to the nearest bf16, second moments would stand still, so states are fp32; "
+            '"infinity": {"state_dtype": "bf16"} rounds stochastically',
+            silent=(False,),
         ),
     ] = False
-    auto_cast: Annotated[Flag, _NO_AUTO_CAST] = False
+    auto_cast: Flag = False
     loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
     initial_scale_power: Annotated[Number, NoEffect(_SCALING)] = 0
     loss_scale_window: Annotated[Number, NoEffect(_SCALING)] = 0
@@ -67,18 +80,32 @@ class Bf16Block(Block):
     min_loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
 
 
+class AutocastBlock(Block):
+    """`torch_autocast`."""
+
+    enabled: Flag = False
+    dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
+    lower_precision_safe_modules: Annotated[
+        Untyped | list[str],
+        NoEffect("no effect: it concerns gradients on their way between processes, and there is one process"),
+    ] = None
+
+
 class DataTypesBlock(Block):
     """`data_types`. What does not fit the compute dtype is refused when that is known."""
 
     grad_accum_dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None,
         BeforeValidator(_float_type),
-        Refused("gradients are accumulated in fp32", 'Set it to "fp32" or remove it', allowed=("fp32",)),
+        NoEffect(
+            'no effect: gradients are accumulated in fp32; "infinity": {"gradient_dtype": "bf16"} rounds their sums',
+            silent=("fp32",),
+        ),
     ] = None
     param_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
     buffer_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
     keep_in_fp32_modules: Annotated[
         tuple[str, ...],
         BeforeValidator(parse_names),
-        Refused("buffers get the compute dtype, as module.to(dtype) leaves them", "Remove it", allowed=((),)),
+        Refused("all parameters get the compute dtype", "Remove it", allowed=((),)),
     ] = ()

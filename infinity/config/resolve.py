@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from infinity.config.batch import resolve_batch_sizes
 from infinity.config.block import Block, Findings
 from infinity.config.blocks import InfinityBlock, OptimizerBlock, RootBlock, SchedulerBlock
 from infinity.config.offload_blocks import AioBlock, OffloadBlock
-from infinity.config.precision import resolve_precision
+from infinity.config.precision import resolve_autocast, resolve_buffer_dtype, resolve_precision
 from infinity.config.quantities import parse_flag, parse_number
 from infinity.config.resolved import (
     AutotuneMode,
@@ -42,8 +43,10 @@ _NUM_THREADS = 4
 _QUEUE_DEPTH = 8  # per thread, as DeepSpeed counts it
 
 
-def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_storage: bool) -> InfinityConfig:
-    """Decide every value.
+def resolve(
+    root: RootBlock, findings: Findings, *, world_size: int, check_storage: bool, source: Mapping[str, Any]
+) -> InfinityConfig:
+    """Decide every value. ``source``: the JSON as it was given.
 
     Raises:
         ConfigError: values that are fine by themselves contradict each other, or a directory cannot be used.
@@ -79,6 +82,7 @@ def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_stora
         gradient_accumulation_steps=batch.accumulation,
         gradient_clipping=root.gradient_clipping,
         compute_dtype=compute_dtype,
+        buffer_dtype=resolve_buffer_dtype(root),
         loss_scaling=loss_scaling,
         checks_overflow=_checks_overflow(root),
         optimizer=_resolve_optimizer(root.optimizer),
@@ -86,10 +90,17 @@ def resolve(root: RootBlock, findings: Findings, *, world_size: int, check_stora
         offload_param=offload_param,
         offload_optimizer=offload_optimizer,
         io=_resolve_io(root.aio, root.infinity, findings, book),
-        infinity=_resolve_infinity(root, compute_dtype, batch.accumulation, book),
+        infinity=_resolve_infinity(
+            root, compute_dtype, max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2), book
+        ),
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown,
         dataloader_drop_last=root.dataloader_drop_last,
+        zero_stage=stage if "zero_optimization" in root.model_fields_set else 0,
+        managed_gradient_accumulation=root.managed_gradient_accumulation,
+        autocast_dtype=resolve_autocast(root, compute_dtype),
+        casts_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
+        source=source,
         notices=(),
         decisions=(),
     )
@@ -147,6 +158,8 @@ def _needs_all_gradients(root: RootBlock) -> tuple[str, str] | None:
         return "the overflow check of fp16", "take bf16 instead of fp16"
     if _checks_overflow(root):
         return "bf16.check_grad_overflow", "that to false"
+    if not root.managed_gradient_accumulation:
+        return "managed_gradient_accumulation = false, where only the step tells the last gradient,", "it to true"
     return None
 
 

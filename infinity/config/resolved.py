@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -153,8 +154,10 @@ class InfinitySection:
 
 
 @dataclass(frozen=True)
-class InfinityConfig:
+class InfinityConfig(Mapping[str, Any]):
     """A whole config, validated and decided. Made by `load_config`.
+
+    As a mapping it holds the JSON as it was written (``config["zero_optimization"]["stage"]``), as DeepSpeed's does.
 
     Attributes:
         train_batch_size: samples per step over all processes; None with `train_micro_batch_size_per_gpu`.
@@ -162,6 +165,7 @@ class InfinityConfig:
         gradient_accumulation_steps: backwards per step.
         gradient_clipping: largest global norm of the gradients; 0 switches clipping off.
         compute_dtype: dtype of the model weights.
+        buffer_dtype: of all floating-point buffers; None: each keeps its own, as far as torch can compute with that.
         loss_scaling: with fp16, how losses are scaled; else None.
         checks_overflow: whether a step whose gradients are not finite is skipped.
         optimizer: None when the config names none.
@@ -173,6 +177,11 @@ class InfinityConfig:
         steps_per_print: a progress line every so many steps; None for none.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
+        zero_stage: as written, 0 without the block; all stages run in the same way.
+        managed_gradient_accumulation: whether the engine counts micro-batches; else every `Engine.step` is an update.
+        autocast_dtype: of ``torch.autocast`` around the model's forward; None for none.
+        casts_inputs: whether floating-point tensors among the model's arguments are cast to the compute dtype.
+        source: the JSON as it was given, with overrides. The config is a mapping of it.
         notices: one sentence per reason for which accepted keys have no effect.
         decisions: the values above that somebody may wonder about, and who decided them.
     """
@@ -193,8 +202,33 @@ class InfinityConfig:
     steps_per_print: int | None
     wall_clock_breakdown: bool
     dataloader_drop_last: bool
+    zero_stage: int
+    managed_gradient_accumulation: bool
+    autocast_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    casts_inputs: bool
+    source: Mapping[str, Any] = field(repr=False, compare=False)
     notices: tuple[str, ...]
     decisions: tuple[Decision, ...]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.source[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """All directories for scratch files, each once."""
+        return tuple(dict.fromkeys((*self.offload_param.nvme_paths, *self.offload_optimizer.nvme_paths)))
+
+    @property
+    def most_micro_batches(self) -> int:
+        """How many gradients may come together in a step, for what is planned with it."""
+        return max(self.gradient_accumulation_steps, 1 if self.managed_gradient_accumulation else 2)
 
     def describe(self) -> str:
         """The decisions as a table in plain text."""

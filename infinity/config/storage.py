@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +15,8 @@ from infinity.config.quantities import is_auto, parse_bytes
 from infinity.errors import ConfigValueError, StorageError
 from swapper.config import ALIGNMENT
 from swapper.directory import Directory
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = ("path", "capacity")
 
@@ -111,21 +115,51 @@ def _limit(capacity_bytes: int | None) -> str:
 
 
 def check_directories(directories: Sequence[Path], *, key: str) -> None:
-    """See that scratch files can be made there, without making any.
+    """See that scratch files can be made there, without making any. One that is missing is made later.
 
     Raises:
-        StorageError: one of them is missing, not a directory, or not writable.
+        StorageError: one of them is not a directory, not writable, or missing in one that is not.
     """
-    for directory in directories:
+    for wanted in directories:
+        directory = Path(wanted)
         # isdir and exists never raise, also where a parent may not be entered.
+        while not os.path.lexists(directory) and directory != directory.parent:
+            directory = directory.parent
         if not os.path.exists(directory):
-            cure = f"Create it (mkdir -p '{directory}'), or set the key to a directory on a fast local drive"
+            cure = "It is a link to what does not exist: correct it"
             raise StorageError(directory, "does not exist", cure=cure, key=key)
         if not os.path.isdir(directory):
             raise StorageError(directory, "is not a directory", cure="Set the key to the directory around it", key=key)
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             cure = "Change its permissions, or set the key to a directory that you own"
             raise StorageError(directory, "is not writable", cure=cure, key=key)
+
+
+def make_directories(directories: Iterable[Path]) -> list[Path]:
+    """Make those that are missing, as DeepSpeed does, with their parents. Returns what was made, the innermost first.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    made: list[Path] = []
+    for directory in directories:
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            cure = "Make it yourself, or name one that exists"
+            raise StorageError(directory, f"cannot be made: {error.strerror}", cure=cure) from error
+        made = missing + made
+        if missing:
+            logger.warning("directory %s did not exist and was made: is its drive mounted?", directory)
+    return made
+
+
+def remove_empty(directories: Iterable[Path]) -> None:
+    """Remove those that are empty."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def resolve_file(name: str, *, key: str) -> Path:

@@ -5,8 +5,12 @@ optimizer class on pieces of parameters, wherever their state comes from. `Paged
 optimizer that delegates to a `StepBackend`.
 """
 
+from infinity.optim.absent import absent_template
 from infinity.optim.fused_adam import FusedAdam
+from infinity.optim.groups import Groups
 from infinity.optim.lion import Lion
+from infinity.optim.loose import LooseParameters
+from infinity.optim.main_weights import MAIN_WEIGHT
 from infinity.optim.paged import PagedOptimizer, StepBackend
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import OptimizerSection
@@ -17,9 +21,12 @@ from infinity.optim.state_window import StateWindow
 from infinity.optim.template import OptimizerSource, Template, build_template
 
 __all__ = [
+    "MAIN_WEIGHT",
     "PIECE_ALIGNMENT",
     "FusedAdam",
+    "Groups",
     "Lion",
+    "LooseParameters",
     "OptimizerSection",
     "OptimizerSource",
     "PagedOptimizer",
@@ -29,6 +36,7 @@ __all__ = [
     "StateWindow",
     "StepBackend",
     "Template",
+    "absent_template",
     "build_template",
     "check_state_format",
 ]

@@ -104,7 +104,7 @@ class FusedAdam:
         Returns:
             The scalars after the step.
         """
-        step = copy_scalar(scalars["step"]) + 1 if scalars else torch.ones((), dtype=torch.float32)
+        step = copy_scalar(scalars["step"]) + 1 if scalars else torch.ones((), dtype=torch.float32, device="cpu")
         lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
         is_decoupled = group.get("decoupled_weight_decay", self._is_decoupled)
         count = float(step)
@@ -137,12 +137,13 @@ class FusedAdam:
             group["lr"] = 1e-3  # a warm-up's first step would compare nothing
         generator = torch.Generator().manual_seed(0)
         main = _draw(generator, 0)
-        weight, remainder = torch.empty(_PROBE_NUMEL, dtype=torch.bfloat16), torch.empty(_PROBE_NUMEL).short()
+        weight = torch.empty(_PROBE_NUMEL, dtype=torch.bfloat16, device="cpu")
+        remainder = torch.empty(_PROBE_NUMEL, dtype=torch.int16, device="cpu")
         split(main, weight, remainder)
-        ours = {name: torch.zeros(_PROBE_NUMEL, dtype=torch.float32) for name in STATES}
+        ours = {name: torch.zeros(_PROBE_NUMEL, dtype=torch.float32, device="cpu") for name in STATES}
         theirs: dict[str, Any] = {name: value.clone() for name, value in ours.items()}
         for count in _PROBE_STEPS:
-            gradient, step = _draw(generator, 24), torch.tensor(float(count), dtype=torch.float32)
+            gradient, step = _draw(generator, 24), torch.tensor(float(count), dtype=torch.float32, device="cpu")
             scalars = self.update(group, weight, remainder, gradient, 1.0, ours, {"step": step})
             (theirs,) = worker.run(dict(group), [main], [gradient.clone()], [{**theirs, "step": step.clone()}])
             joined = torch.empty_like(main)

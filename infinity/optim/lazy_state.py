@@ -4,76 +4,98 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 from torch import Tensor
 
-_READ_ONLY = (
-    "{what}: this optimizer's state lies outside memory, and what is read of it are copies. "
-    "Change state with optimizer.load_state_dict(...)"
-)
+
+class Access(Protocol):
+    """Reads and writes one parameter's state."""
+
+    def has_any(self) -> bool:
+        """Whether it has any; reads nothing."""
+        ...
+
+    def read(self) -> dict[str, Any]:
+        """The values now, in a plain dict; tensors may be changed in place until the next step."""
+        ...
+
+    def copy(self) -> dict[str, Any]:
+        """Copies of the values now."""
+        ...
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        """Store others."""
+        ...
 
 
 class LazyEntry(dict[str, Any]):
-    """One parameter's state. Every way of reading it gathers the values as they are at that moment, as copies.
+    """One parameter's state. Every way of reading it gathers the values as they are at that moment.
 
     It is a dict so that torch takes it for one in `load_state_dict`; pickling (`torch.save`) and `copy.deepcopy` turn
-    it into a plain mapping with values. It is never filled, and refuses to be written to.
+    it into a plain mapping with values, and so does calling its class with a mapping, as code does that rebuilds
+    containers. It is never filled. Of an entry of ``optimizer.state``, what is assigned to it is stored at once, and what is
+    written into the tensors that it gives, before the next step (see `ShownStates`); those of a state dict give copies.
 
     Args:
-        gather: reads the parameter's state from where it is kept.
+        access: reads and writes the parameter's state where it is kept.
         name: the parameter's name, for messages.
     """
 
-    __slots__ = ("_gather", "_name")
+    __slots__ = ("_access", "_name")
 
-    def __init__(self, gather: Callable[[], dict[str, Any]], name: str) -> None:
+    def __new__(cls, access: Access | Mapping[str, Any] | None = None, name: str = "") -> Any:
+        if access is None or isinstance(access, Mapping):
+            return dict(access or {})
+        return super().__new__(cls)
+
+    def __init__(self, access: Access, name: str = "") -> None:
         super().__init__()
-        self._gather = gather
+        self._access = access
         self._name = name
 
     def gather(self) -> dict[str, Any]:
-        """The values now, in a plain dict that the caller owns: one read for all of them."""
-        return self._gather()
+        """Copies of the values now, in a plain dict that the caller owns: one read for all of them."""
+        return self._access.copy()
 
     def __getitem__(self, key: str) -> Any:
-        return self._gather()[key]
+        return self._access.read()[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self._gather().get(key, default)
+        return self._access.read().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._gather())
+        return iter(self._access.read())
 
     def __reversed__(self) -> Iterator[str]:
-        return reversed(self._gather())
+        return reversed(self._access.read())
 
     def __len__(self) -> int:
-        return len(self._gather())
+        return len(self._access.read())
 
     def __contains__(self, key: object) -> bool:
-        return key in self._gather()
+        return key in self._access.read()
 
     def __bool__(self) -> bool:
-        return True  # an entry exists only for a parameter that has state
+        return self._access.has_any()
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # dict promises its own view class
-        return self._gather().keys()
+        return self._access.read().keys()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._gather().values()
+        return self._access.read().values()
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._gather().items()
+        return self._access.read().items()
 
     def copy(self) -> dict[str, Any]:
-        return self._gather()
+        return self._access.read()
 
     def __or__(self, other: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]  # dict has overloads
-        return self._gather() | dict(other)
+        return self._access.read() | dict(other)
 
     def __ror__(self, other: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return dict(other) | self._gather()
+        return dict(other) | self._access.read()
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -87,59 +109,140 @@ class LazyEntry(dict[str, Any]):
         return f"<optimizer state of '{self._name}', not in memory: read it with entry['...'] or dict(entry)>"
 
     def __copy__(self) -> dict[str, Any]:
-        return self._gather()
+        return self._access.read()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return self._gather()
+        return self._access.copy()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # torch.load(weights_only=True) knows OrderedDict by name, and not the builtin dict.
-        return OrderedDict, (), None, None, iter(self._gather().items())
+        return OrderedDict, (), None, None, iter(self._access.copy().items())
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(_READ_ONLY.format(what=f"cannot change the optimizer state of '{self._name}'"))
+    # ---------------------------------------------------------------------------------------------------------- writing
 
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    def _change(self, values: Mapping[str, Any]) -> None:
+        present = self._access.read()
+        if present.keys() != values.keys() or any(present[key] is not value for key, value in values.items()):
+            self._access.replace(
+                values
+            )  # else they are the tensors that were read: `ShownStates` sees what was written
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """``optimizer.state[param] = values``."""
+        self._change(dict(values))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._change({**self._access.read(), key: value})
+
+    def __delitem__(self, key: str) -> None:
+        self.pop(key)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._change({**self._access.read(), **dict(*args, **kwargs)})
+
+    def __ior__(self, other: Any) -> LazyEntry:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def clear(self) -> None:
+        self._change({})
+
+    def pop(self, key: str, *default: Any) -> Any:
+        values = dict(self._access.read())
+        found = values.pop(key, *default)
+        self._change(values)
+        return found
+
+    def popitem(self) -> tuple[str, Any]:
+        key = next(reversed(self))
+        return key, self.pop(key)
 
 
-class LazyState(MutableMapping[Tensor, LazyEntry]):
+class LazyState(MutableMapping[Any, Any]):
     """`optimizer.state`: maps each parameter that has state to its lazy entry. Nothing is stored here.
 
     Args:
         params: the optimizer's parameters in the order of its groups.
-        has_state: whether a tensor is a parameter of the optimizer that has had an update.
+        has_state: whether a tensor is a parameter of the model that has had an update.
         entry: makes a parameter's entry.
+        others: states of whatever else is a key: live, and in memory.
+        known: all parameters of the model.
     """
 
     def __init__(
         self,
         params: Callable[[], Iterator[Tensor]],
         has_state: Callable[[Tensor], bool],
-        entry: Callable[[Tensor], LazyEntry],
+        entry: Callable[[Tensor], LazyEntry | None],
+        others: MutableMapping[Any, Any],
+        known: Callable[[], Iterator[Tensor]],
     ) -> None:
         self._params = params
+        self._known = known
         self._has_state = has_state
         self._entry = entry
+        self._others = others
 
-    def __getitem__(self, param: Tensor) -> LazyEntry:
+    def _entry_of(self, key: Any) -> LazyEntry | None:
+        return self._entry(key) if isinstance(key, Tensor) else None
+
+    def __getitem__(self, key: Any) -> Any:
         # As torch's, which is a defaultdict: a parameter without state gives an empty entry.
-        return self._entry(param)
+        entry = self._entry_of(key)
+        return self._others[key] if entry is None else entry
 
-    def __contains__(self, param: object) -> bool:
-        return isinstance(param, Tensor) and self._has_state(param)
+    def __contains__(self, key: object) -> bool:
+        return (isinstance(key, Tensor) and self._has_state(key)) or key in self._others
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (param for param in self._params() if self._has_state(param))
+    def __iter__(self) -> Iterator[Any]:
+        yield from [param for param in self._params() if self._has_state(param)]
+        yield from list(self._others)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __setitem__(self, param: Tensor, value: Mapping[str, Any]) -> NoReturn:
-        raise TypeError(_READ_ONLY.format(what="cannot assign optimizer state"))
+    def __setitem__(self, key: Any, value: Any) -> None:
+        entry = self._entry_of(key)
+        if entry is None:
+            self._others[key] = value
+        else:
+            entry.assign(value)
 
-    def __delitem__(self, param: Tensor) -> NoReturn:
-        raise TypeError(_READ_ONLY.format(what="cannot delete optimizer state"))
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        entry = self._entry_of(key)
+        if entry is None:
+            del self._others[key]
+        else:
+            entry.clear()
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        value = value.copy() if isinstance(value, LazyEntry) else value
+        del self[key]
+        return value
+
+    def clear(self) -> None:
+        for param in self._known():  # that of parameters which have left the groups, too
+            if self._has_state(param):
+                del self[param]
+        self._others.clear()
+
+    def replace(self, values: Mapping[Any, Any]) -> None:
+        """``optimizer.state = values``."""
+        if values is self:
+            return
+        for key in [key for key in self if key not in values]:
+            del self[key]
+        self.update(values)
 
     def __repr__(self) -> str:
         return f"<optimizer state of {len(self)} parameters, not in memory>"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
+from infinity.optim.attributes import attributes_of, refuse_attributes_of_parameters
 from infinity.optim.probe import PIECE_ALIGNMENT, StateSchema, copy_scalar, learn_schema, probe_pageable
 from infinity.optim.registry import is_known_elementwise
 from infinity.optim.template import Template
+from infinity.optim.values import same_values
 from infinity.optim.worker import Worker, hyperparameters
 
 __all__ = ["PIECE_ALIGNMENT", "PieceUpdater"]
@@ -35,31 +40,74 @@ class PieceUpdater:
         self._template = template
         self._worker = Worker(template.optimizer)
         self._device = template.device
-        self._schemas: list[StateSchema] = []
-        learned: list[tuple[dict[str, Any], StateSchema]] = []
-        for group in template.param_groups:
-            values = hyperparameters(group)
-            schema = next((schema for known, schema in learned if _behave_equally(known, values)), None)
-            if schema is None:
-                schema = learn_schema(self._worker, values, self._device)
-                if not is_known_elementwise(type(template.optimizer)):
-                    probe_pageable(self._worker, values, schema, self._device)
-                learned.append((values, schema))
-            self._schemas.append(schema)
-        self._elementwise = frozenset(name for schema in self._schemas for name in schema.elementwise)
+        self._schemas: dict[tuple[Any, ...], StateSchema] = {}
+        self._elementwise: frozenset[str] = frozenset()
+        self._is_known = is_known_elementwise(type(template.optimizer))
+        if not self._is_known:
+            refuse_attributes_of_parameters(template.optimizer, template.params())
+        self._attributes = attributes_of(template.optimizer)
+        self._has_moved = False
+        tried: list[dict[str, Any]] = []
+        with _without_gradients(template.params()):  # whatever the optimizer holds on to, a trial is not to change it
+            for group in template.param_groups:
+                values = hyperparameters(group)
+                if not any(_behave_equally(other, values) for other in tried):
+                    self._schemas.pop(_kind(values), None)  # a rule nobody knows may look at more than the kind
+                    self._learn(values)
+                    tried.append(values)
+        if tried and not self._is_known and not self._has_moved:
+            raise OptimizerNotPageableError(
+                self._worker.name,
+                "its step() changes no weight in its own groups: it seems to pass the work on to another optimizer",
+                cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
+                "`with infinity.GatheredParameters(...)`",
+            )
+
+    def _learn(self, values: Mapping[str, Any]) -> StateSchema:
+        found = self._schemas.get(_kind(values))
+        if found is None:
+            worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
+            found = learn_schema(worker, values, self._device)
+            if not self._is_known:
+                self._has_moved |= probe_pageable(worker, values, found, self._device)
+            self._schemas[_kind(values)] = found
+            self._elementwise |= frozenset(found.elementwise)
+        return found
+
+    def check_attributes(self) -> None:
+        """Raise OptimizerNotPageableError if an attribute of the user's optimizer is another than in `initialize`."""
+        if self._is_known:
+            return
+        now = attributes_of(self._template.optimizer)
+        for name in sorted(now.keys() | self._attributes.keys()):
+            if not same_values(now.get(name), self._attributes.get(name)):
+                raise OptimizerNotPageableError(
+                    self._worker.name,
+                    f"its attribute '{name}' has changed since infinity.initialize, and updates go by what it was",
+                    cure="Make it an entry of the parameter groups: those may change",
+                )
+
+    def names_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the float32 state tensors of a parameter's shape that these hyperparameters make the optimizer keep.
+
+        They are found out by a trial for each combination of switches, and of values that are zero or not.
+
+        Raises:
+            OptimizerNotPageableError: a trial step fails, or, in a class that is not a known one, mixes elements.
+        """
+        return self._learn(values).elementwise
+
+    def scalars_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the values, such as `step`, that they make it keep once per parameter; see `names_under`."""
+        return self._learn(values).scalars
 
     def state_names(self, group_index: int) -> tuple[str, ...]:
-        """Names of the float32 state tensors of a parameter's shape that this group's parameters have."""
-        return self._schemas[group_index].elementwise
+        """`names_under` the hyperparameters that this group has now."""
+        return self._learn(hyperparameters(self._template.param_groups[group_index])).elementwise
 
     def scalar_names(self, group_index: int) -> tuple[str, ...]:
         """Names of the values kept once per parameter of this group, such as `step`."""
-        return self._schemas[group_index].scalars
-
-    def state_names_under(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """`state_names` as they would be with other hyperparameters, e.g. those of a state dict to be loaded."""
-        # A worker of its own: updates may be running in another thread.
-        return learn_schema(Worker(self._template.optimizer), hyperparameters(group), self._device).elementwise
+        return self._learn(hyperparameters(self._template.param_groups[group_index])).scalars
 
     def update(
         self,
@@ -117,9 +165,37 @@ class PieceUpdater:
         )
 
 
+@contextlib.contextmanager
+def _without_gradients(params: Iterable[Tensor]) -> Iterator[None]:
+    kept = [(param, param.grad) for param in params]
+    for param, _ in kept:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in kept:
+            param.grad = grad
+
+
+_RATES = frozenset({"lr", "initial_lr"})
+"""Hyperparameters that decide nothing but how far a step goes."""
+
+
 def _behave_equally(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     """Whether two groups differ in nothing but the learning rate, so that one trial speaks for both."""
-    neutral = {"lr", "initial_lr"}
-    return left.keys() == right.keys() and all(
-        key in neutral or bool(left[key] is right[key] or left[key] == right[key]) for key in left
-    )
+    return left.keys() == right.keys() and all(key in _RATES or same_values(left[key], right[key]) for key in left)
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    """What a trial step can depend on: switches, names, and whether a number is zero."""
+    if isinstance(value, Mapping):
+        return tuple((key, _kind(item)) for key, item in sorted(value.items()) if key not in _RATES)
+    if isinstance(value, list | tuple):
+        return tuple(_kind(item) for item in value)
+    if value is None or isinstance(value, bool | str):
+        return (value,)
+    if isinstance(value, torch.Tensor):
+        return (type(value).__name__, bool(value.any()))
+    if isinstance(value, numpy.ndarray | numpy.generic | int | float):
+        return (type(value).__name__, bool(numpy.any(value)))
+    return (type(value).__name__,)

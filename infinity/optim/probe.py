@@ -11,6 +11,7 @@ whole tensor (large enough to be split between threads, of odd size) against pie
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
+from infinity.optim.trials import LATE_COUNTS, NUM_CONSECUTIVE, Trial, normal, seldom_trials
+from infinity.optim.values import same_values
 from infinity.optim.worker import Worker
 
 #: Pieces of a parameter start at multiples of this many elements.
@@ -45,6 +48,16 @@ _CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (
     ((1001,), [0, PIECE_ALIGNMENT * 7, 1001]),
     ((), [0, 1]),
 )
+# Small ones, of every number of dimensions that layers have.
+_SMALL_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (
+    ((1001,), [0, PIECE_ALIGNMENT * 3, PIECE_ALIGNMENT * 7, 1001]),
+    ((13, 11), [0, PIECE_ALIGNMENT, 13 * 11]),
+    ((3, 5, 7), [0, PIECE_ALIGNMENT, 3 * 5 * 7]),
+    ((4, 3, 3, 3), [0, PIECE_ALIGNMENT, 4 * 3 * 3 * 3]),
+    ((2, 3, 2, 3, 2), [0, PIECE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
+    ((), [0, 1]),
+)
+_LARGE_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (((1 << 20,), [0, PIECE_ALIGNMENT << 12, 1 << 20]),)
 _POSITION_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (((4096,), _odd_cuts(4096)),)
 
 
@@ -122,23 +135,35 @@ def copy_scalar(value: Any) -> Any:
     return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def probe_pageable(worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device) -> None:
-    """Compare three steps on whole tensors with three steps on pieces of them, bit by bit.
+def probe_pageable(worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device) -> bool:
+    """Compare steps on whole tensors with steps on pieces of them, bit by bit. Takes about a third of a second.
 
     The whole tensors are updated in one call, the pieces one by one, so anything that looks at several elements or
-    parameters at once (norms, trust ratios), at shapes, or at counters outside the state shows up. The global random
-    generators are left as they were.
+    parameters at once (norms, trust ratios), at shapes, or at counters outside the state shows up; also what does so only
+    now and then, see [Note: rules that seldom apply] in ``infinity.optim.trials``. The global random generators are left
+    as they were.
+
+    Returns:
+        Whether any weight was changed in it.
 
     Raises:
         OptimizerNotPageableError: they differ, or the optimizer keeps something outside its state.
     """
     usable = _usable(group)
     with _keeping_random_state(device) as has_drawn:
-        _compare(worker, usable, schema, device, _CUTS)
+        generator = torch.Generator().manual_seed(1)
+        usual = normal(generator)
+        _Comparison(worker, usable, schema, device, _CUTS).run(Trial("", usual, usual, _NUM_STEPS))
         if not usable.get("fused"):  # see [Note: pieces and bits]: fused code agrees with itself on aligned pieces only
-            _compare(worker, usable, schema, device, _POSITION_CUTS)
+            _Comparison(worker, usable, schema, device, _POSITION_CUTS).run(Trial("", usual, usual, _NUM_STEPS))
+        small = _Comparison(worker, usable, schema, device, _SMALL_CUTS)
+        has_moved = small.run(Trial("", usual, usual, NUM_CONSECUTIVE), LATE_COUNTS)
+        for trial in seldom_trials(generator):
+            small.run(trial)
+        _Comparison(worker, usable, schema, device, _LARGE_CUTS).run(Trial("", usual, usual, 1))
         if has_drawn():
             raise OptimizerNotPageableError(worker.name, "it draws random numbers in step()")
+    return has_moved
 
 
 @contextmanager
@@ -151,7 +176,7 @@ def _keeping_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
 
     before = read()
     try:
-        yield lambda: not _same(before, read())
+        yield lambda: not same_values(before, read())
     finally:
         random.setstate(before[0])
         numpy.random.set_state(before[1])
@@ -160,56 +185,114 @@ def _keeping_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
             torch.cuda.set_rng_state(before[3], device)
 
 
-def _compare(
-    worker: Worker,
-    group: dict[str, Any],
-    schema: StateSchema,
-    device: torch.device,
-    cases: Sequence[tuple[tuple[int, ...], list[int]]],
-) -> None:
-    generator = torch.Generator().manual_seed(1)
+class _Comparison:
+    """The same steps on whole tensors and on pieces of them."""
 
-    def run(weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        used = dict(group)
+    def __init__(
+        self,
+        worker: Worker,
+        group: dict[str, Any],
+        schema: StateSchema,
+        device: torch.device,
+        cases: Sequence[tuple[tuple[int, ...], list[int]]],
+    ) -> None:
+        """``cases``: shapes, and where they are cut."""
+        self._worker = worker
+        self._group = group
+        self._schema = schema
+        self._device = device
+        self._cases = cases
+
+    def run(self, trial: Trial, late_counts: Sequence[int] = ()) -> bool:
+        """Make the trial's steps, and two more from each of ``late_counts`` on. Returns whether any weight was changed.
+
+        Raises:
+            OptimizerNotPageableError: a step fails, or there is a difference.
+        """
+        attributes = copy_scalar(vars(self._worker.optimizer))
+        self._wholes = [trial.weight(shape, 0).to(self._device) for shape, _ in self._cases]
+        before = [whole.clone() for whole in self._wholes]
+        self._flats = [whole.clone().reshape(-1) for whole in self._wholes]
+        self._whole_states: list[dict[str, Any]] = [{} for _ in self._wholes]
+        self._flat_states: list[dict[str, Any]] = [{} for _ in self._wholes]
+        for step in range(trial.num_steps):
+            self._make_step(trial, step)
+        self._require_equal(trial.what)
+        counts = [_counts(states) for states in zip(self._whole_states, strict=True)]
+        for count in late_counts:
+            if not any(counts):
+                break
+            for states in (self._whole_states, self._flat_states):
+                for state, names in zip(states, counts, strict=True):
+                    _set_counts(state, names, count)
+            for step in range(2):
+                self._make_step(trial, step)
+            self._require_equal(f"from the count of {count} on")
+        if not same_values(attributes, vars(self._worker.optimizer)):
+            raise OptimizerNotPageableError(self._worker.name, "its step() keeps values on the optimizer object itself")
+        return not same_values(before, self._wholes)
+
+    def _make_step(self, trial: Trial, step: int) -> None:
+        grads = [trial.gradient(shape, step).to(self._device) for shape, _ in self._cases]
+        for index, (flat, (_, cuts)) in enumerate(zip(self._flats, self._cases, strict=True)):
+            flat_grad = grads[index].clone().reshape(-1)
+            self._flat_states[index] = _run_pieces(
+                self._step, self._schema, cuts, flat, flat_grad, self._flat_states[index]
+            )
+        self._whole_states = self._step(self._wholes, grads, self._whole_states)
+
+    def _step(self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        used = dict(self._group)
         try:
-            states = worker.run(used, weights, grads, states)
+            states = self._worker.run(used, weights, grads, states)
         except Exception as error:
             raise OptimizerNotPageableError(
-                worker.name, f"a trial step failed ({type(error).__name__}: {error})"
+                self._worker.name, f"a trial step failed ({type(error).__name__}: {error})"
             ) from error
-        if not _same(used, group):
-            raise OptimizerNotPageableError(worker.name, "its step() changes the parameter group it works on")
+        if not same_values(used, self._group):
+            raise OptimizerNotPageableError(self._worker.name, "its step() changes the parameter group it works on")
         return states
 
-    attributes = copy_scalar(vars(worker.optimizer))
-    wholes = [_draw(shape, generator, device) for shape, _ in cases]
-    whole_states: list[dict[str, Any]] = [{} for _ in wholes]
-    flats = [whole.clone().reshape(-1) for whole in wholes]
-    flat_states: list[dict[str, Any]] = [{} for _ in wholes]
-    for _ in range(_NUM_STEPS):
-        grads = [_draw(shape, generator, device) for shape, _ in cases]
-        for index, (flat, (_, cuts)) in enumerate(zip(flats, cases, strict=True)):
-            flat_grad = grads[index].clone().reshape(-1)
-            flat_states[index] = _run_pieces(run, schema, cuts, flat, flat_grad, flat_states[index])
-        whole_states = run(wholes, grads, whole_states)
-    for whole, flat, whole_state, flat_state in zip(wholes, flats, whole_states, flat_states, strict=True):
-        different = [] if torch.equal(whole.reshape(-1), flat) else ["the weights"]
-        if set(whole_state) != set(flat_state):
-            different.append("the names of the state")
-        else:
-            different += [
-                f"state '{name}'"
-                for name, value in whole_state.items()
-                if not _same(value.reshape(-1) if name in schema.elementwise else value, flat_state[name])
-            ]
-        if different:
-            raise OptimizerNotPageableError(
-                worker.name,
-                f"{_NUM_STEPS} steps on pieces and on the whole of a tensor of shape {tuple(whole.shape)} gave "
-                f"different bits in {', '.join(different)}: it mixes elements or depends on their position",
-            )
-    if not _same(attributes, vars(worker.optimizer)):
-        raise OptimizerNotPageableError(worker.name, "its step() keeps values on the optimizer object itself")
+    def _require_equal(self, what: str) -> None:
+        for whole, flat, whole_state, flat_state in zip(
+            self._wholes, self._flats, self._whole_states, self._flat_states, strict=True
+        ):
+            different = [] if same_values(whole.reshape(-1), flat) else ["the weights"]
+            if set(whole_state) != set(flat_state):
+                different.append("the names of the state")
+            else:
+                different += [
+                    f"state '{name}'"
+                    for name, value in whole_state.items()
+                    if not same_values(
+                        value.reshape(-1) if name in self._schema.elementwise else value, flat_state[name]
+                    )
+                ]
+            if different:
+                raise OptimizerNotPageableError(
+                    self._worker.name,
+                    f"steps {what + ' ' if what else ''}on pieces and on the whole of a tensor of shape {tuple(whole.shape)} "
+                    f"gave different bits in {', '.join(different)}: it mixes elements or depends on their position",
+                )
+
+
+def _counts(states: Any) -> list[str]:
+    """Names of what counts steps: it is as large as the number of steps so far, or one off."""
+    (state,) = states
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor | int | float)
+        and not isinstance(value, bool)
+        and (not isinstance(value, Tensor) or (value.numel() == 1 and not value.is_complex()))
+        and abs(float(value) - NUM_CONSECUTIVE) <= 1
+    ]
+
+
+def _set_counts(state: dict[str, Any], names: Sequence[str], count: int) -> None:
+    for name in names:
+        value = state[name]
+        state[name] = torch.full_like(value, count) if isinstance(value, Tensor) else type(value)(count)
 
 
 def _run_pieces(
@@ -235,25 +318,12 @@ def _run_pieces(
 
 
 def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
-    # With a learning rate of zero (a warm-up's first step) any two runs would agree.
+    # With a learning rate of zero (a warm-up's first step) any two runs would agree, and with NaN as well.
     usable = dict(group)
-    if isinstance(usable.get("lr"), float | int) and usable["lr"] == 0:
-        usable["lr"] = 1e-3
+    lr = usable.get("lr")
+    if isinstance(lr, Tensor | float | int | numpy.generic) and (float(lr) == 0 or not math.isfinite(float(lr))):
+        usable["lr"] = torch.full_like(lr, 1e-3) if isinstance(lr, Tensor) else 1e-3
     return usable
-
-
-def _same(left: object, right: object) -> bool:
-    if left is right:
-        return True
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(_same(one, other) for one, other in zip(left, right, strict=True))
-    if isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray):
-        return numpy.array_equal(left, right)
-    return bool(left == right)
 
 
 def _holds_large_tensor(value: Any) -> bool:

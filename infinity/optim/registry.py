@@ -93,6 +93,30 @@ def refuse_not_pageable(cls: type[Optimizer]) -> None:
             raise OptimizerNotPageableError(cls.__name__, _NOT_PAGEABLE[base.__name__])
 
 
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Raise OptimizerNotPageableError for an instance that has another optimizer, or a ``step`` that is not its class's."""
+    name = type(optimizer).__name__
+    for attribute, value in vars(optimizer).items():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        inner = next((item for item in items if isinstance(item, Optimizer)), None)
+        if inner is not None:
+            raise OptimizerNotPageableError(
+                name,
+                f"it runs another optimizer, its attribute '{attribute}' ({type(inner).__name__})",
+                cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
+                "`with infinity.GatheredParameters(...)`",
+            )
+    step = vars(optimizer).get("step")
+    # A learning rate scheduler wraps the method to see whether it is called.
+    wrapped = getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else step
+    if wrapped is not None and wrapped is not type(optimizer).step:
+        raise OptimizerNotPageableError(
+            name,
+            "its `step` was replaced on the instance, and what replaces it is not run where the updates are",
+            cure="Replace that of the optimizer that infinity.initialize returns",
+        )
+
+
 def resolve(section: OptimizerSection, device: torch.device) -> OptimizerRecipe:
     """Turn the config's optimizer block into a class and its arguments.
 

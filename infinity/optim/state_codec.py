@@ -54,7 +54,7 @@ class Noise:
 
     def words(self, numel: int, device: torch.device) -> Tensor:
         """32 random bits for each element, as int64: the finalizer of MurmurHash3 (Appleby) of key and index."""
-        word = (torch.arange(self.first, self.first + numel, device=device) & _WORD) ^ self.key
+        word = (torch.arange(self.first, self.first + numel, device=device, dtype=torch.int64) & _WORD) ^ self.key
         word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD
         word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD
         return word ^ (word >> 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -11,13 +11,18 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.lazy_state import LazyEntry
+from infinity.optim.main_weights import PENDING, MainWeightKeeper, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
-from infinity.optim.worker import Worker, one_element
+from infinity.optim.worker import Worker, hyperparameters, one_element
 
 
 class StateKeeper(Protocol):
     """The part of the backend that a load needs."""
+
+    def has_place(self, param: Tensor) -> bool:
+        """Whether the parameter can have state."""
+        ...
 
     def has_state(self, param: Tensor) -> bool:
         """Whether the parameter has state now."""
@@ -26,6 +31,25 @@ class StateKeeper(Protocol):
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Replace the parameter's state; empty: it starts anew."""
         ...
+
+
+def check_entry(fqn: str, entry: Mapping[str, Any], names: Sequence[str], scalars: Sequence[str]) -> None:
+    """Check a parameter's state that was assigned as it is.
+
+    Raises:
+        ValueError: something is missing that a step needs, or not stored as what it is.
+    """
+    missing = [name for name in (*names, *scalars) if name not in entry]
+    if missing:
+        raise ValueError(
+            f"the state for '{fqn}' lacks {', '.join(map(repr, missing))}, which the next step needs. Give all of "
+            f"{', '.join(map(repr, (*names, *scalars)))}, or none: then the parameter starts anew"
+        )
+    for name in names:
+        value = entry[name]
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the state '{name}' for '{fqn}' is {kind}. States are float32: give value.float()")
 
 
 class StateLoader:
@@ -47,6 +71,9 @@ class StateLoader:
         self._template = template
         self._updater = updater
         self._worker = Worker(template.optimizer)
+        self._index_of = {
+            id(param): index for index, group in enumerate(template.param_groups) for param in group["params"]
+        }
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
         self._groups = self._load_groups(saved_groups)
         for index, group in enumerate(self._groups):
@@ -56,18 +83,30 @@ class StateLoader:
             (param, state_dict["state"].get(saved_id, {}))
             for param, saved_id in zip(template.params(), saved_ids, strict=True)
         ]
-        for param, entry in self._entries:
+        self._pending: Mapping[Any, Any] = state_dict.get(PENDING, {})
+        self._ids = list(chain.from_iterable(group["params"] for group in saved_groups))
+        for param, lazy in self._entries:
             # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
-            if not isinstance(entry, LazyEntry):
+            if not isinstance(lazy, LazyEntry):
+                entry, main = without_main_weight(lazy)
                 self._elementwise(param, entry)
                 self._check_scalars(param, entry)
+                if main is not None and tuple(main.shape) != tuple(param.shape):
+                    raise ValueError(
+                        f"loaded state dict has a main weight of parameter '{self._template.fqn(param)}' with shape "
+                        f"{tuple(main.shape)}, but the parameter has shape {tuple(param.shape)}"
+                    )
 
-    def load_into(self, keeper: StateKeeper) -> None:
-        """Write all state, then set the hyperparameters in the template's own dicts."""
-        for param, lazy in self._entries:
-            if not param.requires_grad:
-                continue  # it is never updated, so there is no place for its state
-            entry = dict(lazy.gather()) if isinstance(lazy, LazyEntry) else lazy
+    def load_into(self, keeper: StateKeeper, mains: MainWeightKeeper | None = None) -> None:
+        """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts."""
+        for (param, lazy), saved_id in zip(self._entries, self._ids, strict=True):
+            if not keeper.has_place(param):
+                continue  # it is never updated
+            entry, main = without_main_weight(_plain(lazy))
+            if main is None and saved_id in self._pending:
+                _, main = without_main_weight(_plain(self._pending[saved_id]))
+            if main is not None and mains is not None:
+                mains.load_main_weight(param, main)
             tensors = self._elementwise(param, entry)
             state = {**self._scalars(param, entry), **tensors}
             if state or keeper.has_state(param):
@@ -90,7 +129,7 @@ class StateLoader:
         return optimizer.param_groups
 
     def _scalars(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        index = self._template.group_index(param)
+        index = self._index_of[id(param)]
         names = self._updater.state_names(index)
         small = {name: one_element() if name in names else value for name, value in entry.items() if value is not None}
         if not small:
@@ -104,9 +143,7 @@ class StateLoader:
             return
         try:
             scalars = self._scalars(param, entry)
-            missing = [
-                name for name in self._updater.scalar_names(self._template.group_index(param)) if name not in scalars
-            ]
+            missing = [name for name in self._updater.scalar_names(self._index_of[id(param)]) if name not in scalars]
             int(scalars.get("step", 0))
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             missing = [repr(error)]
@@ -119,7 +156,7 @@ class StateLoader:
     def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
         """The entry's element-wise tensors as float32, after checking that they are what the parameter needs."""
         fqn = self._template.fqn(param)
-        names = self._updater.state_names(self._template.group_index(param))
+        names = self._updater.state_names(self._index_of[id(param)])
         given = {name: value for name, value in entry.items() if value is not None}
         if not given:
             return {}
@@ -147,7 +184,7 @@ class StateLoader:
     def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
         reserved = self._updater.state_names(index)
         try:
-            needed = self._updater.state_names_under(group)
+            needed = self._updater.names_under(hyperparameters(group))
         except OptimizerNotPageableError as error:
             raise ValueError(
                 f"{self._template.name} cannot run with the hyperparameters in the loaded state dict's group {index}: "
@@ -159,3 +196,7 @@ class StateLoader:
                 f"{list(needed)} per element, but storage was laid out for {list(reserved)}. "
                 "Make the optimizer with the hyperparameters of the saved one"
             )
+
+
+def _plain(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    return entry.gather() if isinstance(entry, LazyEntry) else entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,7 +14,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
-from infinity.optim.registry import OptimizerRecipe, OptimizerSection, refuse_not_pageable, resolve
+from infinity.optim.groups import Groups
+from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
+from infinity.optim.registry import (
+    OptimizerRecipe,
+    OptimizerSection,
+    is_known_elementwise,
+    refuse_not_pageable,
+    refuse_wrapper,
+    resolve,
+)
 from infinity.optim.worker import Worker, hyperparameters, one_element
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
@@ -21,12 +31,13 @@ OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | C
 
 
 class Template:
-    """Hyperparameters by group, and which parameter is in which group.
+    """Hyperparameters by group, and which parameter is in which group, as they are at the moment.
 
     It knows an optimizer instance that never steps and holds no state; it must not know where state is kept.
 
     Args:
-        optimizer: its list `param_groups` and the dicts in it are shared with the user and learning rate schedulers.
+        optimizer: its list `param_groups` and the dicts in it are shared with the user and learning rate schedulers, and
+            may be changed or replaced at any time.
         fqns: the model's parameters and their names.
         device: where updates run.
     """
@@ -34,10 +45,20 @@ class Template:
     def __init__(self, optimizer: Optimizer, fqns: Mapping[Parameter, str], device: torch.device) -> None:
         self.optimizer = optimizer
         self.device = device
-        self._fqns = dict(fqns)
-        self._group_indices = {
-            param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]
+        self._taken: dict[Parameter, dict[str, torch.dtype]] = {}
+        self._taken_mains: dict[Parameter, Tensor] = {}
+        self._untouched: dict[Any, Any] = {}
+        if all(_is_untouched(state) for state in optimizer.state.values()):
+            # What a constructor filled in: each piece's first step does it again, exactly.
+            self._untouched = dict(optimizer.state)
+            optimizer.state.clear()
+        self._started = {
+            param: {name: _compact(value) for name, value in state.items()}
+            for param, state in self._untouched.items()
+            if is_known_elementwise(type(optimizer))
         }
+        """States that the constructor made: what they are filled with. Each is what the parameter has until its first step."""
+        self._fqns = dict(fqns)
 
     @property
     def name(self) -> str:
@@ -54,17 +75,33 @@ class Template:
         for group in self.param_groups:
             yield from group["params"]
 
+    def read(self) -> Groups:
+        """The groups as they are now, for updates that run later. Tensors are copied."""
+        return Groups(self.param_groups, self._fqns)
+
+    def known(self) -> Iterator[Parameter]:
+        """All parameters of the model, whether they are in a group or not."""
+        return iter(self._fqns)
+
     def __contains__(self, param: object) -> bool:
-        """Whether one of the groups holds the parameter."""
-        return param in self._group_indices
+        """Whether it is a parameter of the model (others may have been added to the groups)."""
+        return param in self._fqns
 
     def group_index(self, param: Tensor) -> int:
-        """The index of the group that holds the parameter."""
-        return self._group_indices[param]
+        """The index of the group that holds the parameter.
+
+        Raises:
+            KeyError: none does.
+        """
+        for index, group in enumerate(self.param_groups):
+            if any(member is param for member in group["params"]):
+                return index
+        raise KeyError(self.fqn(param))
 
     def fqn(self, param: Tensor) -> str:
-        """The parameter's name in the model."""
-        return self._fqns[param]  # type: ignore[index]  # any tensor may be asked for; only parameters are found
+        """The parameter's name in the model, or what it is if it is none of the model's."""
+        known = self._fqns.get(param)  # type: ignore[call-overload]  # any tensor may be asked for
+        return known or f"a tensor of shape {tuple(param.shape)}"
 
     def snapshot(self, group_index: int) -> dict[str, Any]:
         """The group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
@@ -74,23 +111,87 @@ class Template:
         """`snapshot` of every group."""
         return [hyperparameters(group) for group in self.param_groups]
 
+    def replace_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        """``optimizer.param_groups = ...``: the user's own instance has them, too."""
+        self.optimizer.param_groups = param_groups
+
+    def add_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's ``add_param_group``, with its errors. Nothing is kept of a refused one."""
+        before = list(self.param_groups)
+        state = self.optimizer.state
+        self.optimizer.state = defaultdict(dict)  # a class may start states here, as large as the parameters
+        try:
+            self.optimizer.add_param_group(param_group)
+        except BaseException:
+            self.param_groups[:] = before
+            raise
+        finally:
+            self.optimizer.state = state
+
+    def is_started(self, param: Tensor) -> bool:
+        """Whether the constructor made a state for the parameter."""
+        return param in self._started
+
+    def started_state(self, param: Tensor) -> dict[str, Any]:
+        """The state that the constructor made for the parameter, empty if none."""
+        return {
+            name: torch.full(param.shape, value, dtype=torch.float32, device="cpu")
+            if isinstance(value, float)
+            else value.clone()
+            for name, value in self._started.get(param, {}).items()
+        }
+
+    def forget_started(self, param: Tensor) -> None:
+        """The parameter has had another state since."""
+        self._started.pop(param, None)
+
     def take_initial_states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
         """Move out the state that the optimizer had when it was passed in: of a training that goes on.
 
         Yields:
-            Each parameter that has such state, with it: element-wise tensors as float32, the rest as it is. What is
-            yielded is no longer referenced from here, so memory goes as the caller goes on.
+            Each parameter that has such state, with it: element-wise tensors as float32, the rest as it is, and a main
+            weight under `MAIN_WEIGHT` if one came with it. What is yielded is no longer referenced from here but for main
+            weights, so memory goes as the caller goes on.
         """
         worker = Worker(self.optimizer)
+        groups = self.read()
         for param in list(self.params()):
-            state = self.optimizer.state.pop(param, None)
-            if state and not _is_untouched(state):
+            state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
+            if main is not None:
+                self._taken_mains[param] = main
+            if main is not None or not _is_untouched(state):
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
-                loaded = worker.load(self.snapshot(self.group_index(param)), small, self.device)
-                yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()}
+                loaded = worker.load(groups.of(param) or {}, small, self.device)
+                self._taken[param] = {name: value.dtype for name, value in large.items()}
+                with_main = {} if main is None else {MAIN_WEIGHT: main}
+                yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main
+            elif state:
+                self._untouched[param] = state
         self.optimizer.state.clear()
+
+    def give_back_states(self, read: Callable[[Parameter], Mapping[str, Any]]) -> None:
+        """Undo `take_initial_states`: the optimizer has its states again, in the dtypes that they had.
+
+        Args:
+            read: gives a state that was taken, from where it was put.
+        """
+        for param, dtypes in self._taken.items():
+            state = read(param)
+            given = {name: value.to(dtypes[name]) if name in dtypes else value for name, value in state.items()}
+            main = self._taken_mains.get(param)
+            self.optimizer.state[param] = given if main is None else with_main_weight(given, main)
+        self.give_back_untouched()
+
+    def give_back_untouched(self) -> None:
+        """The optimizer has the states again that its constructor made."""
+        self.optimizer.state.update(self._untouched)
+
+    def forget_untouched(self) -> None:
+        """`give_back_states` will not be called."""
+        self._untouched.clear()
+        self._taken_mains.clear()
 
 
 def build_template(
@@ -131,6 +232,7 @@ def build_template(
         _check_groups(groups.members, fqns)
         optimizer = _construct(source, groups, device)
     refuse_not_pageable(type(optimizer))
+    refuse_wrapper(optimizer)
     _check_groups([group["params"] for group in optimizer.param_groups], fqns)
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -139,8 +241,6 @@ def build_template(
                 f"group {index} has differentiable=True, and no graph is kept through an update",
                 cure="Leave `differentiable` out",
             )
-    if all(_is_untouched(state) for state in optimizer.state.values()):
-        optimizer.state.clear()  # what a constructor filled in: each piece's first step does it again, exactly
     return Template(optimizer, fqns, device)
 
 
@@ -209,7 +309,9 @@ def _construct(source: Any, groups: _GroupSpec, device: torch.device) -> Optimiz
         raise ConfigError(f"optimizer {recipe.cls.__name__}: {error}", key="optimizer") from error
     for group in optimizer.param_groups:
         group["params"] = [originals[small] for small in group["params"]]
+    states = {originals[small]: state for small, state in optimizer.state.items()}
     optimizer.state.clear()
+    optimizer.state.update(states)
     return optimizer
 
 
@@ -255,6 +357,13 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
         raise ParameterGroupError(
             trainable[repeated[0]], group_indices=places[repeated[0]], num_others=len(repeated) - 1
         )
+
+
+def _compact(value: Any) -> Any:
+    """A float for a tensor of one value for each element; others as they are."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return float(value.reshape(-1)[0]) if value.numel() else 0.0
+    return value
 
 
 def _is_untouched(state: Mapping[str, Any]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,8 +30,13 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def _frozen(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, list | tuple):
-        return type(value)(_frozen(item) for item in value) if type(value) in (list, tuple) else value
+    if type(value) is tuple:
+        items = tuple(_frozen(item) for item in value)
+        return value if all(map(operator.is_, items, value)) else items
+    if type(value) is list:
+        return [_frozen(item) for item in value]
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
     return dict(value) if type(value) is dict else value
 
 

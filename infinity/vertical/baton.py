@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from infinity.denormals import flush_denormals, flushes_denormals
 from infinity.openmp import release_workers
 from infinity.vertical.errors import Abandoned
 
@@ -106,11 +107,13 @@ class Lane:
     def begin(self, function: Callable[[], Any]) -> None:
         """Have ``function`` run at the first `resume`, in a copy of the caller's context."""
         context, num_threads = contextvars.copy_context(), torch.get_num_threads()
+        is_flushing = flushes_denormals()
 
         def job() -> Finished | Failed:
             try:
                 if torch.get_num_threads() != num_threads:
                     torch.set_num_threads(num_threads)  # is kept per thread
+                flush_denormals(is_flushing)
                 return Finished(context.run(function))
             except BaseException as error:
                 return Failed(error)
@@ -162,6 +165,13 @@ class Lane:
         mailbox.message = None
         self.is_busy = False
         return True
+
+    def stop(self) -> None:
+        """Have the thread end, in the midst of a function as well if that has parked. Waits for nothing."""
+        self._mailbox.is_abandoned = self._mailbox.is_lost = True
+        self._mailbox.job = None
+        with contextlib.suppress(RuntimeError):
+            self._mailbox.go.release()
 
     def close(self) -> None:
         """End the thread. Nothing may be running in it."""
@@ -222,7 +232,8 @@ class Lanes:
         self._lanes: list[Lane] = []
         self._pid = os.getpid()
         self._is_asked_to_close = False
-        self._finalizer = weakref.finalize(self, _close_all, self._lanes)
+        # Lanes that wait for the baton do no harm when the interpreter ends.
+        weakref.finalize(self, _stop_all, self._lanes).atexit = False
 
     def take(self, num_lanes: int) -> list[Lane]:
         """``num_lanes`` idle lanes."""
@@ -253,6 +264,12 @@ class Lanes:
         """The training thread is back: do what `close` could not."""
         if self._is_asked_to_close:
             self.close()
+
+
+def _stop_all(lanes: list[Lane]) -> None:
+    """The owner is garbage. Takes no lock and waits for nothing: see [Note: reaping] in ``infinity.shutdown``."""
+    for lane in lanes:
+        lane.stop()
 
 
 def _close_all(lanes: list[Lane]) -> None:

@@ -1,11 +1,15 @@
 """Inputs of units between their forward and their backward: in RAM as far as the budget goes, on NVMe beyond it.
 
 Knows tensors, bytes and extents; must not know what computes with them.
+
+[Note: memory on the way] What is written leaves from a copy that drives take as it is, and what is read arrives in such
+memory: torch's own begins anywhere, and would go through other memory on its way, of which every thread of a backend keeps
+as much as its largest transfer. Such memory is used once. It goes back to the system when nobody refers to it any more:
+neither the model's graph nor the request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,8 +20,10 @@ import torch
 from infinity.saving import top_hooks
 from infinity.telemetry.clock import StepClock
 from infinity.vertical.errors import NotVertical
-from swapper import Extent, Handle, Priority, Swapper, SwapperError
+from swapper import AlignedRegion, Extent, Handle, Priority, Swapper, SwapperError
 
+_BLOCK_BYTES = 4096
+"""Direct I/O moves whole blocks of so many bytes."""
 _ALIGNMENT = 64
 """Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
 
@@ -33,6 +39,10 @@ class Space(Protocol):
         """What `take` gave for ``num_bytes`` is free again."""
         ...
 
+    def discard(self, place: tuple[Swapper, Extent]) -> None:
+        """What `take` gave cannot be used again: a request on it has failed, and may not even have ended."""
+        ...
+
 
 class Kept:
     """A tensor that is needed again in backward."""
@@ -42,13 +52,16 @@ class Kept:
         self.dtype = tensor.dtype
         self.stride: tuple[int, ...] = ()
         self.num_bytes = tensor.nbytes
+        """Of its contents."""
+        self.moved_bytes = -(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        """Of the memory that it takes on its way, and of what is read and written."""
         self.can_leave = False
         self.token = token
         """What the pager's ``pack`` gave; None while the tensor is not in memory."""
         self.version: int | None = token[1] if isinstance(token, tuple) else None
         self.num_users = 0
         self.place: tuple[Swapper, Extent] | None = None
-        self.writing: Handle | None = None
+        self.writing: tuple[Handle, torch.Tensor] | None = None
         self.reading: tuple[Handle, torch.Tensor] | None = None
 
     def check_unchanged(self) -> None:
@@ -73,7 +86,8 @@ class Boundary:
             space: where to put what exceeds the capacity.
             clock: counts the waiting.
             pack, unpack: of the pager, so that a view of a unit's weights is kept as a note of where it lies.
-            capacity_bytes: host memory to use; None: no limit, and nothing leaves memory.
+            capacity_bytes: host memory to use, that of what is on its way included; None: no limit, and nothing leaves
+                memory. At least two tensors are in memory, whatever it says.
         """
         self._space = space
         self._clock = clock
@@ -134,8 +148,8 @@ class Boundary:
             return
         kept.can_leave = True
         kept.stride = tensor.stride()
-        self._slack_bytes = max(self._slack_bytes, 2 * kept.num_bytes)
-        self._held_bytes += kept.num_bytes
+        self._slack_bytes = max(self._slack_bytes, 2 * kept.moved_bytes)
+        self._held_bytes += kept.moved_bytes
         self._oldest_first.append(kept)
         self._make_room(self._capacity_bytes)
 
@@ -143,33 +157,35 @@ class Boundary:
         """Write the oldest out until the rest fits. Only when too much is on its way, wait for the drive."""
         while self._writing and self._is_written(self._writing[0]):
             self._end_write(self._writing.popleft())
-        staying = self._held_bytes - sum(kept.num_bytes for kept in self._writing)
-        while staying > capacity_bytes and self._oldest_first:
+        staying = self._held_bytes - sum(kept.moved_bytes for kept in self._writing)
+        while staying > capacity_bytes - self._slack_bytes and self._oldest_first:
             kept = self._oldest_first.popleft()
             if kept.token is None or kept.num_users > 1:
                 continue  # not needed any more; or by several units: that stays
             self._start_write(kept)
-            staying -= kept.num_bytes
-        while self._writing and self._held_bytes > capacity_bytes + self._slack_bytes:
+            staying -= kept.moved_bytes
+        while self._writing and self._held_bytes > max(capacity_bytes, self._slack_bytes):
             self._end_write(self._writing.popleft())
 
     def _is_written(self, kept: Kept) -> bool:
-        return kept.writing is not None and kept.writing.done()
+        return kept.writing is not None and kept.writing[0].done()
 
     def _start_write(self, kept: Kept) -> None:
         kept.check_unchanged()
         kept.place = swapper, extent = self._space.take(kept.num_bytes)
         self._away[kept] = None
-        kept.writing = swapper.write(extent, _flat(self._unpack(kept.token)))
-        self.spilled_bytes += kept.num_bytes
+        memory = _memory_for(kept)
+        _view(memory, kept).copy_(self._unpack(kept.token))
+        kept.token = None
+        kept.writing = swapper.write(extent, memory), memory
+        self.spilled_bytes += kept.moved_bytes
         self._writing.append(kept)
 
     def _end_write(self, kept: Kept) -> None:
-        kept.check_unchanged()
-        self._wait(kept.writing, "write")
+        handle, _ = kept.writing or (None, None)
+        self._wait(handle, "write")
         kept.writing = None
-        kept.token = None
-        self._held_bytes -= kept.num_bytes
+        self._held_bytes -= kept.moved_bytes
 
     def _wait(self, handle: Handle | None, cause: str) -> None:
         if handle is None:
@@ -194,7 +210,9 @@ class Boundary:
         for kept in self._writing:
             if self._is_written(kept):
                 self._end_write(kept)
-        self._writing.clear()  # what is still in memory stays there
+            elif kept.writing is not None:
+                kept.token = self._pack(_view(kept.writing[1], kept))  # what is still in memory stays there
+        self._writing.clear()
         self._to_read = deque(kept for kept in dict.fromkeys(order) if kept.token is None)
         self._read_ahead()
 
@@ -203,7 +221,7 @@ class Boundary:
         if kept.token is None:
             if kept.reading is None:
                 self._start_read(kept)
-            handle, tensor = kept.reading or (None, torch.empty(0))
+            handle, tensor = kept.reading or (None, torch.empty(0, dtype=torch.float32, device="cpu"))
             self._wait(handle, "read")
             kept.reading = None
             kept.token = self._pack(tensor)
@@ -214,16 +232,16 @@ class Boundary:
         if kept.place is None:
             raise RuntimeError("a tensor that was kept is gone")
         swapper, extent = kept.place
-        tensor = torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype)
-        kept.reading = swapper.read(extent, _flat(tensor), priority=Priority.PREFETCH), tensor
-        self._held_bytes += kept.num_bytes
+        memory = _memory_for(kept)
+        kept.reading = swapper.read(extent, memory, priority=Priority.PREFETCH), _view(memory, kept)
+        self._held_bytes += kept.moved_bytes
 
     def _read_ahead(self) -> None:
-        limit = (self._capacity_bytes or 0) + self._slack_bytes
+        limit = max(self._capacity_bytes or 0, self._slack_bytes)
         while self._to_read:
             kept = self._to_read[0]
             if kept.num_users and kept.token is None and kept.reading is None:
-                if self._held_bytes + kept.num_bytes > limit:
+                if self._held_bytes + kept.moved_bytes > limit:
                     return
                 self._start_read(kept)
             self._to_read.popleft()
@@ -233,14 +251,16 @@ class Boundary:
         kept.num_users -= 1
         if kept.num_users:
             return
-        if kept.can_leave and (kept.token is not None or kept.reading is not None):
-            self._held_bytes -= kept.num_bytes
+        if kept.can_leave and (kept.token is not None or kept.reading is not None or kept in self._writing):
+            self._held_bytes -= kept.moved_bytes
+        if kept in self._writing:
+            self._writing.remove(kept)
         self._let_go(kept)
 
     def _let_go(self, kept: Kept) -> None:
-        if kept.reading is not None:
-            self._wait(kept.reading[0], "read")
-        self._wait(kept.writing, "write")
+        for under_way, cause in ((kept.reading, "read"), (kept.writing, "write")):
+            if under_way is not None:
+                self._wait(under_way[0], cause)
         kept.token = kept.reading = kept.writing = None
         if kept.place is not None:
             self._space.give_back(kept.num_bytes, kept.place)
@@ -250,8 +270,13 @@ class Boundary:
     def close(self) -> None:
         """Let go of everything, after whatever went wrong."""
         for kept in list(self._away):
-            with contextlib.suppress(SwapperError):  # an extent whose write failed is good for another write
+            try:
                 self._let_go(kept)
+            except SwapperError:
+                place, kept.place = kept.place, None
+                if place is not None:
+                    self._space.discard(place)
+        self._away.clear()
         self._known.clear()
 
 
@@ -283,5 +308,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+def _memory_for(kept: Kept) -> torch.Tensor:
+    """See [Note: memory on the way]: uint8, in whole blocks."""
+    return torch.from_numpy(AlignedRegion(kept.moved_bytes).array())
+
+
+def _view(memory: torch.Tensor, kept: Kept) -> torch.Tensor:
+    return memory[: kept.num_bytes].view(kept.dtype).as_strided(kept.shape, kept.stride)

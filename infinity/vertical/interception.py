@@ -27,6 +27,7 @@ class Interception:
     def __init__(self, holding: ModelHolding, blocks: Sequence[str]) -> None:
         """``blocks``: FQNs of the modules that were made units of their own."""
         self._model = holding.model
+        self._holding = holding
         self._sites: list[Site] = []
         self._before: list[tuple[nn.Module, Any]] = []
         self._relieved: list[nn.Module] = []
@@ -58,6 +59,8 @@ class Interception:
                     self._relieved.append(module)
                     _set_checkpointing(module, is_on=False)
             for site in self._sites:
+                if id(site.module) in self._holding.covered:
+                    continue  # its forward is part of a compiled one
                 attributes = site.module.__dict__
                 self._before.append((site.module, attributes.get("forward", _ABSENT)))
                 attributes["forward"] = _wrap(handler, site, site.module.forward)

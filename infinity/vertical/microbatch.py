@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from infinity.turn import Turn
 from infinity.vertical.ambient import Ambient, obstacle
 from infinity.vertical.baton import Errand, Lane
 from infinity.vertical.boundary import Boundary
@@ -57,6 +58,8 @@ class Tools:
     """Takes note of where the model's buffers are used."""
     hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
     """The pager's ``pack`` and ``unpack``."""
+    turn: Turn
+    """The training thread's, which is lent to the lanes."""
 
 
 class MicroBatch:
@@ -96,6 +99,7 @@ class MicroBatch:
         _present.micro_batch = self
         try:
             with (
+                self._tools.turn.lent(),
                 ambient.entered(),
                 self._watching(),
                 torch.enable_grad(),

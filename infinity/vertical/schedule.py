@@ -53,7 +53,7 @@ class VerticalSchedule:
         self._start: StepStart | None = None
         self._written: set[Key] = set()
         """Buffers of which it is known that each is used at one place only."""
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         self.traffic = Traffic(is_vertical=self._suitability.is_expected)
         """What the order of the last step, or before it of the first one, means for the bytes that a step moves."""
 
@@ -89,6 +89,10 @@ class VerticalSchedule:
             The losses, detached. Or, in words, why the step has to be done in the ordinary order; then everything is as
             if nothing had happened.
         """
+        with self._on.pager.turn.taken("engine.train_batch()"):
+            return self._run(compute_losses)
+
+    def _run(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
         torch_device = self._on.device.torch_device
         self._start = StepStart(self._on.holding.model, torch_device, self._start, self._written)
         loop = Loop(self._backwards, self._guard, self._step(), self._note_loss)

@@ -10,8 +10,12 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity.pager import Pager, in_backward
+from infinity.errors import UnsupportedModelError
+from infinity.layout import Slot
+from infinity.pager import Pager
+from infinity.turn import in_backward
 from infinity.unit import Unit
+from infinity.vertical.errors import NotVertical
 
 
 class SharedPager(Pager):
@@ -44,6 +48,8 @@ class SharedPager(Pager):
             is_deferred: whether a unit must not be fetched now though its module is called: all have to arrive first.
         """
         self.begin_forward()
+        for unit in self.units:  # what was written before the step stays
+            self.store_changes(unit)
         self.is_shared = True
         self.first_moments = {}
         self._defers = is_deferred
@@ -61,8 +67,46 @@ class SharedPager(Pager):
         self.due.clear()
 
     def abandon_forward(self) -> None:
+        if self.is_shared:
+            for unit in self.units:
+                unit.num_active = 0
+                unit.close()
+                self._take_back(unit)
         self.close_step()
         super().abandon_forward()
+
+    # What one micro-batch writes into weights all others would see, and in backward it would be written once more.
+
+    def remember(self, unit: Unit, slot: Slot) -> None:
+        if self.is_shared and unit.flat is not None and slot.index not in unit.before | dict.fromkeys(unit.dirty):
+            unit.before[slot.index] = unit.weight(slot).clone()
+        super().remember(unit, slot)
+
+    def settle_changes(self, unit: Unit) -> None:
+        if self.is_shared and unit.num_active == 0 and (fqn := self._take_back(unit)) is not None:
+            raise NotVertical(f"the model's forward writes to its parameter '{fqn}'")
+        super().settle_changes(unit)
+
+    def store_changes(self, unit: Unit) -> None:
+        if self.is_shared and (fqn := self._take_back(unit)) is not None:
+            raise NotVertical(f"the model's forward writes to its parameter '{fqn}'")
+        super().store_changes(unit)
+
+    def _take_back(self, unit: Unit) -> str | None:
+        """Undo what was written into the unit's weights. Returns the name of a parameter to which anything was."""
+        unit.note_changes()
+        if not unit.dirty:
+            return None
+        fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
+        stuck = self.forget_changes(unit)
+        if stuck is not None:
+            raise UnsupportedModelError(
+                f"the model's forward writes to its parameter '{stuck.spec.fqn}', which forbids taking micro-batches together, "
+                "in a way that cannot be undone",
+                cure="Set config key 'infinity.schedule' to \"ordinary\"",
+                fqn=stuck.spec.fqn,
+            )
+        return fqn
 
     @contextmanager
     def in_between(self) -> Iterator[None]:
@@ -93,6 +137,10 @@ class SharedPager(Pager):
             super().leave(unit)
 
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
+        if self.turn.is_guest:
+            super().touch(unit, is_saved=is_saved)
+            return
+        self.check_touch(unit)
         if self.moment is not None:
             self.first_moments.setdefault(unit.index, self.moment)
         elif self.is_shared:

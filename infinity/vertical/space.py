@@ -5,12 +5,13 @@ Knows swappers and extents; must not know tensors.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.vertical.errors import NotVertical
-from swapper import Extent, OutOfSpaceError, Swapper
+from swapper import Extent, OutOfSpaceError, Swapper, SwapperError
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 64 << 20
@@ -73,6 +74,12 @@ class SpillSpace:
     def give_back(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None:
         """The extent is free again."""
         self._free.setdefault(num_bytes, []).append(place)
+
+    def discard(self, place: tuple[Swapper, Extent]) -> None:
+        """The extent is not to be used again: a request on it has failed. Its space comes back when that has ended."""
+        swapper, extent = place
+        with contextlib.suppress(SwapperError):
+            swapper.free(extent)
 
     def tidy(self) -> None:
         """A step has ended: free the extents of sizes that it did not use."""

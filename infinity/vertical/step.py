@@ -109,7 +109,7 @@ class VerticalStep:
         on = self._on
         pager = on.pager
         hooks = (pager.pack, pager.unpack)
-        tools = Tools(self.boundary, on.device.torch_device, anchor, self.is_trial, self._watch, hooks)
+        tools = Tools(self.boundary, on.device.torch_device, anchor, self.is_trial, self._watch, hooks, pager.turn)
         pager.open_step(self._is_deferred)
         self._loop.backwards.collector.hands_out = True
         for lane, compute_loss in zip(lanes.take(len(compute_losses)), compute_losses, strict=True):

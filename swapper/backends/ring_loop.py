@@ -3,9 +3,12 @@
 [Note: sleeping and waking]
 With nothing to do, the thread sleeps in the kernel until a transfer completes or an eventfd, which the ring polls, is
 written to. Before it sleeps it says so (``_is_asleep``), and then looks once more for work; who brings work first leaves
-it and then looks whether the thread sleeps. So one of both always notices. In a busy stretch nobody has to wake anybody:
-the next requests come from the completions of earlier ones, on this very thread, and one call to the kernel submits all
-of them and waits for the next completion.
+it and then looks whether the thread sleeps. So one of both always notices. Each sleep has a number (``_nap``), and who
+has written to the eventfd notes for which: others need not write again. Nobody but the thread itself says that it is
+awake: whoever said so and were delayed, or cut off by a signal, before he writes, would have the next one not wake it.
+
+In a busy stretch nobody has to wake anybody: the next requests come from the completions of earlier ones, on this very
+thread, and one call to the kernel submits all of them and waits for the next completion.
 """
 
 from __future__ import annotations
@@ -94,12 +97,14 @@ class RingLoop(Uncopyable):
         self._tokens = itertools.count(_WAKE + 1)
         self._commands: deque[tuple[Future[Any], Callable[[MemorySlots], Any]]] = deque()
         self._is_asleep = False
+        self._nap = 0
+        self._woken_nap = 0
         self._is_polling = False
         self._is_stopping = False
         self._is_over = False
         self._pid = os.getpid()
         self._ring: Ring | None = None
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # a finalizer may come in between, and stop the loop
         self._wake_fd = _make_eventfd()
         is_set_up: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(list(fds), is_set_up), name="swapper-ring", daemon=True)
@@ -173,10 +178,12 @@ class RingLoop(Uncopyable):
         self._wake_fd = -1
 
     def _wake(self) -> None:
-        self._is_asleep = False
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+        nap = self._nap
+        if self._woken_nap != nap or not self._is_asleep:
+            with self._wake_lock:
+                if self._wake_fd >= 0:
+                    os.eventfd_write(self._wake_fd, 1)
+            self._woken_nap = nap
 
     def _close_wake_fd(self) -> None:
         # Under the lock: whoever is about to wake the thread would otherwise write into another file of the same number.
@@ -230,10 +237,13 @@ class RingLoop(Uncopyable):
         while True:
             self._run_commands()
             self._prepare(ring)
-            if self._is_stopping and not self._inflight and not any(lane.waiting for lane in self._lanes):
+            is_stopping = self._is_stopping
+            if is_stopping and not self._inflight and not any(lane.waiting for lane in self._lanes):
                 return
+            self._nap += 1
             self._is_asleep = True
             has_work = bool(self._commands) or any(lane.is_ready for lane in self._lanes)
+            has_work = has_work or self._is_stopping is not is_stopping
             self._submit(ring, num_awaited=0 if has_work else 1)
             self._is_asleep = False
             self._finish(ring)

@@ -42,7 +42,7 @@ class UringBackend(VolumeBackend):
         super().__init__(volume)
         self.concurrency = queue_depth
         self._files = {file: index for index, file in enumerate(volume.files)}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see [Note: coming in between]
         self._pool: WorkerPool | None = None
         self._has_complained = False
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
@@ -81,9 +81,12 @@ class UringBackend(VolumeBackend):
         Returns:
             What gives it back; calling it again, or after the backend was closed, does nothing.
         """
+        registration = object()
+        region.registrations.add(registration)
         try:
             slots = self._loop.call(lambda memory: memory.add(region))
         except OSError as error:
+            region.registrations.discard(registration)
             self._complain(region.num_bytes, error)
             slots = []
 
@@ -92,6 +95,7 @@ class UringBackend(VolumeBackend):
                 given, slots[:] = list(slots), []
                 with contextlib.suppress(OSError):
                     self._loop.call(lambda memory: memory.remove(given))
+                    region.registrations.discard(registration)
 
         return give_back
 

@@ -1,9 +1,10 @@
 """The loop in plain torch that says which bits are right. Nothing here knows of the packages under test.
 
-- The main weight is the parameter as it came, in fp32; the model weight is its cast to the compute dtype.
+- The main weight is the parameter as it came, in fp32; the model weight is its cast to the compute dtype. Buffers keep their
+  dtype, but for those of BatchNorms with weights and spectral norms, for which torch wants one dtype.
 - Each micro-batch runs backward on its share of the loss; its gradient is added to the main gradient in fp32.
 - A parameter without a gradient in all micro-batches of a step is left alone.
-- The norm is taken over whole main gradients in the order of the parameter groups, and clips by torch's own rule.
+- The norm is taken over whole main gradients in the order of ``model.parameters()``, and clips by torch's own rule.
 - The optimizer updates the main weights, and their cast goes back into the model. It is torch's, or, where main weights are
   kept in two halves, rounds to the nearest with halves away from zero.
 - With a scaler, torch's own, losses are scaled, main gradients unscaled, and steps whose gradients are not finite skipped.
@@ -59,7 +60,7 @@ class PlainTorch:
             for fqn, param in model.named_parameters()
             if param.requires_grad
         }
-        self.model = model.to(compute_dtype)
+        self.model = cast_parameters(model, compute_dtype)
         self.trainable = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
         self.optimizer = make_optimizer(self.main)
         self.num_micro_batches = num_micro_batches
@@ -94,10 +95,10 @@ class PlainTorch:
 
     def step(self) -> torch.Tensor:
         self.scaler.unscale_(self.optimizer)
-        in_group_order = [main for group in self.param_groups for main in group["params"] if main.grad is not None]
-        norm = torch.nn.utils.get_total_norm([main.grad for main in in_group_order if main.grad is not None])
+        with_gradient = [main for main in self.main.values() if main.grad is not None]
+        norm = torch.nn.utils.get_total_norm([main.grad for main in with_gradient if main.grad is not None])
         if self.max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(in_group_order, self.max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, self.max_norm, norm)
         self.update()
         return norm
 
@@ -109,7 +110,8 @@ class PlainTorch:
         updated = [] if self.was_skipped else list(gradients)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        for main in self.main.values():
+            main.grad = None
         for fqn in updated:
             self._num_updates[fqn] += 1
             main = self.main[fqn]
@@ -142,6 +144,18 @@ class PlainTorch:
 
     def close(self) -> None:
         """Nothing to release; here because the other trainers have it."""
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast what is trained, and what is frozen beside it; returns the model."""
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            if param.is_floating_point():
+                param.data = param.data.to(dtype)
+        is_statistic = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+        if is_statistic or type(module).__name__ == "_SpectralNorm":
+            module.to(dtype)
+    return model
 
 
 def _half_up(values: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from swapper.scratch_file import ScratchFile
 from swapper.volume import Volume
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.ticking import LONG_SECONDS, ticking
 
 _CONFIG = SwapperConfig(request_bytes=1 << 20, deadline_seconds=20.0, verify_checksums=True, backend="threads")
 _CAPACITY = 4 << 20
@@ -134,8 +135,8 @@ def test_other_extents_stay_readable_and_the_swapper_closable(tmp_path: Path) ->
 
 def test_what_lies_in_an_extent_is_said_by_every_error() -> None:
     backend = FaultInjectingBackend(MemoryBackend(_CAPACITY))
-    config = SwapperConfig(request_bytes=ALIGNMENT, deadline_seconds=0.4, max_retries=1)
-    with Swapper(backend, config) as swapper:
+    config = SwapperConfig(request_bytes=ALIGNMENT, deadline_seconds=LONG_SECONDS, max_retries=1)
+    with Swapper(backend, config) as swapper, ticking(backend, lambda: [swapper._scheduler]):
         swapper.allocate(ALIGNMENT, "before")
         extent = swapper.allocate(2 * ALIGNMENT - 10, "x", name_of=lambda start, stop: f"bytes {start} to {stop}")
         data = _random(2 * ALIGNMENT)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from pathlib import Path
+from types import CodeType
+
 import numpy as np
 import pytest
 
-from swapper import ALIGNMENT, BrokenExtentError, Swapper, SwapperClosedError, SwapperConfig
+import swapper as swapper_package
+from swapper import (
+    ALIGNMENT,
+    BrokenExtentError,
+    FreedExtentError,
+    StallError,
+    Swapper,
+    SwapperClosedError,
+    SwapperConfig,
+)
 from swapper.backends import IORequest
 from swapper.lane import Lane
+from swapper.waiting import WaitingRoom
+from tests.interrupts import Interrupt, is_cut_off
+from tests.late_backend import stall
 from tests.manual_backend import ManualBackend
 
 _BLOCK = ALIGNMENT
@@ -97,3 +114,62 @@ def test_a_write_that_was_never_queued_leaves_its_bytes_unreadable(monkeypatch: 
         swapper.flush()
         assert copy.reshape(2, _BLOCK)[:, 0].tolist() == [3, 1]
         swapper.free(extent)
+
+
+def test_an_interrupted_free_gives_the_space_back_when_the_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    backend = ManualBackend(64 * _BLOCK)
+    with Swapper(backend, _CONFIG) as swapper:
+        extents = [swapper.allocate(8 * _BLOCK, name) for name in "xy"]
+        for extent in extents:
+            swapper.write(extent, _bytes(8))
+        with monkeypatch.context() as patched:
+            patched.setattr(WaitingRoom, "wait", interrupted)
+            for extent in extents:
+                with pytest.raises(KeyboardInterrupt):
+                    swapper.free(extent)
+        with pytest.raises(FreedExtentError, match="'x' has been freed"):
+            swapper.read(extents[0], _bytes(1))
+        assert swapper.free_bytes == 48 * _BLOCK, "the drive may still write there"
+        backend.complete_all()
+        assert swapper.free_bytes == 64 * _BLOCK
+        with pytest.raises(FreedExtentError, match="'x' was freed twice"):
+            swapper.free(extents[0])
+
+
+def test_a_free_that_was_interrupted_anywhere_loses_no_space() -> None:
+    def is_ours(code: CodeType) -> bool:
+        return code.co_filename.startswith(str(Path(swapper_package.__file__).parent))
+
+    def free(interrupt: Interrupt) -> None:
+        with interrupt:
+            swapper.free(extent)
+
+    backend = ManualBackend(64 * _BLOCK)
+    with Swapper(backend, _CONFIG) as swapper:
+        extent = swapper.allocate(8 * _BLOCK, "x")
+        counted = Interrupt(is_ours)
+        free(counted)
+        for point in counted.points:
+            extent = swapper.allocate(8 * _BLOCK, "x")
+            interrupt = Interrupt(is_ours, point)
+            if is_cut_off(functools.partial(free, interrupt), interrupt):
+                with contextlib.suppress(FreedExtentError):
+                    swapper.free(extent)  # it may be repeated, if it has not come to its end
+            assert swapper.free_bytes == 64 * _BLOCK, interrupt.where
+    assert len(counted.points) > 10
+
+
+def test_the_space_of_a_hung_write_comes_back_when_it_has_ended() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with Swapper(backend, _CONFIG) as swapper:
+        extent = swapper.allocate(8 * _BLOCK, "x")
+        handle = swapper.write(extent, _bytes(8))
+        stall(swapper._scheduler)
+        assert isinstance(handle.error, StallError)
+        swapper.free(extent)
+        assert swapper.free_bytes == 56 * _BLOCK
+        backend.complete_all()
+        assert swapper.free_bytes == 64 * _BLOCK

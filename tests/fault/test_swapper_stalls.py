@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, Extent, Priority, StallError, Swapper, SwapperClosedError, SwapperConfig, SwapperError
-from swapper.backends import Direction, FaultInjectingBackend, FaultRule, LatencyBackend, MemoryBackend
+from swapper.backends import Direction, FaultInjectingBackend, FaultRule, MemoryBackend
 from swapper.watchdog import TICKS_PER_DEADLINE, tick_seconds
+from tests.manual_backend import ManualBackend
+from tests.ticking import LONG_SECONDS, ticking
 
 _BLOCK = ALIGNMENT
 _CAPACITY = 64 * _BLOCK
-_DEADLINE_SECONDS = 0.4
-_CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=_DEADLINE_SECONDS)
+# Time passes only while all that is under way hangs: what is only slow, because the machine is busy, is never late.
+_CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=LONG_SECONDS)
+_clocks: list[contextlib.ExitStack] = []
 # A machine with more work than cores is slow, and only that: no test may fail for it.
 _PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def clocks_stop() -> Iterator[None]:
+    yield
+    while _clocks:
+        _clocks.pop().close()
 
 
 def _bytes(num_blocks: int = 1, value: int = 1) -> np.ndarray:
@@ -31,6 +42,9 @@ def _bytes(num_blocks: int = 1, value: int = 1) -> np.ndarray:
 def _opened(config: SwapperConfig = _CONFIG) -> tuple[Swapper, FaultInjectingBackend, Extent]:
     backend = FaultInjectingBackend(MemoryBackend(_CAPACITY, num_threads=2))
     swapper = Swapper(backend, config)
+    if config.deadline_seconds == LONG_SECONDS:
+        _clocks.append(contextlib.ExitStack())
+        _clocks[-1].enter_context(ticking(backend, lambda: [swapper._scheduler]))
     extent = swapper.allocate(16 * _BLOCK, "layer 7")
     swapper.write(extent, _bytes(16)).wait()
     return swapper, backend, extent
@@ -54,12 +68,9 @@ def _until(condition: Callable[[], bool]) -> None:
 def test_a_hung_transfer_ends_its_wait_within_the_deadline(direction: Direction) -> None:
     swapper, backend, extent = _opened()
     backend.add(FaultRule(direction=direction, hangs=True, times=1))
-    started = time.monotonic()
     handle = getattr(swapper, direction.name.lower())(extent, _bytes(), offset=3 * _BLOCK)
     with pytest.raises(StallError) as caught:
         handle.wait()
-    elapsed = time.monotonic() - started
-    assert 7 / 8 * _DEADLINE_SECONDS < elapsed < _PATIENCE_SECONDS
     assert isinstance(caught.value, TimeoutError)
     assert (caught.value.offset, caught.value.num_bytes) == (3 * _BLOCK, _BLOCK)
     for part in (direction.name.lower(), "4096 bytes", "offset 12288", "host memory", "'layer 7'", "deadline_seconds"):
@@ -70,22 +81,21 @@ def test_a_hung_transfer_ends_its_wait_within_the_deadline(direction: Direction)
 def test_the_error_comes_before_the_deadline_is_over() -> None:
     assert (TICKS_PER_DEADLINE - 1) * tick_seconds(1.0) >= 7 / 8
     assert TICKS_PER_DEADLINE * tick_seconds(1.0) < 0.98
-    elapsed = []
-    for _ in range(5):  # a busy machine may be late
-        swapper, backend, extent = _opened(SwapperConfig(request_bytes=_BLOCK, deadline_seconds=0.6))
-        backend.add(FaultRule(hangs=True, times=1))
-        started = time.monotonic()
-        with pytest.raises(StallError):
-            swapper.read(extent, _bytes()).wait()
-        elapsed.append(time.monotonic() - started)
-        _close(swapper, backend)
-        if elapsed[-1] < 0.6:
-            break
-    assert min(elapsed) < 0.6
+
+
+def test_the_error_does_not_come_before_the_time_is_over() -> None:
+    backend = FaultInjectingBackend(MemoryBackend(_CAPACITY, num_threads=2), [FaultRule(hangs=True)])
+    swapper = Swapper(backend, SwapperConfig(request_bytes=_BLOCK, deadline_seconds=0.4))
+    extent = swapper.allocate(_BLOCK, "x", is_prewritten=True)
+    started = time.monotonic()
+    with pytest.raises(StallError):
+        swapper.read(extent, _bytes()).wait()
+    assert time.monotonic() - started > 7 / 8 * 0.4
+    _close(swapper, backend)
 
 
 def test_what_finds_the_backend_full_of_hung_transfers_is_told_so() -> None:
-    config = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=_DEADLINE_SECONDS, max_inflight=2)
+    config = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=LONG_SECONDS, max_inflight=2)
     swapper, backend, extent = _opened(config)
     other = swapper.allocate(2 * _BLOCK, "other")
     swapper.write(other, _bytes(2)).wait()
@@ -118,7 +128,7 @@ def test_a_hung_write_that_nobody_waits_for_is_raised_by_a_later_call() -> None:
     backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
     handle = swapper.write(extent, _bytes())
     _until(handle.done)
-    with pytest.raises(StallError, match=r"saw no answer within 0\.4 seconds"):
+    with pytest.raises(StallError, match=r"saw no answer within 10000 seconds"):
         swapper.write(other, _bytes())
     _close(swapper, backend)
 
@@ -180,24 +190,30 @@ def test_the_space_of_a_hung_write_is_not_given_to_others() -> None:
 
 
 def test_a_long_request_is_no_stall_while_its_pieces_come_through() -> None:
-    backend = LatencyBackend(MemoryBackend(_CAPACITY), read_seconds=0.05)
-    with Swapper(backend, SwapperConfig(request_bytes=_BLOCK, deadline_seconds=0.4, max_inflight=1)) as swapper:
-        extent = swapper.allocate(20 * _BLOCK, "x")
-        swapper.write(extent, _bytes(20))
-        started = time.monotonic()
-        swapper.read(extent, _bytes(20)).wait()
-        assert time.monotonic() - started > 0.4
+    backend = ManualBackend(_CAPACITY, concurrency=1)
+    with Swapper(backend, _CONFIG) as swapper:
+        handle = swapper.read(swapper.allocate(20 * _BLOCK, "x", is_prewritten=True), _bytes(20))
+        for _ in range(20):
+            _tick(swapper, TICKS_PER_DEADLINE - 1)
+            backend.complete()
+        handle.wait()
 
 
 def test_a_request_behind_others_is_no_stall_while_they_come_through() -> None:
-    backend = LatencyBackend(MemoryBackend(_CAPACITY), write_seconds=0.05)
-    with Swapper(backend, SwapperConfig(deadline_seconds=0.4, max_inflight=1)) as swapper:
+    backend = ManualBackend(_CAPACITY, concurrency=1)
+    with Swapper(backend, _CONFIG) as swapper:
         extent = swapper.allocate(16 * _BLOCK, "x")
         for block in range(16):
             swapper.write(extent, _bytes(), offset=block * _BLOCK)
-        started = time.monotonic()
+        for _ in range(16):
+            _tick(swapper, TICKS_PER_DEADLINE - 1)
+            backend.complete()
         swapper.flush()
-        assert time.monotonic() - started > 0.4
+
+
+def _tick(swapper: Swapper, num_ticks: int) -> None:
+    for _ in range(num_ticks):
+        swapper._scheduler._on_tick()
 
 
 def test_a_wait_of_ones_own_choice() -> None:

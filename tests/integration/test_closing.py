@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ import infinity
 from infinity.errors import EngineClosedError, InfinityError
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
-_BF16 = {"bf16": {"enabled": True}}
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+_IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
 
 
 def test_leaving_the_with_block_closes(tmp_path: Path) -> None:
@@ -51,16 +53,47 @@ def test_an_exception_in_the_with_block_closes_and_is_passed_on(tmp_path: Path) 
         engine.step()
 
 
-def test_weights_after_close_are_true_or_raise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
+@pytest.mark.parametrize("changes", [{}, _BF16], ids=["fp32", "bf16"])
+def test_the_model_is_an_ordinary_one_after_the_with_block(
+    changes: dict[str, Any], place: dict[str, Any], tmp_path: Path
+) -> None:
+    with Lockstep.start(tmp_path, changes={**changes, **place}) as both, both.engine:
+        both.engine_step(0)
+        both.engine_step(1)
+    for fqn, param in both.model.named_parameters():
+        assert type(param) is nn.Parameter and param.requires_grad
+        assert torch.equal(param, both.reference.model.get_parameter(fqn)), fqn
+    batch = both.batch(2)
+    assert torch.equal(both.model(**batch), both.reference.forward(batch))
+    assert os.listdir(tmp_path) == []
+
+
+def test_weights_that_find_no_room_are_told_of_and_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("infinity.leaving.free_bytes", lambda: 1000)
+    (tmp_path / "drive").mkdir()
+    for is_saved in (False, True):
+        caplog.clear()
+        with Lockstep.start(tmp_path / "drive") as both:
+            both.engine_step(0)
+            if is_saved:
+                both.engine.save_16bit_model(tmp_path / "out")
+        told = [record.getMessage() for record in caplog.records if "go with the engine" in record.getMessage()]
+        assert len(told) == (not is_saved)
+        assert all("save_16bit_model" in text and "restore_weights=True" in text for text in told)
+        for _, param in both.model.named_parameters():
+            with pytest.raises(InfinityError, match=r"closed|went with"):
+                param + 1
+        with pytest.raises(InfinityError):
+            both.model(**make_batch(0))
+
+
+def test_weights_are_not_given_back_when_that_is_not_wanted(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
-    for fqn, param in both.model.named_parameters():
-        try:
-            value = param.detach().clone()
-        except InfinityError as error:
-            assert fqn in str(error) or "closed" in str(error)
-        else:
-            assert torch.equal(value, both.reference.model.get_parameter(fqn)), fqn
+        both.engine.close(restore_weights=False)
     with pytest.raises(InfinityError):
         both.model(**make_batch(0))
 

@@ -80,11 +80,12 @@ def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
 
 
 def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:
-    missing = str(nvme_dir / "missing")
-    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--nvme-path", missing))
+    (nvme_dir / "file").touch()
+    wrong = str(nvme_dir / "file")
+    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--nvme-path", wrong))
     assert code == 1, output
     assert "nvme_path" in output
-    assert missing in output.replace("\n", "")
+    assert wrong in output.replace("\n", "")
     assert "Traceback" not in output
 
 

@@ -43,7 +43,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
     ),
     (errors.ModelError("no", fqn="w"), ValueError, ["no"]),
     (errors.MetaParameterError("layers.0.w", num_others=3), errors.ModelError, ["'layers.0.w'", "3 more", "Load"]),
-    (errors.NoTrainableParameterError(num_parameters=7), errors.ModelError, ["7", "requires_grad"]),
+    (errors.NoTrainableParameterError(), errors.ModelError, ["no parameters"]),
     (errors.ModelInUseError(""), errors.ModelError, ["the model", "close()"]),
     (errors.UnsupportedModelError("it is compiled", cure="Compile later"), errors.ModelError, ["Compile later"]),
     (errors.ParameterGroupError("w", group_indices=[0, 2]), errors.ModelError, ["'w'", "0 and 2"]),
@@ -78,7 +78,21 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["step 6", "2 of 9", "forward raised", "infinity.update"],
     ),
     (errors.LossScaleError(0.5, step=8), errors.StepError, ["step 8", "0.5", "Lower the learning rate"]),
+    (
+        errors.UnpreparedParameterError("head.bias", "was frozen", cure="Thaw it before"),
+        errors.ModelError,
+        ["'head.bias'", "was frozen", "Thaw it before"],
+    ),
+    (errors.StaleStateError("head.bias", "exp_avg"), RuntimeError, ["'head.bias'", "'exp_avg'", "Read"]),
+    (
+        errors.TurnError("forward", thread="T", call_of_other="backward"),
+        RuntimeError,
+        ["forward", "'T'", "engine.reset()"],
+    ),
+    (errors.ForkedError("forward"), RuntimeError, ["forward", "forked", "spawn"]),
+    (errors.EngineBusyError("engine.flush()", "Pager.touch"), RuntimeError, ["engine.flush()", "Pager.touch", "flag"]),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
+    (errors.SparseGradientWarning("table.weight"), UserWarning, ["'table.weight'", "sparse=False"]),
     (errors.NonFiniteLossWarning(step=7, loss=float("-inf")), UserWarning, ["step 7", "-inf"]),
 ]
 

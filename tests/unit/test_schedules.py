@@ -232,6 +232,21 @@ def test_takes_deepspeeds_state(name: str) -> None:
     assert [group["lr"] for group in schedule.optimizer.param_groups] == whole[12]
 
 
+@pytest.mark.parametrize("keyword", [None, "last_batch_iteration", "batch_iteration"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_to_a_batch_is_deepspeeds(name: str, keyword: str | None) -> None:
+    """Its `step(n)` says which batch was the last, so the rate is that of step n + 1; without n it goes on from there."""
+    whole = run(MAKERS[name](two_groups()))
+    schedule: Any = MAKERS[name](two_groups())
+    schedule.optimizer.step()
+    for batch in (10, 4):
+        schedule.step(batch) if keyword is None else schedule.step(**{keyword: batch})
+        assert [group["lr"] for group in schedule.optimizer.param_groups] == whole[batch + 1]
+    schedule.step()
+    assert [group["lr"] for group in schedule.optimizer.param_groups] == whole[6]
+    assert schedule.get_last_lr() == whole[6]
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_is_a_torch_scheduler(name: str) -> None:
     schedule = MAKERS[name](two_groups())

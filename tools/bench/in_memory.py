@@ -17,8 +17,9 @@ class InMemory:
         workload = replace(workload, checkpointing=settings.get("checkpointing", workload.checkpointing))
         self._workload = workload
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # The cast is for the buffers: both engines cast those as well, so all participants train the same function.
-        self._model = build_model(workload).to(self._device, getattr(torch, workload.dtype))
+        self._model = build_model(workload).to(self._device)
+        for parameter in self._model.parameters():  # buffers keep their dtype, as in the engine
+            parameter.data = parameter.data.to(getattr(torch, workload.dtype))
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         self._mains = [p.detach().float() if p.dtype != torch.float32 else p for p in self._params]
         params = workload.optimizer_params()

@@ -81,7 +81,7 @@ class Ours:
 
     def close(self) -> None:
         """Releases the volumes."""
-        self._engine.close()
+        self._engine.close(restore_weights=False)
 
 
 def _shares(report: Any) -> dict[str, Any]:

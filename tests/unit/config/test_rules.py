@@ -15,22 +15,10 @@ from infinity.errors import UnsupportedConfigError
 BASE: dict[str, Any] = {"train_batch_size": 1}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("fp16.auto_cast", {"fp16": {"enabled": True, "auto_cast": True}}),
-    ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
     ("amp", {"amp": {"enabled": True, "opt_level": "O1"}}),
-    ("torch_autocast", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
-    ("bf16.bf16_master_weights_and_grads", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
-    ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
-    ("bf16.auto_cast", {"bf16": {"enabled": True, "auto_cast": True}}),
-    ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "bf16"}}),
     ("data_types.param_dtype", {"data_types": {"param_dtype": "bf16"}}),
     ("data_types.param_dtype", {"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}),
-    ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "float32"}, "bf16": {"enabled": True}}),
-    ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "bf16"}, "fp16": {"enabled": True}}),
     ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": ["norm"]}}),
-    ("sparse_gradients", {"sparse_gradients": True}),
-    ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
-    ("managed_gradient_accumulation", {"managed_gradient_accumulation": False}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 4}}),
     ("tensor_parallel.tp.tp_size", {"tensor_parallel": {"tp": {"tp_size": 2}}}),
@@ -50,16 +38,34 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("data_efficiency", {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": False}}}),
     ("eigenvalue", {"eigenvalue": {"enabled": True}}),
     ("elasticity", {"elasticity": {"enabled": True, "max_train_batch_size": 2000}}),
-    ("hybrid_engine", {"hybrid_engine": {"enabled": True}}),
-    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}),
     (
         "zero_optimization.zero_quantized_nontrainable_weights",
         {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
     ),
-    ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
-    ("zero_optimization.zeropp_loco_param", {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}}),
     ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
 ]
+
+
+NOTED: list[tuple[str, dict[str, Any]]] = [
+    ("fp16.fp16_master_weights_and_grads", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
+    ("bf16.bf16_master_weights_and_grads", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+    ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
+    ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "bf16"}}),
+    ("sparse_gradients", {"sparse_gradients": True}),
+    ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
+    ("hybrid_engine", {"hybrid_engine": {"enabled": True}}),
+    ("cuda_visible_devices", {"cuda_visible_devices": "0,1"}),
+    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}),
+    ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
+    ("zero_optimization.zeropp_loco_param", {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}}),
+]
+
+
+@pytest.mark.parametrize(("key", "config"), NOTED)
+def test_noted_when_switched_on(key: str, config: dict[str, Any]) -> None:
+    """What one process does anyway, or what is done with more digits than was asked for."""
+    (notice,) = [notice for notice in load_config(BASE | config).notices if key in notice]
+    assert "no effect" in notice
 
 
 @pytest.mark.parametrize(("key", "config"), REFUSED)
@@ -76,7 +82,7 @@ def test_every_refusal_is_tested() -> None:
         path for path, field in _fields(RootBlock, "") if any(isinstance(rule, Refused) for rule in field.metadata)
     }
     # These two are one annotation, and the check against the compute dtype is made elsewhere.
-    tested = {key for key, _ in REFUSED} - {"data_types.param_dtype", "data_types.buffer_dtype"}
+    tested = {key for key, _ in REFUSED} - {"data_types.param_dtype"}
     assert refusals - tested == {"tensor_parallel.tp_size"}
     assert tested <= refusals
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.config import load_config
-from infinity.config.storage import check_directories
+from infinity.config.storage import check_directories, make_directories, remove_empty
 from infinity.errors import ConfigValueError, StorageError
 from swapper.directory import Directory
 
@@ -68,9 +68,12 @@ def test_not_a_path(path: object) -> None:
 
 def test_missing_directory(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    with pytest.raises(StorageError, match=f"'{missing}'.*'{KEY}'.*does not exist. Create it") as caught:
-        load_config(nvme([str(tmp_path), str(missing)]))
-    assert (caught.value.directory, caught.value.key) == (missing, KEY)
+    config = load_config(nvme([str(tmp_path), str(missing / "below")]))
+    assert not missing.exists()  # nothing is written while a config is read
+    assert make_directories(config.nvme_paths) == [missing / "below", missing]
+    assert (missing / "below").is_dir()
+    assert make_directories(config.nvme_paths) == []
+    remove_empty([missing / "below", missing])
     assert not missing.exists()
     assert load_config(nvme(str(missing)), check_storage=False).offload_param.nvme_paths == (missing,)
 
@@ -80,8 +83,11 @@ def test_not_a_directory(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(StorageError, match="is not a directory"):
         load_config(nvme(str(file)))
-    with pytest.raises(StorageError, match="does not exist"):
+    with pytest.raises(StorageError, match="is not a directory"):
         load_config(nvme(str(file / "below")))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="does not exist"):
+        load_config(nvme(str(tmp_path / "link")))
 
 
 def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

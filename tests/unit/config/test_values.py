@@ -212,7 +212,11 @@ def test_old_form_of_zero() -> None:
         ({"infinity": {"units": 3}}, "infinity.units", "a text or a list of texts"),
         ({"infinity": {"update": "in_backwards"}}, "infinity.update", "Did you mean 'in_backward'"),
         ({"infinity": {"update": "in_backward"}}, "infinity.update", "gradient_clipping = 1.0 needs all gradients"),
-        ({"infinity": {"io_deadline_seconds": 0}}, "infinity.io_deadline_seconds", "more than 0"),
+        ({"infinity": {"io_deadline_seconds": 0}}, "infinity.io_deadline_seconds", "at least 0.01"),
+        ({"infinity": {"io_deadline_seconds": 1e-9}}, "infinity.io_deadline_seconds", "at least 0.01"),
+        ({"infinity": {"io_deadline_seconds": -1}}, "infinity.io_deadline_seconds", "at least 0.01"),
+        ({"infinity": {"io_deadline_seconds": float("nan")}}, "infinity.io_deadline_seconds", "finite number"),
+        ({"infinity": {"io_deadline_seconds": float("inf")}}, "infinity.io_deadline_seconds", "finite number"),
         ({"infinity": {"strict": "perhaps"}}, "infinity.strict", "true or false"),
     ],
 )

@@ -33,6 +33,7 @@ class Gradients:
 
     dtype = torch.float32
     needs_scratch = True
+    is_kept = False
 
     def __init__(self, unit: Unit, values: Mapping[int, float]) -> None:
         self._slots = [slot for slot in unit.layout.slots if slot.index in values]

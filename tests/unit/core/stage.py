@@ -10,7 +10,7 @@ from torch import nn
 from infinity.device import ComputeDevice
 from infinity.flat_pool import FlatPool
 from infinity.holding import ModelHolding
-from infinity.layout import ParameterSpec, UnitLayout
+from infinity.layout import ParameterSpec, Slot, UnitLayout
 from infinity.pager import Pager
 from infinity.parameter import hold
 from infinity.residence import Residence
@@ -78,6 +78,24 @@ def trainable_unit(index: int, shapes: Sequence[tuple[int, ...]], dtype: torch.d
     return Unit(index, f"unit {index}", parameters, UnitLayout(specs))
 
 
+class TensorWriter:
+    """Stores what was written into units where a `TensorSource` finds it."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        return False
+
+    def is_urgent(self, unit: Unit) -> bool:
+        return unit.stays_resident
+
+    def store_written(self, unit: Unit) -> None:
+        assert unit.flat is not None
+        self._source.stored[unit.index] = unit.flat.tensor().clone()
+        unit.dirty.clear()
+
+
 class Held:
     """A model under a pager: everything about parameters is as in an engine, nothing about training is.
 
@@ -105,6 +123,7 @@ class Held:
         self.source = TensorSource()
         capacity = room or sum(unit.num_bytes for unit in self.units)
         self.pager = make_pager(self.units, self.source if is_paged else None, capacity, prefetches=False)
+        self.pager.writer = TensorWriter(self.source)
         self.holding = ModelHolding(model, self.units)
         self.residence = Residence(self.holding, self.pager)
         for unit in self.units:
@@ -127,6 +146,7 @@ class Held:
     def stored(self, fqn: str) -> torch.Tensor:
         """A parameter as it rests."""
         unit, slot = self.holding.locate(self.model.get_parameter(fqn))
+        self.pager.collect_all()
         if self.pager._source is None:
             assert unit.flat is not None
             return unit.view(unit.flat.tensor(), slot).clone()

@@ -40,7 +40,7 @@ class _Bench:
         self._in_backward = False
         self.num_noticed = 0
         self.collector = GradientCollector(
-            self.units, owners, deliver=self._deliver, notice=self._notice, step=lambda: 7
+            self.units, owners, deliver=self._deliver, keep=self._deliver, notice=self._notice, step=lambda: 7
         )
         for index, module in enumerate(modules):
             for child in module.modules():

@@ -11,8 +11,9 @@ from infinity import gradient_sources
 from infinity.device import ComputeDevice, SeparateHostDevice, gradient_norm
 from infinity.flat_pool import FlatPool
 from infinity.gradient_sources import in_slot_order
-from infinity.gradients import GradientStore, clip_coefficient, total_norm
+from infinity.gradients import clip_coefficient, total_norm
 from infinity.layout import CHUNK_GRANULE, Slot
+from infinity.shown_gradients import ShownGradients
 from infinity.telemetry.clock import StepClock
 from infinity.unit import Unit
 from infinity.update_job import GradientSource
@@ -49,12 +50,12 @@ def _store(
     device: ComputeDevice | None = None,
     waiting: WaitingDtype | None = None,
     room: int | None = None,
-) -> GradientStore:
+) -> ShownGradients:
     # What the plan gives: the units that are kept, and scratch for one more.
     itemsize = _FP32_BYTES if waiting is None else waiting.dtype.itemsize
     kept = _bytes_of([units[index] for index in in_memory]) * itemsize // _FP32_BYTES
     pool = FlatPool(ComputeDevice(), room or kept + _bytes_of(units[:1]))
-    return GradientStore(
+    return ShownGradients(
         units,
         device or ComputeDevice(),
         StepClock(),
@@ -248,8 +249,7 @@ def test_where_all_fits_as_fp32_nothing_is_exchanged(swapper: Swapper) -> None:
     for unit in units:
         store.add(unit, _draw(unit, 0, torch.bfloat16))
         assert store.widen(unit)
-        shown = store.gradient_of(unit, unit.layout.slots[0])
-        assert shown is not None
+        shown = store.show(unit).view(unit.layout.slots[0])
         assert shown.dtype == torch.float32
         del shown
     for unit in units:
@@ -267,8 +267,7 @@ def test_the_gradient_that_is_shown_becomes_fp32_first(swapper: Swapper) -> None
     store.add(units[0], drawn)
     assert store.widen(units[0])
     for slot in units[0].layout.slots:
-        shown = store.gradient_of(units[0], slot)
-        assert shown is not None
+        shown = store.show(units[0]).view(slot)
         shown.mul_(1 / 3)
         del shown
     expected = {slot.index: gradient.float() * (1 / 3) for slot, gradient in drawn.items()}
@@ -346,14 +345,11 @@ def test_gradients_are_reordered_like_their_parameters() -> None:
 def test_the_gradient_that_is_shown_is_live(swapper: Swapper) -> None:
     (unit,) = _units(torch.bfloat16, 1)
     store = _store([unit], swapper, (0,))
-    slot, other = unit.layout.slots[:2]
-    assert store.gradient_of(unit, slot) is None
+    slot = unit.layout.slots[0]
     store.add(unit, _draw(unit, 1, torch.bfloat16, skip=[1]))
-    shown = store.gradient_of(unit, slot)
-    assert shown is not None
+    shown = store.show(unit).view(slot)
     assert shown.dtype == torch.float32
     shown.mul_(0.5)
-    assert store.gradient_of(unit, other) is None
     expected = {
         index: values * 0.5 if index == 0 else values
         for index, values in _sum([_draw(unit, 1, torch.bfloat16, skip=[1])]).items()
@@ -370,8 +366,7 @@ def test_gradients_can_be_replaced_and_dropped(swapper: Swapper) -> None:
     store.set_gradient(unit, unit.layout.slots[1], torch.full((33,), 2.0))
     store.set_gradient(unit, unit.layout.slots[0], None)
     assert [slot.index for slot in store.slots_with_gradient(unit)] == [1, 2, 3]
-    found = store.gradient_of(unit, unit.layout.slots[1])
-    assert found is not None
+    found = store.show(unit).view(unit.layout.slots[1])
     assert torch.equal(found, torch.full((33,), 2.0))
     del found
     store.clear()

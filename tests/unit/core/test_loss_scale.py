@@ -69,6 +69,13 @@ def test_it_stays_finite() -> None:
     assert _follow(LossScaler(_rules(initial=2.0**95, window=1)), "....") == [2.0**96] * 4
 
 
+def test_without_zero_it_is_the_rule_of_deepspeeds_own_fp16_optimizer() -> None:
+    scaler = LossScaler(_rules(initial=16.0, window=2, hysteresis=2, minimum=1.0), has_zero=False)
+    assert _follow(scaler, ".....") == [16, 16, 32, 32, 64], "doubled after the window, not at its end"
+    assert _follow(scaler, "xxxxxxxx") == [32, 16, 8, 4, 2, 1, 1, 1], "halved at once, and no error at the minimum"
+    assert _follow(scaler, "...x.") == [1, 1, 2, 1, 1]
+
+
 def test_static_or_none() -> None:
     assert _follow(LossScaler(_rules(is_dynamic=False, initial=7.0)), "xxx....") == [7] * 7
     none = LossScaler(None)

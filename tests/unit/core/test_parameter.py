@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import ParameterNotResidentError
+from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from infinity.parameter import PagedParameter, ResidentParameter, host_of, leaves, plain_grad, set_plain_grad
 from tests.unit.core.stage import Held
 
@@ -103,7 +104,7 @@ _READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tolist": lambda p: p.tolist(),
     "item": lambda p: p[0, 0].item(),
     "bool": lambda p: bool(p[0, 0]),
-    "float": lambda p: float(p[0, 0]),
+    "float": lambda p: float(p.detach()[0, 0]),
     "foreach norm": lambda p: torch._foreach_norm([p, p])[1],
     "foreach add": lambda p: torch._foreach_add([p], 1.0)[0],
     "aten": lambda p: torch.ops.aten.sum(p),
@@ -162,29 +163,25 @@ def test_a_read_outside_is_true_or_refused_by_name(held: Held, read: str, fqn: s
     _require_untouched(held)
 
 
-def test_most_reads_outside_simply_work(held: Held) -> None:
+def test_reads_outside_simply_work(held: Held) -> None:
     refused = []
     for read, function in _READS.items():
         try:
             function(held.model.get_parameter(_NAME))
         except (ParameterNotResidentError, RuntimeError):
             refused.append(read)
-    # What gives a view of the parameter's memory is refused, whether it is copied afterwards or not.
-    assert len(refused) < len(_READS) / 3, refused
+    assert refused == ["autograd"], "torch refuses that, too"
 
 
-@pytest.mark.xfail(reason="functorch wraps tensors below __torch_function__, so nobody is asked", strict=True)
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
-def test_functional_transforms_are_true_or_refused(held: Held, transform: str) -> None:
+def test_functional_transforms_are_refused(held: Held, transform: str) -> None:
+    """functorch wraps tensors below ``__torch_function__``, so nobody is asked."""
+
     def function(p: torch.Tensor) -> torch.Tensor:
         return torch.vmap(torch.sum)(p) if transform == "vmap" else torch.func.grad(lambda q: (q * q).sum())(p)
 
-    expected = function(held.values[_NAME])
-    try:
-        actual = function(held.model.get_parameter(_NAME))
-    except ParameterNotResidentError:
-        return
-    assert torch.equal(actual, expected)
+    with pytest.raises(RuntimeError, match=r"invalid|not in memory"):
+        function(held.model.get_parameter(_NAME))
 
 
 _WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -218,23 +215,46 @@ _WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fqn", [_NAME, _FROZEN])
-@pytest.mark.parametrize("write", _WRITES)
-def test_a_write_outside_raises_and_changes_nothing(held: Held, write: str, fqn: str) -> None:
+def _require_written(held: Held, fqn: str, write: str) -> None:
+    """What plain torch makes of the write is what is seen, by whatever way, and what rests."""
+    plain = nn.Parameter(held.values[fqn].clone(), requires_grad=fqn == _NAME)
     parameter = held.model.get_parameter(fqn)
-    with torch.no_grad(), pytest.raises((ParameterNotResidentError, RuntimeError)) as caught:
-        _WRITES[write](parameter)
-    if isinstance(caught.value, ParameterNotResidentError):
-        assert fqn in str(caught.value)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        with contextlib.suppress(RuntimeError):  # torch refuses some itself
+            _WRITES[write](plain)
+        torch.manual_seed(1)
+        try:
+            _WRITES[write](parameter)
+        except (ParameterNotResidentError, RuntimeError) as error:
+            if isinstance(error, ParameterNotResidentError):
+                assert fqn in str(error)
+            assert write in ("resize_", "swap")
+        else:
+            held.values[fqn] = plain.detach()
     assert held.model.get_parameter(fqn) is parameter
     assert parameter.shape == (3, 3)
     _require_untouched(held)
+    for unit in held.units:
+        held.pager.evict(unit)
+    _require_untouched(held)
+
+
+@pytest.mark.parametrize("fqn", [_NAME, _FROZEN])
+@pytest.mark.parametrize("write", _WRITES)
+def test_a_write_outside_counts_or_is_refused_by_name(held: Held, write: str, fqn: str) -> None:
+    _require_written(held, fqn, write)
 
 
 @pytest.mark.parametrize("write", _WRITES)
-def test_a_write_outside_changes_nothing_where_weights_never_leave_memory(write: str) -> None:
-    held = Held(_model(), is_paged=False)
-    with torch.no_grad(), pytest.raises((ParameterNotResidentError, RuntimeError)):
+def test_a_write_outside_counts_where_weights_never_leave_memory(write: str) -> None:
+    _require_written(Held(_model(), is_paged=False), _NAME, write)
+
+
+@pytest.mark.parametrize("write", ["add_", "data", "row", "foreach"])
+def test_where_nothing_can_be_stored_a_write_is_refused_and_forgotten(held: Held, write: str) -> None:
+    held.pager.writer = None
+    with torch.no_grad(), pytest.raises(UnsupportedModelError, match=_NAME):
         _WRITES[write](held.model.get_parameter(_NAME))
     _require_untouched(held)
 
@@ -320,8 +340,8 @@ def test_an_operation_that_fails_leaves_the_parameter_paged_out(held: Held) -> N
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         parameter @ torch.ones(2, 2, dtype=parameter.dtype)
     _require_untouched(held)
-    with torch.no_grad(), pytest.raises(ParameterNotResidentError):
-        parameter.add_(1)
+    with pytest.raises(ParameterNotResidentError):
+        parameter.data_ptr()
     _require_untouched(held)
 
 
@@ -336,7 +356,7 @@ def test_a_parameter_outlives_its_engine_with_an_error() -> None:
 
 def test_an_open_unit_has_ordinary_parameters_that_copy_truly(held: Held) -> None:
     unit = held.units[0]
-    with held.pager.held([unit]):
+    with held.pager.turn.taken("this test"), held.pager.held([unit]):
         parameter = held.model.get_parameter(_NAME)
         assert type(parameter) is ResidentParameter
         assert torch.equal(parameter, held.values[_NAME])

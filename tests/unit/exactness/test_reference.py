@@ -40,8 +40,7 @@ def _ordinary(case: Case, row: Row) -> tuple[list[torch.Tensor], torch.nn.Module
             seen.append(loss.detach().clone())
             (loss / row.accumulation).backward()
         if row.clipping:
-            in_order = [param for group in optimizer.param_groups for param in group["params"]]
-            seen.append(torch.nn.utils.clip_grad_norm_(in_order, MAX_NORM))
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
         decay_learning_rates(optimizer.param_groups)

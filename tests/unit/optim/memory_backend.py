@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.optim import PIECE_ALIGNMENT, PagedOptimizer, PieceUpdater, Template, build_template
+from infinity.optim import PIECE_ALIGNMENT, LooseParameters, PagedOptimizer, PieceUpdater, Template, build_template
 from infinity.optim.template import OptimizerSource
 
 
@@ -64,6 +64,8 @@ class MemoryBackend:
         self._num_pieces = num_pieces
         self._kept: dict[Tensor, _Kept] = {}
         self.num_gathers = 0
+        self.overflow = False
+        self.loose = LooseParameters(template)
 
     def step(self) -> None:
         for param in self._template.params():
@@ -92,6 +94,9 @@ class MemoryBackend:
                 param.grad.zero_()
             else:
                 param.grad = None
+
+    def has_place(self, param: Tensor) -> bool:
+        return param.requires_grad
 
     def has_state(self, param: Tensor) -> bool:
         kept = self._kept.get(param)
@@ -129,7 +134,7 @@ def page(
     backend = MemoryBackend(template, updater)
     for param, state in template.take_initial_states():
         backend.load_state(param, state)
-    return PagedOptimizer(template, updater, backend), backend
+    return PagedOptimizer(template, updater, backend, backend.loose), backend
 
 
 class Mixed(torch.nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -36,6 +36,15 @@ def _updater(cls: type[Optimizer], **options: Any) -> PieceUpdater:
     param = torch.nn.Parameter(torch.zeros(2))
     make: Any = cls
     return PieceUpdater(build_template(make([param], **options), [("weight", param)], "cpu"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Waking others takes longer than all the work."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def _refused(cls: type[Optimizer], **options: Any) -> str:
@@ -269,9 +278,159 @@ def test_wrappers_around_optimizers_are_refused() -> None:
             return self.inner.state
 
     param = torch.nn.Parameter(torch.zeros(2))
-    template = build_template(Wrapper(AdamW([param])), [("weight", param)], "cpu")
-    with pytest.raises(OptimizerNotPageableError, match=r"Wrapper cannot be paged.*Pass the wrapped optimizer"):
-        PieceUpdater(template)
+    with pytest.raises(OptimizerNotPageableError, match=r"Wrapper cannot be paged.*'inner' \(AdamW\)\. Pass that one"):
+        build_template(Wrapper(AdamW([param])), [("weight", param)], "cpu")
+
+
+class _Delegating(Optimizer):
+    """As many wrappers do it: the inner optimizer's groups, and a `step` that calls its."""
+
+    def __init__(self, params: Any) -> None:
+        inner = AdamW(params)
+        super().__init__(inner.param_groups, {"lr": 0.1})
+        self.keep(inner)
+
+    def keep(self, inner: Optimizer) -> None:
+        raise NotImplementedError
+
+
+class Lookahead(_Delegating):
+    def keep(self, inner: Optimizer) -> None:
+        self.fast = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fast.step()
+
+
+class Several(Lookahead):
+    def keep(self, inner: Optimizer) -> None:
+        self.all = {"first": inner}
+
+
+class HoldsTheMethod(_Delegating):
+    def keep(self, inner: Optimizer) -> None:
+        self.inner_step = inner.step
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner_step()
+
+
+class OwnListOfParameters(_Custom):
+    """Its groups are for show."""
+
+    def __init__(self, params: Any) -> None:
+        self.own = list(params)
+        super().__init__(self.own)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.own:
+            if param.grad is not None:
+                param.sub_(param.grad)
+
+
+@pytest.mark.parametrize("cls", [Lookahead, Several, HoldsTheMethod, OwnListOfParameters])
+def test_an_optimizer_that_passes_its_step_on_is_refused_and_changes_nothing(cls: type[Optimizer]) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    gradient = param.grad = torch.ones(2)
+    make: Any = cls
+    optimizer = make([param])
+    with pytest.raises(
+        OptimizerNotPageableError, match=rf"{cls.__name__} cannot be paged.*another optimizer.*Pass that one"
+    ):
+        PieceUpdater(build_template(optimizer, [("weight", param)], "cpu"))
+    assert torch.equal(param, torch.zeros(2))
+    assert param.grad is gradient
+
+
+def test_a_step_that_was_replaced_on_the_instance_is_refused() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = AdamW([param])
+    original = optimizer.step
+
+    def clipped(closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        return original(closure)
+
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    build_template(optimizer, [("weight", param)], "cpu")  # what a scheduler puts there changes nothing
+    optimizer.step = clipped  # type: ignore[method-assign]
+    with pytest.raises(OptimizerNotPageableError, match="`step` was replaced on the instance"):
+        build_template(optimizer, [("weight", param)], "cpu")
+
+
+def _rule(change: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> type[Optimizer]:
+    """An optimizer whose step is ``change(param, gradient, number of the step from 1)``."""
+
+    class Ruled(_Custom):
+        def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+            state["step"] = state.get("step", 0) + 1
+            param.sub_(group["lr"] * change(param, grad, state["step"]))
+
+    return Ruled
+
+
+def _normalized(grad: torch.Tensor) -> Any:
+    return grad / (grad.norm() + 1e-12)
+
+
+_SELDOM: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
+    "clips above a norm of 1e4": lambda p, g, n: g * (1e4 / g.norm()).clamp(max=1.0),
+    "clips above a norm of 1e11": lambda p, g, n: g * (1e11 / g.norm()).clamp(max=1.0),
+    "normalizes below a norm of 1e-8": lambda p, g, n: _normalized(g) if g.norm() < 1e-8 else g,
+    "skips a gradient of zeros": lambda p, g, n: g if g.any() else torch.ones_like(g),
+    "skips infinities": lambda p, g, n: g if g.isfinite().all() else torch.zeros_like(g),
+    "trust ratio of large weights": lambda p, g, n: g * p.norm() if p.norm() > 500 else g,
+    "trust ratio of small weights": lambda p, g, n: g * p.norm() if p.norm() < 1e-5 else g,
+    "normalizes every 5th step": lambda p, g, n: _normalized(g) if n % 5 == 0 else g,
+    "normalizes every 10th step": lambda p, g, n: _normalized(g) if n % 10 == 0 else g,
+    "normalizes every 100th step": lambda p, g, n: _normalized(g) if n % 100 == 0 else g,
+    "normalizes every 1000th step": lambda p, g, n: _normalized(g) if n % 1000 == 0 else g,
+    "normalizes every 360th step": lambda p, g, n: _normalized(g) if n % 360 == 0 else g,
+    "normalizes after 500 steps": lambda p, g, n: _normalized(g) if n > 500 else g,
+    "normalizes after 100000 steps": lambda p, g, n: _normalized(g) if n > 100_000 else g,
+    "centers convolutions": lambda p, g, n: g - g.mean(dim=(1, 2, 3), keepdim=True) if g.dim() == 4 else g,
+    "another rule for large tensors": lambda p, g, n: g * 2 if g.numel() > 500_000 else g,
+    "looks at the largest element": lambda p, g, n: g.clamp(max=float(g.median() * 1e9 + 1)) if g.max() > 1e9 else g,
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", _SELDOM)
+def test_rules_that_mix_elements_now_and_then_are_refused(name: str) -> None:
+    assert "it mixes elements or depends on" in _refused(_rule(_SELDOM[name]))
+
+
+_ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "clamps each element": lambda p, g, n: g.clamp(-1, 1),
+    "another rule after some steps": lambda p, g, n: g.sign() if n > 100 else g,
+    "replaces infinities": lambda p, g, n: torch.where(g.isfinite(), g, 0.0),
+    "moves every 10th step": lambda p, g, n: g if n % 10 == 0 else torch.zeros_like(g),
+    "normalizes each element": lambda p, g, n: g / (g.abs() + 1e-8).sqrt(),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", _ELEMENTWISE)
+def test_rules_for_single_elements_are_taken(name: str) -> None:
+    assert _updater(_rule(_ELEMENTWISE[name])).scalar_names(0) == ("step",)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"])
+def test_subclasses_of_torchs_elementwise_classes_are_taken(name: str) -> None:
+    _updater(type(f"My{name}", (getattr(torch.optim, name),), {}), lr=1e-2, foreach=True)
+
+
+def test_switches_that_come_later_are_tried_when_they_come() -> None:
+    class Switchable(_Custom):
+        def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+            param.sub_(group["lr"] * (grad / grad.norm() if group["normalize"] else grad))
+
+    updater = _updater(Switchable, normalize=False)
+    assert updater.names_under({"lr": 1.0, "normalize": False}) == ()
+    with pytest.raises(OptimizerNotPageableError, match="mixes elements"):
+        updater.names_under({"lr": 1.0, "normalize": True})
 
 
 def test_a_warm_up_that_starts_at_zero_hides_nothing() -> None:
@@ -289,3 +448,59 @@ def test_each_group_is_tried() -> None:
     template = build_template(Switchable(groups), [("a", params[0]), ("b", params[1])], "cpu")
     with pytest.raises(OptimizerNotPageableError, match="different bits"):
         PieceUpdater(template)
+
+
+class _Scaled(_Custom):
+    """Looks at an attribute of its own, and at one that a helper finds on parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.factor = 2.0
+
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * self.factor * _scale_of(param) * grad)
+
+    def double(self) -> None:
+        for group in self.param_groups:
+            group["lr"] *= 2
+
+
+def _scale_of(param: torch.Tensor) -> float:
+    scale: float = getattr(param, "my_scale", 1.0)
+    return scale
+
+
+def test_attributes_of_parameters_are_refused_where_the_class_looks_at_them() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    param._is_hf_initialized = True  # type: ignore[attr-defined]  # of no concern to the class
+    PieceUpdater(build_template(_Scaled([param]), [("weight", param)], "cpu"))
+    param.my_scale = 3.0  # type: ignore[attr-defined]
+    template = build_template(_Scaled([param]), [("weight", param)], "cpu")
+    with pytest.raises(OptimizerNotPageableError, match=r"'my_scale' of parameters.*group of their own"):
+        PieceUpdater(template)
+
+
+@pytest.mark.parametrize("on_own_instance", [False, True])
+def test_attributes_that_change_later_are_refused(on_own_instance: bool) -> None:
+    from tests.unit.optim.memory_backend import Mixed, page
+
+    model = Mixed()
+    own: Any = _Scaled(model.parameters())
+    optimizer: Any = page(own, model)[0]
+    updater = optimizer._updater
+    updater.check_attributes()
+    assert optimizer.factor == 2.0
+    (own if on_own_instance else optimizer).factor = 3.0
+    assert own.factor == optimizer.factor == 3.0
+    with pytest.raises(OptimizerNotPageableError, match=r"'factor' has changed.*parameter groups"):
+        updater.check_attributes()
+
+
+def test_methods_of_the_users_class_work_on_the_groups() -> None:
+    from tests.unit.optim.memory_backend import Mixed, page
+
+    model = Mixed()
+    optimizer: Any = page(_Scaled(model.parameters()), model)[0]
+    optimizer.double()
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert not hasattr(optimizer, "nothing") and not hasattr(optimizer, "_step_supports_amp_scaling")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import swapper.busy
 from swapper import ALIGNMENT, BusyTimes, Direction, Statistics, Swapper, SwapperConfig, TransferRecord
 from tests.manual_backend import ManualBackend
+from tests.waiting import wait_until
 
 _CAPACITY = 256 * ALIGNMENT
 _WORKERS = ("a", "b", "c")
@@ -137,7 +138,8 @@ def test_failed_and_repeated_transfers_leave_nothing_busy(clock: _Clock) -> None
         extent = opened.allocate(ALIGNMENT, "x")
         handle = opened.write(extent, np.zeros(ALIGNMENT, dtype=np.uint8))
         clock.now += 1
-        backend.fail(11)  # EAGAIN: tried again
+        backend.fail(11)  # EAGAIN: tried again after a moment, in which nothing is busy
+        wait_until(lambda: bool(backend.open))
         clock.now += 2
         backend.fail(5)
         clock.now += 4

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,9 @@ from swapper.backends.choice import open_backend
 from swapper.backends.ring import library
 from swapper.backends.wrappers import BackendWrapper
 from swapper.race import RaceResult, race
+from swapper.scheduler import IOScheduler
 from swapper.testing.conformance import random_bytes, read, write
+from tests.ticking import LONG_SECONDS, ticking
 from tests.uring import needs_uring
 
 _MIB = 1 << 20
@@ -395,9 +398,18 @@ def test_a_failing_drive_ends_the_race_with_its_error() -> None:
 def test_a_drive_that_hangs_ends_the_race_in_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(race_module, "_DEADLINE_SECONDS", 0.3)
+    monkeypatch.setattr(race_module, "_DEADLINE_SECONDS", LONG_SECONDS)
+    for limit in ("_SLOW_BYTES_PER_SECOND", "_CRAWLING_BYTES_PER_SECOND"):
+        monkeypatch.setattr(race_module, limit, 0.0)  # which a busy machine could miss
     champion, challenger = _memory(), FaultInjectingBackend(_memory(), [FaultRule(nth=20, hangs=True)])
-    with pytest.raises(StallError, match="saw no answer"):
+    schedulers: list[IOScheduler] = []
+
+    def scheduler(*arguments: Any) -> IOScheduler:
+        schedulers.append(IOScheduler(*arguments))
+        return schedulers[-1]
+
+    monkeypatch.setattr(race_module, "IOScheduler", scheduler)
+    with ticking(challenger, lambda: schedulers), pytest.raises(StallError, match="saw no answer"):
         race(champion, challenger, SwapperConfig())
     assert "closed while transfers hang" in caplog.text
     challenger.release_hung()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
-from swapper import ALIGNMENT, ArgumentError, Priority, SwapperConfig
+from swapper import ALIGNMENT, ArgumentError, Priority, StagingArena, Swapper, SwapperConfig
 
 
 @pytest.mark.parametrize(
@@ -19,12 +20,27 @@ from swapper import ALIGNMENT, ArgumentError, Priority, SwapperConfig
         ("max_retries", -1),
         ("max_overtakes", 0),
         ("deadline_seconds", 0.0),
+        ("deadline_seconds", 1e-9),
+        ("deadline_seconds", -1.0),
         ("deadline_seconds", float("nan")),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ArgumentError, match=f"{name} must be .*{value}"):
         dataclasses.replace(SwapperConfig(), **{name: value})
+
+
+@pytest.mark.parametrize("seconds", [1e10, 1e300, math.inf])
+def test_a_deadline_that_is_as_good_as_none_works_everywhere(seconds: float) -> None:
+    """What waits takes no time beyond some decades: the watchdog would die of it, and so would a close."""
+    swapper = Swapper.in_memory(1 << 20, SwapperConfig(deadline_seconds=seconds))
+    arena = StagingArena(ALIGNMENT, 1, deadline_seconds=seconds)
+    with swapper, arena:
+        extent = swapper.allocate(ALIGNMENT, "x")
+        with arena.lease(seconds) as page:
+            swapper.write(extent, page.tensor).wait(seconds)
+            swapper.read(extent, page.tensor).wait()
+        assert swapper._scheduler._watchdog._thread.is_alive()
 
 
 def test_demand_goes_first() -> None:

@@ -274,13 +274,13 @@ def test_worker_threads_are_named_daemons_and_end_with_close(tmp_path: Path) -> 
 
 def test_a_swapper_that_nobody_closes_still_goes_away(tmp_path: Path) -> None:
     before, files = set(threading.enumerate()), open_files(tmp_path)
-    swapper = Swapper.open([tmp_path], 1 << 20, SwapperConfig(deadline_seconds=0.8))
+    swapper = Swapper.open([tmp_path], 1 << 20, SwapperConfig(deadline_seconds=60.0))
     swapper.write(swapper.allocate(ALIGNMENT, "x"), bytearray(ALIGNMENT)).wait()
     workers = set(threading.enumerate()) - before
     del swapper
     gc.collect()
     for worker in workers:
-        worker.join(5)
+        worker.join(60)
     assert not any(worker.is_alive() for worker in workers)
     gc.collect()
     assert open_files(tmp_path) == files

@@ -130,7 +130,7 @@ def test_an_idle_ring_sleeps_in_the_kernel(backend: UringBackend, monkeypatch: p
     time.sleep(0.4)
     share = (time.process_time() - cpu_seconds) / (time.perf_counter() - began)
     assert len(spy.calls) == num_calls, "it went round although there was nothing to do"
-    assert share < 0.5, "something spins"
+    assert share < 0.8, "something spins"
     write(backend, 0, random_bytes(ALIGNMENT, 1))  # and it still wakes up
 
 

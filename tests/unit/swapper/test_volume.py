@@ -6,10 +6,13 @@ import contextlib
 import errno
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import swapper.scratch_file as scratch_module
 import swapper.volume as volume_module
 from swapper import (
     ALIGNMENT,
@@ -154,7 +157,7 @@ def test_a_reservation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: py
     def refusing(*_: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(volume_module.os, "posix_fallocate", refusing)
+    monkeypatch.setattr(scratch_module, "fallocate", refusing)
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(VolumeTooSmallError, match="8192 bytes are needed") as error:
         Volume([tmp_path], 2 * ALIGNMENT)
@@ -167,7 +170,7 @@ def test_another_error_of_a_reservation_is_reported_as_it_is(tmp_path: Path, mon
     def refusing(*_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(volume_module.os, "posix_fallocate", refusing)
+    monkeypatch.setattr(scratch_module, "fallocate", refusing)
     with pytest.raises(VolumeError, match=r"cannot reserve 4096 bytes .*EIO"):
         Volume([tmp_path], ALIGNMENT)
 
@@ -202,17 +205,76 @@ def test_a_drive_that_fails_at_once_is_refused(tmp_path: Path, monkeypatch: pyte
         Volume([tmp_path], ALIGNMENT)
 
 
-def test_where_nothing_can_be_reserved_this_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def _without_fallocate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each write, on a file system that cannot reserve space."""
+    lengths: list[int] = []
+    real = os.pwrite
+
     def refusing(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(os, "posix_fallocate", refusing)
-    with contextlib.closing(Volume([tmp_path], 2 * ALIGNMENT)) as volume:
-        assert os.fstat(volume.files[0].fd).st_size == 2 * ALIGNMENT
+    def counting(fd: int, data: memoryview, offset: int) -> int:
+        lengths.append(len(data))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(scratch_module, "fallocate", refusing)
+    monkeypatch.setattr(os, "pwrite", counting)
+    return lengths
+
+
+def test_where_nothing_can_be_reserved_it_is_written_in_long_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = _without_fallocate(monkeypatch)
+    with contextlib.closing(Volume([tmp_path], (20 << 20) + ALIGNMENT)) as volume:
+        status = os.fstat(volume.files[0].fd)
+        assert status.st_size == (20 << 20) + ALIGNMENT and status.st_blocks * 512 >= status.st_size
+    assert lengths == [8 << 20, 8 << 20, 4 << 20 | ALIGNMENT]
+
+
+def test_a_full_drive_is_an_error_at_the_start_where_space_has_to_be_written(
+    small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without_fallocate(monkeypatch)
+    directory = small_tmpfs(8 << 20)
+    status = os.statvfs(directory)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=1 << 40, f_frsize=1, f_blocks=1))
+    with pytest.raises(VolumeTooSmallError, match="No space left on device"):
+        Volume([directory], 12 << 20)
+    assert os.statvfs(directory).f_bavail == status.f_bavail
+
+
+def test_where_zeros_take_no_space_this_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system that compresses, for one, or serves a made-up file."""
+    lengths = _without_fallocate(monkeypatch)
+    monkeypatch.setattr(scratch_module, "_FILL_CHECK_BYTES", 8 << 20)
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_blocks=0, st_size=real(fd).st_size))
+    with contextlib.closing(Volume([tmp_path], 32 << 20)) as volume:
+        assert real(volume.files[0].fd).st_size == 32 << 20
+    assert len(lengths) == 1, "nothing is written in vain"
     assert "has no reserved space, because" in caplog.text
-    assert "leave 8192 bytes free there" in caplog.text
+    assert f"leave {32 << 20} bytes free there" in caplog.text
+
+
+def test_the_kernel_reserves_and_no_block_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(*_: object) -> int:
+        raise AssertionError("a block was written")
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "posix_fallocate", written)
+    with contextlib.closing(Volume([tmp_path], 1 << 20, direct=False)) as volume:
+        assert os.fstat(volume.files[0].fd).st_blocks * 512 >= 1 << 20
+
+
+def test_a_platform_without_fallocate_is_one_that_cannot_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch_module, "_fallocate", None)
+    with contextlib.closing(Volume([tmp_path], 1 << 20)) as volume:
+        assert os.fstat(volume.files[0].fd).st_blocks * 512 >= 1 << 20
 
 
 def test_errors_name_the_drive(nvme_dir: Path) -> None:

@@ -170,15 +170,15 @@ def test_what_cannot_be_reserved_after_all_goes_to_the_others(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """A quota, another writer, or what the file system needs for itself: free space is not always for the taking."""
-    real = os.posix_fallocate
+    real = scratch_module.fallocate
     largest = 4 * _STRIPE + 100
 
-    def limited(fd: int, offset: int, num_bytes: int) -> None:
+    def limited(fd: int, num_bytes: int) -> None:
         if str(paths[1]) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > largest:
             raise OSError(code, os.strerror(code))
-        real(fd, offset, num_bytes)
+        real(fd, num_bytes)
 
-    monkeypatch.setattr(scratch_module.os, "posix_fallocate", limited)
+    monkeypatch.setattr(scratch_module, "fallocate", limited)
     with _opened(list(paths), 30) as volume:
         assert _shares(volume)[1] == 4
     limits = [Directory(path, capacity_bytes=10 * _STRIPE) for path in paths]

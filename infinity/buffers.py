@@ -1,0 +1,109 @@
+"""A model's buffers, when it comes to an engine.
+
+[Note: dtypes of buffers] A buffer keeps its dtype, as in DeepSpeed: rotary frequencies, running statistics, counters and
+codebooks lose what they are there for when they are rounded to 16 bits. There are three exceptions, each where torch
+itself could not compute, or nothing is lost: the config's ``data_types.buffer_dtype``; statistics of a BatchNorm with
+weights, and vectors of a spectral norm, which torch wants in the weights' dtype; and buffers of the dtype that the
+parameters came in, if that is as narrow as the compute dtype, or if all of the model came in fp64: they are cast with
+the parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils.hooks import RemovableHandle
+
+Place = tuple[nn.Module, str, torch.Tensor | None]
+"""Module, name, value."""
+
+
+def buffers_of(model: nn.Module) -> list[Place]:
+    """All buffers as they are."""
+    return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+
+
+def restore_buffers(buffers: Sequence[Place]) -> None:
+    """The modules have these buffers again."""
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+
+
+class BufferCast:
+    """Which dtype each buffer gets. Made before the parameters are taken over."""
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> None:
+        """``buffer_dtype``: of all floating-point buffers, if the config says so."""
+        self._model = model
+        self._compute_dtype = compute_dtype
+        self._buffer_dtype = buffer_dtype
+        floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        came = {parameter.dtype for parameter in floating}
+        self._cast_dtypes = {
+            dtype
+            for dtype in came
+            if dtype.itemsize <= compute_dtype.itemsize or (dtype == torch.float64 and len(came) == 1)
+        }
+
+    def apply(self, device: torch.device) -> None:
+        """Cast the buffers that have to be, and move all."""
+        for module, name, buffer in buffers_of(self._model):
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device=device, dtype=self._dtype_for(module, buffer))
+
+    def _dtype_for(self, module: nn.Module, buffer: torch.Tensor) -> torch.dtype:
+        if not buffer.is_floating_point():
+            return buffer.dtype
+        if self._buffer_dtype is not None:
+            return self._buffer_dtype
+        meets_weights = isinstance(module, _BatchNorm) and module.weight is not None
+        meets_weights |= isinstance(module, _SpectralNorm)
+        meets_weights |= any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+        return self._compute_dtype if meets_weights or buffer.dtype in self._cast_dtypes else buffer.dtype
+
+    def explain_failures(self) -> RemovableHandle:
+        """Let a forward that fails because buffers and weights differ in dtype say so. Returns the handle of the hook."""
+        return self._model.register_forward_hook(_Explanation(self._compute_dtype), always_call=True)
+
+
+class _Explanation:
+    """A forward hook that adds a note to the exception that is on its way. A copy of the model has none."""
+
+    def __init__(self, compute_dtype: torch.dtype | None) -> None:
+        self._compute_dtype = compute_dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Explanation:
+        return _Explanation(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Explanation, (None,)
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exception()
+        if self._compute_dtype is None or not isinstance(error, RuntimeError):
+            return
+        kept = [
+            (fqn, buffer.dtype)
+            for fqn, buffer in model.named_buffers()
+            if buffer.is_floating_point() and buffer.dtype != self._compute_dtype
+        ]
+        if not kept or not any(word in str(error) for word in ("dtype", "scalar type")):
+            return
+        (fqn, dtype), *others = kept
+        more = f" and {len(others)} more" if others else ""
+        name = _name_of(self._compute_dtype)
+        error.add_note(
+            f"Weights are {name}, and buffers keep their dtype: '{fqn}'{more} is {_name_of(dtype)}. If it is a buffer that "
+            f"meets weights here, cast it in forward, or set config key 'data_types.buffer_dtype' to \"{name}\""
+        )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,140 @@
+"""An ``nn.Module`` in front of another one, which shows that one's content under its own names.
+
+Knows torch's modules; must not know engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What torch's functions look at: the very dictionaries of the module, so that nothing is in a tree twice."""
+
+
+class ModuleFacade(nn.Module):
+    """Is an ``nn.Module`` to whoever asks for one; parameters, buffers, children and state dicts are those of `module`.
+
+    The facade itself appears in no list of modules: inside a container, `module` stands in its place, so names have no
+    prefix of its own. Forward hooks registered on it run around its own calls. What it does not know is looked up in
+    `module`; parameters and modules that are assigned to it are assigned to `module`.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        """``module``: what it stands for."""
+        super().__init__()
+        self.__dict__.update({name: vars(module)[name] for name in _SHARED})
+        # Not a child: its parameters would be found twice.
+        self.__dict__["module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        # Special names are asked for by copy, pickle and the like, which mean this very object.
+        module = self.__dict__.get("module")
+        if module is not None and not (name.startswith("__") and name.endswith("__")):
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                pass
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not nn.Module's: the model may have a buffer that is called as an attribute here.
+        if isinstance(value, nn.Module | nn.Parameter) and name not in self.__dict__ and "module" in self.__dict__:
+            setattr(self.module, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def __repr__(self) -> str:
+        inner = repr(self.module).replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n  (module): {inner}\n)"
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        module = self.__dict__.get("module")
+        return True if module is None else bool(module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in self.__dict__:  # else torch's constructor says so of a module without content
+            self.module.training = mode
+
+    # ------------------------------------------------------------------------------------- what walks through modules
+
+    # A model may have methods of its own with fewer arguments, so only what is given is passed on.
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the module, which is the first of them."""
+        found: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return found
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module, with the module's names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
+        """Those of the module."""
+        return self.module.parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the module, with the module's names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ModuleFacade:
+        """``fn`` on every module."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ModuleFacade:
+        """What `to`, `float`, `cuda` and the like do: nothing where all is already as they want it."""
+        kinds = {(tensor.dtype, tensor.device) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        for dtype, device in kinds:
+            found = fn(torch.empty(0, dtype=dtype, device=device))
+            if (found.dtype, found.device) != (dtype, device):
+                self.module._apply(fn, recurse)
+                break
+        return self
+
+    def share_memory(self) -> ModuleFacade:
+        """As ``module.share_memory``."""
+        self.module.share_memory()
+        return self
+
+    # --------------------------------------------------------------------------------------------------- state dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Copies of the weights and buffers, with the module's names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``module.load_state_dict``."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.module._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.module._load_from_state_dict(*args)

@@ -1,0 +1,133 @@
+"""What the user's loop shows of itself: who divides by the accumulation steps, and how many backwards make a step.
+
+Knows numbers only; must not know gradients or units.
+
+[Note: whose division] ``engine.backward(loss)`` divides the loss. A ``loss.backward()`` of the user cannot be seen before
+its gradients come, and what they are for shows only at the step: ``optimizer.step()`` is the plain loop's, and takes them
+as they are; ``engine.step()`` is DeepSpeed's, which divides them. So they are kept whole, and `divisor` says what the step
+has to divide them by. A step that has begun with ``engine.backward`` holds parts already: what comes to them is divided as
+it comes. What comes to an engine from another one's ``engine.backward`` (a generator's, through the discriminator) has been
+divided by that.
+
+[Note: backwards of a step] Some loops call ``engine.backward`` several times before ``engine.step`` (the discriminator
+of a GAN: real and fake), which shows when the second one comes. An update in the first one would be too early then, so
+updates in backward begin when a first micro-batch has shown that it has one backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+
+Key = TypeVar("Key")
+
+logger = logging.getLogger(__name__)
+
+
+class LoopStyle:
+    """See the module's notes."""
+
+    num_running = 0
+    """Calls of ``engine.backward``, of whatever engine, that have not returned."""
+
+    def __init__(self, num_micro_batches: Callable[[], int]) -> None:
+        """``num_micro_batches``: the accumulation steps, as they are now."""
+        self._num_micro_batches = num_micro_batches
+        self.divides = True
+        """Whether the accumulation steps divide gradients at all: what the last ``engine.backward`` was told."""
+        self._has_parts = False
+        self._is_whole = False
+        self._has_warned = False
+        self._num_backwards = 0
+        self._is_single: bool | None = None
+
+    # ------------------------------------------------------------------------------------------------------ division
+
+    def begin_backward(self, *, divides: bool) -> float:
+        """``engine.backward`` was called. Returns what its loss is to be divided by."""
+        self.divides = divides
+        share = self._num_micro_batches() if divides else 1
+        if self._is_whole:
+            return share / self._num_micro_batches()
+        self._has_parts = True
+        return share
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside it, ``engine.backward`` runs."""
+        LoopStyle.num_running += 1
+        try:
+            yield
+        finally:
+            LoopStyle.num_running -= 1
+
+    def take_own(self, gradients: dict[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
+        """Gradients of a backward of the user's own, as they are to be added to those of the step."""
+        share = float(self._num_micro_batches() if self.divides else 1)
+        if LoopStyle.num_running:
+            self._has_parts |= not self._is_whole
+            share = 1 / share if self._is_whole else 1.0
+        elif not self._has_parts:
+            self._is_whole = True
+            return gradients
+        return gradients if share == 1 else {key: gradient / share for key, gradient in gradients.items()}
+
+    def divisor(self, *, is_engine_step: bool) -> int:
+        """What the gradients that are there have to be divided by in the step."""
+        share = self._num_micro_batches() if self._is_whole and self.divides and is_engine_step else 1
+        if share & (share - 1) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "loss.backward() with engine.step(): the sum of %d micro-batches' gradients is divided, which may differ "
+                "in the last bit from dividing each loss; engine.backward(loss) divides the loss",
+                share,
+            )
+        return share
+
+    def end_step(self) -> None:
+        """The gradients of the present step are gone."""
+        self._has_parts = self._is_whole = False
+
+    # ----------------------------------------------------------------------------------------- backwards of a micro-batch
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a backward may be taken for the only one of its micro-batch."""
+        return self._is_single is True
+
+    def note_backward(self) -> None:
+        """An ``engine.backward`` begins whose micro-batch may be the last of a step."""
+        self._num_backwards += 1
+        if self._num_backwards > 1:
+            self._wait_for_step("several calls of engine.backward before engine.step")
+
+    def note_engine_step(self) -> None:
+        """``engine.step``."""
+        if self._num_backwards == 1 and self._is_single is None:
+            self._is_single = True
+        self._num_backwards = 0
+
+    def note_look(self) -> None:
+        """Somebody looks at gradients that are there."""
+        if self._has_parts:
+            self._wait_for_step("gradients are looked at before it")
+
+    def note_plain_step(self) -> None:
+        """``optimizer.step()``, called by the user."""
+        if self._num_backwards:
+            self._wait_for_step("optimizer.step() is called instead")
+        self._num_backwards = 0
+
+    def _wait_for_step(self, reason: str) -> None:
+        """From now on, no update runs in backward; unless the loop has shown that it has one backward per micro-batch."""
+        if self._is_single is None:
+            self._is_single = False
+            logger.info("updates run after engine.step(), not in backward: %s", reason)
+
+    def forget_backwards(self) -> None:
+        """The micro-batch's gradients were dropped."""
+        self._num_backwards = 0

@@ -1,0 +1,73 @@
+"""What an optimizer class of the user's may look at besides its groups and states: attributes, its own and the parameters'.
+
+Updates run on pieces of parameters, in a copy of the optimizer that was made in `initialize`. Neither sees such attributes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from infinity.errors import OptimizerNotPageableError
+from infinity.optim.probe import copy_scalar
+
+_OTHERWISE_KNOWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's own attributes, as far as its class gave it any that a step may look at. Tensors are copied."""
+    return {
+        name: copy_scalar(value)
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_") and name not in _OTHERWISE_KNOWN
+    }
+
+
+def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Refuse a class whose code names an attribute that somebody has set on a parameter.
+
+    Raises:
+        OptimizerNotPageableError: which one.
+    """
+    given = {name for param in params for name in getattr(param, "__dict__", {})}
+    found = sorted(given & _names_in(type(optimizer))) if given else []
+    if found:
+        raise OptimizerNotPageableError(
+            type(optimizer).__name__,
+            f"it looks at the attribute '{found[0]}' of parameters, which the pieces that it updates do not have",
+            cure="Put those parameters into a group of their own, with an entry that says the same",
+        )
+
+
+def _names_in(cls: type[Optimizer]) -> set[str]:
+    """Names and texts in the code of a class, and in functions of its module that it calls."""
+    rest: list[types.CodeType] = []
+    seen: set[types.CodeType] = set()
+    modules: list[dict[str, Any]] = []
+    for base in cls.__mro__:
+        if base is object or base.__module__.startswith("torch."):
+            continue
+        for member in vars(base).values():
+            function = getattr(member, "__wrapped__", member)
+            if isinstance(function, types.FunctionType):
+                rest.append(function.__code__)
+                modules.append(function.__globals__)
+    names: set[str] = set()
+    while rest:
+        code = rest.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        names.update(code.co_names)
+        names.update(constant for constant in code.co_consts if isinstance(constant, str))
+        rest += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for name in code.co_names:
+            for module in modules:
+                function = module.get(name)
+                if isinstance(function, types.FunctionType) and function.__module__ == module.get("__name__"):
+                    rest.append(function.__code__)
+    return names

@@ -1,0 +1,392 @@
+"""Whose turn it is: threads that use one model do so one after the other.
+
+Knows threads; must not know units or modules.
+
+[Note: turns]
+Which memory a parameter is bound to is the same for all threads, and so is what moves in and out. So one thread at a time
+has its turn: for a whole forward, a backward, a call of the engine, gathered weights, or one operation on a parameter outside
+of those. Others wait. Between a forward and its backward nobody has a turn: weights are whole then, and may be read.
+A forward may compute in threads of its own, and wait for them. So inside a forward, and while weights are gathered, others
+may call modules below the model itself and operate on parameters: they are its *guests*. What they use stays where it is
+until they have done with it, and no update begins before that.
+Threads that a turn lends itself to are its *deputies*: autograd's own (backward on a GPU runs in one) and the lanes of a
+vertical step. Whoever has a turn waits for them.
+Nobody waits for ever: who waits sees whether the other's Python code still moves. A thread that has ended has no turn.
+A thread that takes part computes with open parameters as with any. From all others, parameters are guarded (`trusts`), so
+that nobody reads memory that is about to serve something else.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+
+from infinity.errors import ForkedError, TurnError
+
+PATIENCE_SECONDS = 60.0
+"""How long to wait for a thread that does not move."""
+_POLL_SECONDS = 0.2
+_NATIVE = -1
+"""Has the turn while autograd's own threads run a backward that nobody has announced."""
+
+_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+class _Part(threading.local):
+    """Whether the present thread takes part in a turn of some engine."""
+
+    depth = 0
+    torch_function: Any = None
+
+
+_part = _Part()
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside autograd's backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def trusts() -> bool:
+    """Whether the calling thread may compute with parameters that are open, without asking."""
+    return _part.depth > 0
+
+
+def _trust() -> None:
+    _part.depth += 1
+    _part.torch_function = torch._C._disabled_torch_function_impl
+
+
+def _distrust() -> None:
+    _part.depth = max(_part.depth - 1, 0)
+    if not _part.depth:
+        vars(_part).clear()
+
+
+def guard(function: Callable[..., Any]) -> Any:
+    """A ``__torch_function__`` for a class of open parameters: none for threads that take part, ``function`` for others.
+
+    torch looks it up for every operation, and loses what is raised meanwhile, an interrupt too: so no line of Python runs.
+    """
+    _Part.torch_function = staticmethod(function)
+    return property(functools.partial(getattr, _part, "torch_function"))
+
+
+class _Ticket:
+    """Stands for a thread that waits."""
+
+    def __init__(self, thread: int, reads: bool) -> None:
+        self.thread = thread
+        self.reads = reads
+
+
+class Turn:
+    """The turns of one model's engine."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._what = ""
+        self._depth = 0
+        self._last: int | None = None
+        """The thread that had the turn before."""
+        self._queue: list[_Ticket] = []
+        self._guests: dict[int, int] = {}
+        self._deputies: set[int] = set()
+        self._num_moves = 0
+        self._is_forked = False
+        self.admits_guests: Callable[[], bool] = lambda: False
+        """Whether others may take part now."""
+        self.is_whole: Callable[[], bool] = lambda: True
+        """Whether all weights belong to one step."""
+        self.is_busy: Callable[[], bool] = lambda: False
+        """Whether who has the turn waits for a drive or an update, which end by themselves."""
+        self.is_over: Callable[[int], bool] = lambda thread: False
+        """Whether the thread that has the turn does no longer do what it took it for."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when a turn is taken from a thread that has ended, by the next one: whatever it was in is cut off."""
+        self.on_fork: Callable[[], None] = lambda: None
+        """Called in a forked child."""
+        _turns.add(self)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread has the turn, or acts for the one that has it."""
+        me = get_ident()
+        return self._owner == me or (self._owner is not None and self._is_deputy(me))
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether the calling thread takes part in another's turn."""
+        return bool(self._guests) and get_ident() in self._guests
+
+    @property
+    def is_guest_newly(self) -> bool:
+        """Whether the calling thread is a guest, in the outermost of what it does as one."""
+        return bool(self._guests) and self._guests.get(get_ident()) == 1
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether anybody takes part in another's turn."""
+        return bool(self._guests)
+
+    def _is_deputy(self, thread: int) -> bool:
+        if thread in self._deputies or (in_backward() and _is_native(thread)):
+            self._num_moves += 1
+            return True
+        return False
+
+    def begin(self, what: str, *, reads: bool, joins: bool = False) -> bool:
+        """The calling thread's turn begins, when nobody else has one. A thread that has it may begin as often as it ends.
+
+        Args:
+            what: it is for, for messages.
+            reads: wait until all weights belong to one step, too, if it is another thread that is to see to that.
+            joins: be a guest instead, if somebody has a turn and admits them.
+
+        Returns:
+            Whether as a guest. Either way `end` ends it.
+
+        Raises:
+            TurnError: whoever has the turn does not move any more.
+            ForkedError: this is a forked child.
+        """
+        me = get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return False
+        if self._is_forked:
+            raise ForkedError(what)
+        with self._changed:
+            if me in self._guests and joins:
+                self._guests[me] += 1
+                return True
+            if self._owner == _NATIVE and self._last == me and not in_backward():
+                self._release()  # who is here is not in backward any more: it was cut off
+            if self._owner is not None and self._is_deputy(me):
+                self._depth += 1
+                return False
+
+            ticket = _Ticket(me, reads)
+
+            def is_due() -> bool:
+                if self._owner is not None:
+                    return joins and self.admits_guests()
+                # First come, first served, but nobody waits for one that cannot begin yet.
+                earlier = itertools.takewhile(lambda other: other is not ticket, self._queue)
+                return self._may_begin(ticket) and not any(map(self._may_begin, earlier))
+
+            if not is_due():
+                self._queue.append(ticket)
+                try:
+                    self._wait(is_due, lambda: self._owner if self._owner is not None else self._last, what)
+                finally:
+                    self._queue.remove(ticket)
+                    self._changed.notify_all()
+            _trust()
+            if self._owner is not None:
+                self._guests[me] = 1
+                return True
+            is_native = in_backward() and _is_native(me)
+            if is_native:
+                _distrust()
+            self._owner, self._what, self._depth = _NATIVE if is_native else me, what, 1
+            return False
+
+    def _may_begin(self, ticket: _Ticket) -> bool:
+        return not ticket.reads or self._last == ticket.thread or self.is_whole()
+
+    def end(self) -> None:
+        """The counterpart of `begin`."""
+        if self._guests:
+            me = get_ident()
+            with self._changed:
+                if me in self._guests and me != self._owner:
+                    self._guests[me] -= 1
+                    if not self._guests[me]:
+                        del self._guests[me]
+                        _distrust()
+                        self._changed.notify_all()
+                    return
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        with self._changed:
+            self._release()
+
+    def _release(self) -> None:
+        owner, self._owner, self._depth = self._owner, None, 0
+        if owner is not None and owner != _NATIVE:
+            self._last = owner
+            if owner == get_ident():
+                _distrust()
+        self._changed.notify_all()
+
+    @contextmanager
+    def taken(self, what: str, *, reads: bool = False) -> Iterator[None]:
+        """It is the calling thread's turn inside the ``with`` block. See `begin`."""
+        self.begin(what, reads=reads)
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The calling thread acts for the one that has the turn inside the ``with`` block."""
+        me = get_ident()
+        self._deputies.add(me)
+        _trust()
+        try:
+            yield
+        finally:
+            _distrust()
+            self._deputies.discard(me)
+
+    def be_alone(self) -> None:
+        """Weights are about to change: return when no guest computes with them.
+
+        Raises:
+            TurnError: one does not move any more.
+        """
+        if self._guests:
+            with self._changed:
+                self._wait(lambda: not self._guests, lambda: next(iter(self._guests), None), "changing weights")
+
+    def look_again(self) -> None:
+        """What `admits_guests` says may have changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait(self, is_due: Callable[[], bool], on_whom: Callable[[], int | None], what: str) -> None:
+        seen: Any = None
+        since = time.monotonic()
+        while not is_due():
+            thread = on_whom()
+            if thread is not None and self._has_left(thread):
+                continue
+            if self._owner is None and thread is not None and not _is_alive(thread):
+                return  # nobody will make the weights whole
+            mark = _position(thread), self._num_moves
+            if mark != seen or self.is_busy():
+                seen, since = mark, time.monotonic()
+            elif time.monotonic() - since > PATIENCE_SECONDS:
+                if self._owner is None:
+                    return  # what was begun is not ended: whoever reads now is told so
+                call = self._what if thread == self._owner else "a forward of its own"
+                raise TurnError(what, thread=_name(thread), call_of_other=call)
+            self._changed.wait(_POLL_SECONDS)
+
+    def _has_left(self, thread: int) -> bool:
+        """Whether a thread takes part that has ended, or has done what it had the turn for. It does not any more."""
+        if thread == self._owner:
+            is_dead = thread != _NATIVE and not _is_alive(thread)
+            if not is_dead and not (self._depth == 1 and self.is_over(thread)):
+                return False
+            self._release()
+            if is_dead:
+                self.on_lost()
+            return True
+        if thread in self._guests and not _is_alive(thread):
+            del self._guests[thread]
+            return True
+        return False
+
+    def _forget(self) -> None:
+        """This is a forked child: no other thread is there, and the memory of the parent's is not."""
+        self._changed = threading.Condition()
+        self._is_forked = True
+        self._owner, self._depth = None, 0
+        self._queue.clear()
+        self._guests.clear()
+        self._deputies.clear()
+        self.on_fork()
+
+
+_READING = (
+    *("flush", "state_of", "has_state", "gather_state", "gather_main_weight"),
+    *("save_16bit_model", "save_checkpoint"),
+)
+"""Methods of an engine that need all weights to belong to one step."""
+_OTHERS = (
+    *("backward", "step", "optimizer_step", "optimizer_zero_grad"),
+    *("load_state", "load_main_weight", "load_checkpoint", "reset", "close"),
+)
+
+
+def take_turns(kind: type) -> None:
+    """The methods of an engine's class are called in their thread's turn from now on, that of ``self._pager.turn``."""
+    for names, reads in ((_READING, True), (_OTHERS, False)):
+        for name in names:
+            setattr(kind, name, _in_turn(getattr(kind, name), reads=reads))
+
+
+def _in_turn(method: Callable[..., Any], *, reads: bool) -> Callable[..., Any]:
+    name = f"engine.{method.__name__}()"
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        turn: Turn = self._pager.turn
+        turn.begin(name, reads=reads)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            turn.end()
+
+    return call
+
+
+def is_in(thread: int, code: object) -> bool:
+    """Whether a function of which ``code`` is the code runs in a thread."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _thread(ident: int | None) -> threading.Thread | None:
+    return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
+
+
+def _is_native(ident: int) -> bool:
+    """Whether a thread was not made by Python, as autograd's are not."""
+    thread = _thread(ident)
+    return thread is None or isinstance(thread, threading._DummyThread)
+
+
+def _is_alive(ident: int) -> bool:
+    return ident in sys._current_frames()
+
+
+def _name(ident: int | None) -> str:
+    thread = _thread(ident)
+    return "another" if thread is None else thread.name
+
+
+def _position(ident: int | None) -> tuple[int, int] | None:
+    """Changes while a thread's Python code goes on."""
+    frame = None if ident is None else sys._current_frames().get(ident)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _forget_all() -> None:
+    vars(_part).clear()
+    for turn in list(_turns):
+        turn._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

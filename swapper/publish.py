@@ -1,0 +1,195 @@
+"""Files that appear in a directory all at once: after a crash at any moment it holds the old ones or the new ones, whole.
+
+[Note: durable order] New files are written in a hidden directory beside the old ones, each synced to the drive. They are
+moved into place under names that nothing refers to, and the directory is synced. Then one rename makes the file that refers
+to them the present one, the directory is synced again, and only now are older files removed. Two processes that write to
+one directory take turns at that, by a lock on it; the hidden directories have locks of their own, so that what a killed
+process left is told from what another one is writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class Staging:
+    """A hidden directory for what is being written; it goes when the ``with`` block ends, whatever became of it.
+
+    Attributes:
+        path: where to write.
+    """
+
+    def __init__(self, directory: Path, prefix: str) -> None:
+        """
+        Args:
+            directory: where the files will appear; made, with its parents, if it is missing.
+            prefix: what the files have in common.
+        """
+        self._directory = directory
+        self._prefix = f".{prefix}.saving-"
+        self.path = directory / f"{self._prefix}{secrets.token_hex(8)}"
+        self._lock: int | None = None
+
+    def __enter__(self) -> Staging:
+        make_directory(self._directory)
+        with locked(self._directory):
+            self._remove_abandoned()
+            self.path.mkdir()
+            self._lock = _try_lock(self.path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _remove_abandoned(self) -> None:
+        for path in self._directory.glob(f"{self._prefix}*"):
+            lock = _try_lock(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[IO[bytes]]:
+        """A new file in `path`, open for writing; it is on the drive when the ``with`` block has ended."""
+        with (self.path / name).open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def sync(self, name: str) -> None:
+        """A file that somebody else wrote into `path` is on the drive when this returns."""
+        with (self.path / name).open("rb") as file:
+            os.fsync(file.fileno())
+
+    def publish(
+        self,
+        unknown: Sequence[tuple[str, str]],
+        replacing: Sequence[tuple[str, str]],
+        head: tuple[str, str],
+        is_old: Callable[[str], bool],
+    ) -> None:
+        """Move files into place. The caller holds the directory's lock, and has chosen final names under it.
+
+        Args:
+            unknown: pairs (name in `path`, name in the directory) that nothing refers to before ``head`` is there.
+            replacing: pairs whose names may be those of present files.
+            head: the pair of the file that refers to the unknown ones, or that a reader looks for first.
+            is_old: whether a name in the directory is that of an older file, which goes in the end.
+        """
+        is_done = False
+        try:
+            for name, target in unknown:
+                rename(self.path / name, self._directory / target)
+            sync_directory(self._directory)
+            for name, target in (*(pair for pair in replacing if pair != head), head):
+                place = self._directory / target
+                if place.parent != self._directory:
+                    make_directory(place.parent)
+                if not _are_equal(self.path / name, place):
+                    rename(self.path / name, place)
+            is_done = True
+        finally:
+            if not is_done and (self.path / head[0]).exists():  # nothing refers to them
+                for name, target in unknown:
+                    if not (self.path / name).exists():
+                        remove(self._directory / target)
+        sync_directory(self._directory)
+        new = {target for _, target in (*unknown, *replacing, head)}
+        for path in list(self._directory.iterdir()):
+            if path.name not in new and is_old(path.name):
+                remove(path)
+        sync_directory(self._directory)
+
+
+def _are_equal(source: Path, target: Path) -> bool:
+    size = source.stat().st_size
+    return target.is_file() and target.stat().st_size == size < 1 << 20 and target.read_bytes() == source.read_bytes()
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file its place, in one step."""
+    source.replace(target)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is still there."""
+    path.unlink(missing_ok=True)
+
+
+def make_directory(directory: Path) -> None:
+    """Make it with its parents, so that it is still there after a crash."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """The names in it are on the drive when this returns."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One process at a time is inside the ``with`` block, where the file system has locks for directories."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(directory: Path) -> int | None:
+    """A descriptor that holds the directory's lock; None if somebody else does, or there is none."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sync_tree(folder: Path) -> None:
+    """All files and directories in it are on the drive when this returns."""
+    for path, _, files in os.walk(folder):
+        for name in files:
+            with (Path(path) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(path))
+
+
+def exchange(source: Path, target: Path) -> None:
+    """Give a directory its place; what was there before is then where the new one was. In one step, where the system can."""
+    if not target.exists():
+        source.replace(target)
+    elif _renameat2 is None or _renameat2(_AT_FDCWD, bytes(source), _AT_FDCWD, bytes(target), _RENAME_EXCHANGE):
+        aside = source.with_name(f"{source.name}.old")
+        target.replace(aside)
+        source.replace(target)
+    sync_directory(target.parent)

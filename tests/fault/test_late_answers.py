@@ -1,0 +1,480 @@
+"""A request may end long after whoever waited for it has gone. Until then its memory belongs to nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.device import ComputeDevice
+from infinity.errors import BudgetTooSmallError, InfinityError
+from infinity.flat_pool import FlatPool
+from infinity.gradient_sources import GradientBuffer
+from infinity.gradients import GradientStore
+from infinity.update import UpdateStream
+from infinity.update_job import UpdateJob
+from swapper import (
+    ALIGNMENT,
+    AlignedRegion,
+    ArenaExhaustedError,
+    Direction,
+    Page,
+    StagingArena,
+    StallError,
+    Swapper,
+    SwapperConfig,
+    SwapperError,
+)
+from swapper.backends import IOBackend
+from swapper.operation import Operation, OperationState, Transfer
+from swapper.scheduler import IOScheduler
+from tests.exactness.faulty_drives import wrapped_drives
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
+from tests.late_backend import LateBackend, is_kept, stall, waits
+from tests.manual_backend import ManualBackend
+
+_BLOCK = ALIGNMENT
+_CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=1000.0)
+
+
+# ----------------------------------------------------------------------------------------------- memory that is lent
+
+
+def _swapper() -> tuple[Swapper, ManualBackend, Any]:
+    backend = ManualBackend(64 * _BLOCK)
+    swapper = Swapper(backend, _CONFIG)
+    extent = swapper.allocate(16 * _BLOCK, "x")
+    swapper.write(extent, torch.full((16 * _BLOCK,), 7, dtype=torch.uint8))
+    backend.complete_all()
+    return swapper, backend, extent
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_page_is_lent_again_when_the_backend_has_let_go_of_it(direction: Direction) -> None:
+    swapper, backend, extent = _swapper()
+    with StagingArena(_BLOCK, 1) as arena, swapper:
+        with arena.lease() as page:
+            handle = getattr(swapper, direction.name.lower())(extent, page.tensor)
+            with pytest.raises(StallError):
+                handle.wait(0.0)
+        assert page.is_released
+        assert arena.try_lease() is None
+        with pytest.raises(ArenaExhaustedError, match="transfers that have not ended"):
+            arena.lease(0.0)
+        assert arena.statistics().num_leased == 1
+        stall(swapper._scheduler)
+        assert handle.done() and arena.try_lease() is None
+        backend.complete_all()
+        assert arena.statistics().num_leased == 0
+        arena.lease(0.0).release()
+
+
+def test_the_same_holds_where_no_handle_was_ever_seen() -> None:
+    """An interrupt in the midst of a submission: some of its transfers are under way."""
+
+    class Interrupted(ManualBackend):
+        def submit(self, request: Any) -> None:
+            super().submit(request)
+            if len(self.submitted) == 2:
+                raise KeyboardInterrupt
+
+    backend = Interrupted(64 * _BLOCK)
+    with StagingArena(4 * _BLOCK, 1) as arena, Swapper(backend, _CONFIG) as swapper:
+        extent = swapper.allocate(16 * _BLOCK, "x")
+        with pytest.raises(KeyboardInterrupt), arena.lease() as page:
+            swapper.write(extent, page.tensor)
+        assert arena.try_lease() is None
+        swapper._scheduler._pump()
+        backend.complete_all()
+        assert arena.try_lease() is not None
+
+
+def test_a_page_that_nobody_can_give_back_any_more_comes_back() -> None:
+    with StagingArena(_BLOCK, 2) as arena:
+        pages = [arena.lease(), arena.lease()]
+        view = pages[0].tensor[:10].view(torch.int16)
+        pages.clear()
+        assert arena.statistics().num_leased == 1, "somebody has a view"
+        del view
+        arena.lease(0.0)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_flat_buffer_is_handed_out_again_when_the_backend_has_let_go_of_it(direction: Direction) -> None:
+    swapper, backend, extent = _swapper()
+    pool = FlatPool(ComputeDevice(), 2 * _BLOCK)
+    with swapper:
+        flat = pool.allocate(_BLOCK)
+        assert flat is not None
+        handle = getattr(swapper, direction.name.lower())(extent, flat.tensor())
+        address = flat.address
+        pool.give_back(flat)
+        pool.give_back(flat)
+        assert pool.used_bytes == _BLOCK, "it counts as used"
+        assert pool.allocate(2 * _BLOCK) is None
+        other = pool.allocate(_BLOCK)
+        assert other is not None and other.address != address
+        assert pool.awaits_requests(), "it will be over soon"
+        stall(swapper._scheduler)
+        with pytest.raises(StallError) as raised:
+            pool.awaits_requests()
+        assert raised.value is handle.error
+        backend.complete_all()
+        assert pool.reclaim() and not pool.awaits_requests()
+        again = pool.allocate(_BLOCK)
+        assert again is flat
+
+
+def test_a_flat_buffer_that_nobody_can_give_back_any_more_comes_back() -> None:
+    pool = FlatPool(ComputeDevice(), _BLOCK)
+    assert pool.allocate(_BLOCK) is not None
+    assert pool.allocate(_BLOCK) is None
+    assert pool.reclaim()
+    assert pool.allocate(_BLOCK) is not None
+
+
+def test_memory_is_not_discarded_under_a_request_nor_where_it_is_registered() -> None:
+    swapper, backend, extent = _swapper()
+    with swapper:
+        region = AlignedRegion(4 << 20)
+        swapper.write(extent, region.array()[:_BLOCK])
+        assert region.discard(2 << 20) == 0
+        backend.complete_all()
+        region.registrations.add(swapper)
+        assert region.discard(2 << 20) == 0
+        region.registrations.discard(swapper)
+        assert region.discard(2 << 20) == 2 << 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
+    """Whoever holds a page or a buffer finds in it what he has put there, whatever ends meanwhile."""
+    dice = random.Random(seed)
+    swapper, backend, extent = _swapper()
+    arena = StagingArena(2 * _BLOCK, 4, deadline_seconds=0.0)
+    pool = FlatPool(ComputeDevice(), 6 * _BLOCK)
+    held: list[tuple[Any, torch.Tensor, int]] = []
+    num_late = 0
+
+    def lend() -> None:
+        memory: Any = arena.try_lease() if dice.random() < 0.5 else pool.allocate(dice.choice((1, 2)) * _BLOCK)
+        if memory is None:
+            return
+        tensor = memory.tensor if isinstance(memory, Page) else memory.tensor()
+        value = dice.randrange(100, 256)
+        tensor.fill_(value)
+        if dice.random() < 0.7:  # whoever starts a request here goes away before it has ended
+            offset = dice.randrange(14) * _BLOCK
+            with contextlib.suppress(SwapperError):
+                handle = swapper.read(extent, tensor, offset=offset) if dice.random() < 0.8 else None
+                handle = handle or swapper.write(extent, tensor, offset=offset)
+                handle.wait(0.0)
+            give_back(memory)
+        else:
+            held.append((memory, tensor, value))
+
+    def give_back(memory: Any) -> None:
+        if isinstance(memory, Page):
+            memory.release()
+        else:
+            pool.give_back(memory)
+
+    for _ in range(600):
+        action = dice.random()
+        if action < 0.5:
+            lend()
+        elif action < 0.6 and held:
+            give_back(held.pop(dice.randrange(len(held)))[0])
+        elif action < 0.63:
+            stall(swapper._scheduler)
+        elif backend.open:
+            num_late += 1
+            backend.complete(dice.randrange(len(backend.open)))
+            for _, tensor, value in held:
+                assert bool((tensor == value).all())
+    assert num_late > 100
+    backend.complete_all()
+    while swapper._scheduler.pending.take() is not None:
+        pass
+    for memory, _, _ in held:
+        give_back(memory)
+    held.clear()
+    pool.reclaim()
+    assert arena.statistics().num_leased == 0 and pool.used_bytes == 0, "and all of it comes back"
+    swapper.close()
+    arena.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _smallest(directory: Path, changes: dict[str, Any]) -> int:
+    with pytest.raises(BudgetTooSmallError) as refused:
+        config = everything_on_nvme(directory, {**changes, "infinity": {"host_memory_budget": 1}})
+        infinity.initialize(model=PLAIN.make("none"), config=config)
+    return int(refused.value.minimum_bytes)
+
+
+@contextlib.contextmanager
+def _late_training(directory: Path, changes: dict[str, Any]) -> Iterator[tuple[Lockstep, list[LateBackend]]]:
+    """Everything on a drive that answers late, at the smallest budget."""
+    backends: list[LateBackend] = []
+
+    def wrap(inner: IOBackend) -> IOBackend:
+        backends.append(LateBackend(inner))
+        return backends[-1]
+
+    own = {"host_memory_budget": _smallest(directory, changes), **changes.get("infinity", {})}
+    own["io_deadline_seconds"] = 1000
+    with wrapped_drives(wrap), Lockstep.start(directory, changes={**changes, "infinity": own}) as both:
+        yield both, backends
+        for backend in backends:
+            backend.answer_all()
+
+
+def after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any) -> Any:
+        first()
+        return function(*args)
+
+    return both
+
+
+_ACCUMULATED = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}
+
+
+@pytest.mark.parametrize("num_uses", [0, 1, 2, 5])
+@pytest.mark.parametrize("moment", ["wait", "submission"])
+def test_an_interrupt_during_a_read_of_spilled_gradients(moment: str, num_uses: int, tmp_path: Path) -> None:
+    """The read answers when its memory would have been in use for other gradients."""
+    with _late_training(tmp_path, _ACCUMULATED) as (both, backends):
+        both.engine_step(0)
+        interrupted: list[Operation] = []
+
+        def is_gradients(request: Transfer) -> bool:
+            return request.direction is Direction.READ and request.operation.extent.name.startswith("gradients")
+
+        def keep(request: Transfer) -> bool:
+            if not is_gradients(request) or interrupted:
+                return False
+            if moment == "submission":
+                interrupted.append(request.operation)
+            return True
+
+        def interrupt(_: IOScheduler, operation: Operation) -> None:
+            if any(is_kept(backend, operation) for backend in backends) and not interrupted:
+                interrupted.append(operation)
+                raise KeyboardInterrupt
+            if moment == "submission" and operation in interrupted:
+                interrupted.append(operation)
+                raise KeyboardInterrupt
+
+        def train(step: int) -> None:
+            for index in range(3):
+                loss = both.engine(**both.batch(step, index))
+                both.engine.backward(loss)
+                both.engine.step()
+
+        for backend in backends:
+            backend.is_late = keep
+        with waits(interrupt), pytest.raises(KeyboardInterrupt):
+            train(77)
+        assert interrupted
+        both.engine.reset()
+        uses = 0
+        add = GradientBuffer.add
+
+        def answer() -> None:
+            for backend in backends:
+                backend.answer_all()
+
+        def adding(self: GradientBuffer, *args: Any) -> None:
+            nonlocal uses
+            add(self, *args)
+            uses += 1
+            if uses > num_uses:
+                answer()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GradientBuffer, "add", adding)
+            for owner, name in ((FlatPool, "awaits_requests"), (GradientStore, "_await_loan")):
+                patch.setattr(owner, name, after(answer, getattr(owner, name)))
+            for step in range(1, 4):
+                both.engine_step(step)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("changes", [{"gradient_clipping": 0.1}, _ACCUMULATED], ids=["clip", "accumulation"])
+def test_a_late_answer_changes_no_other_weights_and_gradients(
+    changes: dict[str, Any], seed: int, tmp_path: Path
+) -> None:
+    """Reads hang, their errors are caught, training goes on; then they answer, at any moment."""
+    dice = random.Random(seed)
+    num_answers = num_stalls = 0
+    smallest = _smallest(tmp_path, changes)
+    with _late_training(tmp_path, {**changes, "infinity": {"host_memory_budget": smallest + 60_000}}) as (
+        both,
+        backends,
+    ):
+        engine = both.engine
+        is_armed = False
+
+        def answer(backend: LateBackend) -> None:
+            nonlocal num_answers
+            num_answers += 1
+            units = [u for u in engine._pager.units if u.flat is not None and u.arrival is None and u.update is None]
+            before = [unit.flat.tensor().clone() for unit in units]
+            backend.answer(dice.randrange(len(backend.kept)))
+            for unit, old in zip(units, before, strict=True):
+                assert torch.equal(old, unit.flat.tensor()), f"the weights of {unit.name} have changed"
+
+        def on_wait(scheduler: IOScheduler, operation: Operation) -> None:
+            nonlocal num_stalls
+            for backend in backends:
+                if is_kept(backend, operation) or (backend.kept and operation.state is not OperationState.RUNNING):
+                    num_stalls += 1
+                    stall(scheduler)
+                elif backend.kept and dice.random() < 0.3:
+                    answer(backend)
+
+        def is_late(request: Transfer) -> bool:
+            return is_armed and request.direction is Direction.READ and dice.random() < 0.3
+
+        for backend in backends:
+            backend.is_late = is_late
+        with waits(on_wait):
+            for step in range(3):
+                for _ in range(8):
+                    is_armed = True
+                    try:
+                        for index in range(engine.gradient_accumulation_steps()):
+                            engine.backward(engine(**both.batch(100 + step, index)))
+                            if index + 1 < engine.gradient_accumulation_steps():
+                                engine.step()
+                    except (SwapperError, InfinityError):
+                        pass
+                    finally:
+                        is_armed = False
+                    engine.reset()
+                for backend in backends:
+                    while backend.kept:
+                        answer(backend)
+                while not _is_well(both):
+                    pass
+                both.engine_step(step)
+        both.require_equal()
+    assert num_stalls > 5 and num_answers > 8
+
+
+def _is_well(both: Lockstep) -> bool:
+    """Whether no error of earlier reads is left that nobody has seen."""
+    try:
+        with torch.no_grad():
+            both.engine(**both.batch(0))
+    except SwapperError:
+        return False
+    return True
+
+
+_VERTICALLY = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1, "infinity": {"schedule": "vertical"}}
+_AT_STEP = {"infinity": {"update": "step"}}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient_clipping": 0.1}, _AT_STEP, _ACCUMULATED, _VERTICALLY],
+    ids=["clip", "at step", "accumulation", "vertical"],
+)
+def test_a_wait_that_is_cut_off_anywhere_leaves_nothing_to_others(
+    changes: dict[str, Any], error: type[BaseException], tmp_path: Path
+) -> None:
+    """Whatever the training thread reads is under way until it waits for it. At the nth wait comes an interrupt or an error;
+    what is under way then answers at any later moment."""
+    dice = random.Random(0)
+    is_vertical = changes is _VERTICALLY
+    with _late_training(tmp_path, changes) as (both, backends):
+        num_waits = 0
+        cut_off_at = -1
+
+        def answer_all() -> None:
+            for backend in backends:
+                backend.answer_all()
+
+        def on_wait(scheduler: IOScheduler, operation: Operation) -> None:
+            nonlocal num_waits
+            if threading.current_thread() is not threading.main_thread():
+                return answer_all()
+            num_waits += 1
+            if num_waits == cut_off_at:
+                raise error
+            for backend in backends:
+                for request in list(backend.kept):
+                    is_mine = request.operation is operation or operation.state is not OperationState.RUNNING
+                    if request in backend.kept and (is_mine or dice.random() < 0.2):
+                        backend.answer(backend.kept.index(request))
+            return None
+
+        def train(step: int) -> None:
+            if is_vertical:
+                losses = both.engine._vertical.run([lambda: both.model(**both.batch(step))] * 3)
+                assert isinstance(losses, list), losses
+                return
+            for index in range(both.engine.gradient_accumulation_steps()):
+                both.engine.backward(both.engine(**both.batch(step, index)))
+                if index + 1 < both.engine.gradient_accumulation_steps():
+                    both.engine.step()
+
+        def train_both(step: int) -> None:
+            if not is_vertical:
+                both.engine_step(step)
+                return
+            for index in range(3):
+                both.reference.backward(both.reference.forward(both.batch(step, index)))
+            both.reference.step()
+            both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
+
+        with waits(on_wait), pytest.MonkeyPatch.context() as patch:
+            for owner, name in (
+                (FlatPool, "awaits_requests"),
+                (GradientStore, "_await_loan"),
+                (UpdateJob, "wait"),
+                (UpdateStream, "drain"),
+            ):
+                patch.setattr(owner, name, after(answer_all, getattr(owner, name)))
+            train_both(0)
+            train_both(1)
+            for backend in backends:
+                backend.is_late = lambda request: request.direction is Direction.READ
+            num_cut_off = 0
+            for nth in range(1, 11):
+                num_waits, cut_off_at = 0, nth
+                try:
+                    train(77)
+                except error:
+                    num_cut_off += 1
+                cut_off_at = -1
+                both.engine.reset()
+                if nth % 5 == 0:
+                    train_both(1 + nth)
+            for backend in backends:
+                backend.is_late = lambda request: False
+            answer_all()
+        assert num_cut_off > 3
+        both.require_equal()

@@ -1,0 +1,361 @@
+"""Signal handlers, finalizers and the garbage collector come in at the worst moment: they work or are refused in words."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import infinity
+import swapper
+from infinity import update as update_module
+from infinity.errors import EngineBusyError, InfinityError
+from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
+from swapper.backends import IORequest
+from swapper.lane import Lane
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.interrupts import Visit, some_of
+from tests.manual_backend import ManualBackend
+from tests.waiting import wait_until
+
+_PACKAGES = tuple(str(Path(package.__file__).parent) for package in (infinity, swapper))
+
+# ------------------------------------------------------------------------------------------------- handlers in a step
+
+_MODES: dict[str, dict[str, Any]] = {
+    "in_backward": {"infinity": {"update": "in_backward"}},
+    "deferred": {"gradient_clipping": 0.1},
+    "vertical": {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}},
+}
+
+
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGES)
+
+
+def _run(mode: str, both: Lockstep, step: int) -> None:
+    (both.batch_step if mode == "vertical" else both.engine_step)(step)
+
+
+def _look_at_everything(both: Lockstep, directory: Path) -> list[Exception]:
+    """What a handler may do before the machine goes away; returns the errors."""
+    with torch.no_grad():
+        attempts: list[Callable[[], object]] = [
+            lambda: str(both.engine.report) + str(both.engine.plan),
+            both.model.state_dict,
+            both.engine.flush,
+            lambda: both.model(**both.batch(9)),
+            lambda: both.engine.save_16bit_model(directory / "out"),
+            lambda: [parameter.sum() for parameter in both.model.parameters()],
+            lambda: [parameter.grad for parameter in both.model.parameters()],
+            both.optimizer.state_dict,
+        ]
+        errors: list[Exception] = []
+        for attempt in attempts:
+            try:
+                attempt()
+            except (InfinityError, SwapperError) as error:
+                errors.append(error)
+    return errors
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_a_handler_anywhere_in_a_step_works_or_is_refused_and_training_goes_on(mode: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
+        for step in range(2):
+            _run(mode, both, step)
+        counted = Visit(_is_ours, None)
+        with counted:
+            _run(mode, both, 2)
+        num_refused = 0
+        for step, point in enumerate(some_of(counted.points, 3), 3):
+            errors: list[Exception] = []
+            visit = Visit(_is_ours, point, lambda errors=errors: errors.extend(_look_at_everything(both, tmp_path)))
+            with visit:
+                _run(mode, both, step)
+            assert visit.error is None, visit.where
+            num_refused += any(isinstance(error, EngineBusyError) for error in errors)
+        assert num_refused, "nearly all points are passed in every run"
+        both.require_equal()
+
+
+def test_a_handler_in_the_users_own_code_may_do_everything(tmp_path: Path) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        seen.append(both.model.state_dict())
+        both.engine.flush()
+        both.engine.save_16bit_model(tmp_path / "out")
+
+    with _handling(handler), Lockstep.start(tmp_path, changes={"gradient_clipping": 0.1}) as both:
+        for step in range(3):
+            both.engine_step(step)
+            signal.raise_signal(signal.SIGUSR1)
+            for name, value in both.reference.model.state_dict().items():
+                assert torch.equal(seen[-1][name], value), name
+        both.require_equal()
+    assert len(seen) == 3
+
+
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("mode", ["in_backward", "vertical"])
+def test_true_signals_while_training(mode: str, tmp_path: Path) -> None:
+    """A handler saves again and again, wherever the signal finds the training thread."""
+    num_signals, is_done = 0, threading.Event()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        with contextlib.suppress(InfinityError):
+            both.model.state_dict()
+            both.engine.flush()
+        str(both.engine.report)
+
+    def send() -> None:
+        for _ in range(12):
+            if is_done.wait(0.01):
+                return
+            signal.raise_signal(signal.SIGUSR1)  # it is the main thread that handles it
+
+    with _handling(handler), Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            for step in range(3):
+                _run(mode, both, step)
+        finally:
+            is_done.set()
+            sender.join()
+        both.require_equal()
+    assert num_signals
+
+
+class Preempted(Exception):
+    """Raised by a handler, as clusters' launchers do."""
+
+
+def test_what_a_handler_raises_in_a_hand_over_is_no_error_of_the_drive() -> None:
+    """The transfer may be with the backend: its memory must not be given back as if it had failed."""
+
+    class Interrupted(ManualBackend):
+        def submit(self, request: IORequest) -> None:
+            super().submit(request)
+            if len(self.submitted) == 1:
+                signal.raise_signal(signal.SIGUSR1)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Preempted
+
+    backend = Interrupted(1 << 20)
+    with _handling(handler), Swapper(backend, SwapperConfig(deadline_seconds=60.0)) as opened:
+        extent = opened.allocate(4096, "x")
+        with pytest.raises(Preempted):
+            opened.write(extent, np.ones(4096, dtype=np.uint8))
+        assert opened.statistics().inflight_writes == 1
+        backend.complete_all()
+        opened.flush()
+
+
+# ------------------------------------------------------------------------------------------------- handlers in a swapper
+
+
+def _is_scheduling(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGES[1])
+
+
+def test_a_handler_anywhere_in_a_request_works_or_is_refused() -> None:
+    """It never waits for a lock that its own thread has, and what is refused leaves nothing behind."""
+    opened = Swapper.in_memory(16 << 20, SwapperConfig(request_bytes=4096, deadline_seconds=60.0))
+    extent, other = opened.allocate(8 * 4096, "x"), opened.allocate(4096, "other")
+    data, mine = np.ones(8 * 4096, dtype=np.uint8), np.full(4096, 7, dtype=np.uint8)
+
+    def request() -> None:
+        opened.write(extent, data)
+        copy = np.zeros_like(data)
+        opened.read(extent, copy).wait()
+        opened.flush()
+        opened.free(opened.allocate(4096, "short"))
+        assert (copy == data).all()
+
+    def allocate_and_free() -> None:
+        left.append(opened.allocate(4096, "mine"))
+        opened.free(left[-1])
+        left.pop()
+
+    def visit() -> None:
+        for attempt in (
+            lambda: opened.write(other, mine).wait(),
+            lambda: opened.read(other, np.zeros_like(mine)).wait(),
+            opened.flush,
+            allocate_and_free,
+        ):
+            with contextlib.suppress(ReentryError):
+                attempt()
+        opened.statistics()
+
+    left: list[swapper.Extent] = []
+    with opened:
+        opened.write(other, mine).wait()
+        free_bytes = opened.free_bytes
+        counted = Visit(_is_scheduling, None)
+        with counted:
+            request()
+        for point in counted.points:
+            visited = Visit(_is_scheduling, point, visit)
+            with visited:
+                request()
+            assert visited.error is None, visited.where
+        opened.flush()
+        copy = np.zeros_like(mine)
+        opened.read(other, copy).wait()
+        for each in left:
+            opened.free(each)
+        assert (copy == mine).all() and opened.free_bytes == free_bytes
+        assert opened.statistics().inflight == 0
+
+
+def test_a_handler_that_comes_while_the_main_thread_waits_for_a_read_can_read_and_write() -> None:
+    backend = ManualBackend(1 << 20)
+    with Swapper(backend, SwapperConfig(deadline_seconds=60.0)) as opened:
+        extent, other = opened.allocate(4096, "x"), opened.allocate(4096, "other")
+        handle = opened.write(extent, np.ones(4096, dtype=np.uint8))
+        errors: list[Exception] = []
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            try:
+                written = opened.write(other, np.ones(4096, dtype=np.uint8))
+                backend.complete(1)
+                written.wait()
+            except Exception as error:
+                errors.append(error)
+            backend.complete_all()
+
+        with _handling(handler):
+            wait_until(lambda: bool(backend.open))
+            main = threading.main_thread().ident
+
+            def send() -> None:
+                wait_until(lambda: sys._current_frames()[main or 0].f_code.co_name == "_sleep")
+                signal.pthread_kill(main or 0, signal.SIGUSR1)
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            handle.wait()
+            sender.join()
+        assert not errors
+
+
+# ------------------------------------------------------------------------------------------------- dropped engines
+
+
+def _dropped_engine(directory: Path) -> None:
+    engine, *_ = infinity.initialize(
+        model=PLAIN.make("none"), config=everything_on_nvme(directory, {"gradient_clipping": 0.1})
+    )
+    for step in range(2):
+        engine.backward(engine(**make_batch(step)))
+        engine.step()
+
+
+def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[str]:
+    """Collect garbage once inside a function, on whichever thread calls it next; returns that thread's name, then."""
+    real, threads = getattr(owner, name), []
+
+    def collecting(*args: Any, **kwargs: Any) -> Any:
+        if not threads and gc.garbage_is_there:  # type: ignore[attr-defined]
+            threads.append(threading.current_thread().name)
+            gc.collect()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, collecting)
+    return threads
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "thread"),
+    [
+        pytest.param(update_module, "release_workers", "infinity-update", id="update thread"),
+        pytest.param(Lane, "give_back", "swapper-", id="worker under the scheduler's lock"),
+    ],
+)
+def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(
+    owner: object, name: str, thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    before = set(threading.enumerate())
+    monkeypatch.setattr(gc, "garbage_is_there", False, raising=False)
+    threads = _collect_in(monkeypatch, owner, name)
+    gc.disable()
+    try:
+        _dropped_engine(tmp_path)
+        monkeypatch.setattr(gc, "garbage_is_there", True)
+        with Lockstep.start(tmp_path, changes={"infinity": {"update": "step"}}) as both:  # gives those threads work
+            both.engine_step(0)
+            both.engine.flush()
+            wait_until(lambda: bool(threads))
+            both.require_equal()
+    finally:
+        gc.enable()
+    assert threads[0].startswith(thread)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_finalizer_of_the_users_in_the_midst_of_an_update_is_refused_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[Exception] = []
+
+    class Holder:
+        def __init__(self, engine: Any) -> None:
+            self.engine = engine
+            self.me = self
+
+        def __del__(self) -> None:
+            try:
+                self.engine.close()
+            except InfinityError as error:
+                errors.append(error)
+
+    monkeypatch.setattr(gc, "garbage_is_there", False, raising=False)
+    threads = _collect_in(monkeypatch, Lane, "give_back")
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        Holder(both.engine)
+        monkeypatch.setattr(gc, "garbage_is_there", True)
+        for step in range(1, 3):
+            both.engine_step(step)
+        both.require_equal()
+    assert threads and [type(error) for error in errors] == [EngineBusyError]
+
+
+def test_a_swapper_a_handle_and_an_arena_that_are_dropped_leave_nothing(tmp_path: Path) -> None:
+    gc.collect()
+    before = set(threading.enumerate())
+    opened = Swapper.open([tmp_path], 1 << 20, SwapperConfig(backend="threads"))
+    extent = opened.allocate(1 << 20, "x")
+    data = np.ones(1 << 20, dtype=np.uint8)
+    opened.write(extent, data)  # the handle is dropped
+    opened.read(extent, data).wait()
+    arena = swapper.StagingArena(4096, 2)
+    page = arena.lease()
+    del arena, page, opened, extent
+    gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= before)

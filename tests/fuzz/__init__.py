@@ -1,0 +1,1 @@
+"""Random sequences of what users do, on random small models, against plain torch."""

@@ -1,0 +1,472 @@
+"""Groups, ``requires_grad`` and modules that change while training goes on: each step goes by what they are when it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import ModelError, ParameterGroupError, UnpreparedParameterError
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+Named = Mapping[str, nn.Parameter]
+
+_RESIDENT = {
+    "zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}},
+    "infinity": {"keep_in_memory": True},
+}
+_BF16 = {"bf16": {"enabled": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "in backward": {},
+    "in backward, bf16": _BF16,
+    "deferred": {"gradient_clipping": 0.1},
+    "step": {"infinity": {"update": "step"}},
+    "resident": _RESIDENT,
+    "vertical": {"gradient_accumulation_steps": 2},
+}
+in_all_modes = pytest.mark.parametrize("mode", MODES)
+
+
+def _adamw(named: Named) -> torch.optim.Optimizer:
+    named = {fqn: param for fqn, param in named.items() if param.requires_grad}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if p.dim() >= 2]},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def _start(tmp_path: Path, mode: str, make: Callable[[Named], torch.optim.Optimizer] = _adamw) -> Lockstep:
+    return Lockstep.start(
+        tmp_path,
+        changes={"optimizer": None, **MODES[mode]},
+        reference_optimizer=make,
+        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
+    )
+
+
+def _step(both: Lockstep, mode: str, step: int) -> None:
+    both.batch_step(step) if mode == "vertical" else both.engine_step(step)
+
+
+def _sides(both: Lockstep) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Each side's optimizer, and what is in its groups by FQN."""
+    return [(both.reference.optimizer, both.reference.main), (both.optimizer, dict(both.model.named_parameters()))]
+
+
+def _remove(optimizer: Any, named: dict[str, Any]) -> None:
+    optimizer.param_groups[1]["params"].pop(0)
+
+
+def _move(optimizer: Any, named: dict[str, Any]) -> None:
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+
+
+def _reverse(optimizer: Any, named: dict[str, Any]) -> None:
+    optimizer.param_groups.reverse()
+    for group in optimizer.param_groups:
+        group["params"].reverse()
+
+
+def _empty(optimizer: Any, named: dict[str, Any]) -> None:
+    optimizer.param_groups[0]["params"].clear()
+
+
+def _pop(optimizer: Any, named: dict[str, Any]) -> None:
+    optimizer.param_groups.pop(0)
+
+
+def _replace(optimizer: Any, named: dict[str, Any]) -> None:
+    options = {key: value for key, value in optimizer.param_groups[1].items() if key != "params"}
+    optimizer.param_groups = [{**options, "params": list(named.values())[::2], "lr": 3e-2, "weight_decay": 0.5}]
+
+
+def _split_off(optimizer: Any, named: dict[str, Any]) -> None:
+    taken = optimizer.param_groups[1]["params"].pop()
+    optimizer.add_param_group({"params": [taken], "lr": 5e-2})
+
+
+def _take_all(optimizer: Any, named: dict[str, Any]) -> None:
+    optimizer.param_groups.clear()
+
+
+_CHANGES = [_remove, _move, _reverse, _empty, _pop, _replace, _split_off, _take_all]
+
+
+@pytest.mark.parametrize(
+    ("change", "mode"),
+    [(change, mode) for change in _CHANGES for mode in (MODES if change is _replace else ["in backward", "deferred"])],
+)
+def test_members_of_groups_change(change: Callable[[Any, dict[str, Any]], None], mode: str, tmp_path: Path) -> None:
+    with _start(tmp_path, mode) as both:
+        for step in range(2):
+            _step(both, mode, step)
+        for optimizer, named in _sides(both):
+            change(optimizer, named)
+        for step in range(2, 4):
+            _step(both, mode, step)
+        both.require_equal()
+
+
+def test_a_removed_parameter_comes_back_with_its_state(tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        _step(both, "in backward", 0)
+        removed = [optimizer.param_groups[1]["params"].pop(0) for optimizer, _ in _sides(both)]
+        _step(both, "in backward", 1)
+        for (optimizer, _), param in zip(_sides(both), removed, strict=True):
+            assert "exp_avg" in optimizer.state[param]
+            optimizer.add_param_group({"params": [param], "betas": (0.5, 0.6)})
+        _step(both, "in backward", 2)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred"])
+def test_a_parameter_in_two_groups_is_refused_before_anything_is_updated(mode: str, tmp_path: Path) -> None:
+    with _start(tmp_path, mode) as both:
+        _step(both, mode, 0)
+        groups = both.optimizer.param_groups
+        groups[0]["params"].append(groups[1]["params"][0])
+        with pytest.raises(ParameterGroupError, match=r"stands in parameter groups 0 and 1"):
+            both.engine(**both.batch(1))
+        groups[0]["params"].pop()
+        both.engine.reset()
+        _step(both, mode, 1)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred"])
+def test_the_users_own_instance_shows_the_same_groups(mode: str, tmp_path: Path) -> None:
+    own: list[torch.optim.Optimizer] = []
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        own.append(_adamw(named))
+        return own[-1]
+
+    with _start(tmp_path, mode, make) as both:
+        _step(both, mode, 0)
+        own[-1].param_groups = [dict(own[-1].param_groups[1], lr=0.5)]
+        assert both.optimizer.param_groups is own[-1].param_groups
+        _pop(both.reference.optimizer, {})
+        both.reference.param_groups[0]["lr"] = 0.5
+        _step(both, mode, 1)
+        both.require_equal()
+
+
+# ------------------------------------------------------------------------------------------------------ hyperparameters
+
+
+@pytest.mark.filterwarnings("ignore::infinity.errors.NonFiniteLossWarning")
+@pytest.mark.parametrize("mode", ["in backward", "in backward, bf16", "deferred"])
+@pytest.mark.parametrize(
+    "lr",
+    [numpy.float32(0.03), numpy.float64(0.03), True, torch.tensor(0.03), float("nan"), float("inf"), -0.01],
+    ids=repr,
+)
+def test_learning_rates_of_any_kind(lr: Any, mode: str, tmp_path: Path) -> None:
+    def make(named: Named) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(named.values()), lr=1e-2, fused=True)
+
+    with _start(tmp_path, mode, make) as both:
+        for optimizer, _ in _sides(both):
+            optimizer.param_groups[0]["lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        for step in range(2):
+            both.reference.backward(both.reference.forward(both.batch(step)))
+            both.engine.backward(both.engine(**both.batch(step)))
+            both.engine.step()
+            both.reference.step()
+        for fqn, main in both.reference.main.items():
+            found = both.engine.state_of(both.model.get_parameter(fqn))["weight"]
+            torch.testing.assert_close(found, main.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_learning_rates_that_are_arrays_without_dimension(tmp_path: Path) -> None:
+    def make(named: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9)
+
+    with _start(tmp_path, "in backward", make) as both:
+        for optimizer, _ in _sides(both):
+            optimizer.param_groups[0]["momentum"] = numpy.float32(0.5)
+            optimizer.param_groups[0]["weight_decay"] = numpy.float64(0.5)
+        for step in range(2):
+            _step(both, "in backward", step)
+        both.require_equal()
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "change"),
+    [
+        (torch.optim.AdamW, {}, {"amsgrad": True}),
+        (torch.optim.SGD, {"lr": 0.1}, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {}, {"centered": True}),
+    ],
+)
+@pytest.mark.parametrize("mode", ["in backward", "deferred"])
+def test_a_state_that_has_no_place_is_refused_before_anything_is_updated(
+    cls: Any, options: dict[str, Any], change: dict[str, Any], mode: str, tmp_path: Path
+) -> None:
+    with _start(tmp_path, mode, lambda named: cls(list(named.values()), **options)) as both:
+        _step(both, mode, 0)
+        group = both.optimizer.param_groups[0]
+        before = {key: group[key] for key in change}
+        group.update(change)
+        with pytest.raises(UnpreparedParameterError, match=r"would need the state .* before infinity\.initialize"):
+            both.engine(**both.batch(1))
+        group.update(before)
+        both.engine.reset()
+        _step(both, mode, 1)
+        both.require_equal()
+
+
+def test_switches_that_need_no_other_state_may_change(tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        for step, change in enumerate([{}, {"maximize": True}, {"foreach": True}, {"fused": True, "foreach": False}]):
+            for optimizer, _ in _sides(both):
+                optimizer.param_groups[1].update(change)
+            _step(both, "in backward", step)
+        both.require_equal()
+
+
+def test_one_cycle_moves_betas_with_the_rate(tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        schedules = [torch.optim.lr_scheduler.OneCycleLR(side, 0.1, total_steps=9) for side, _ in _sides(both)]
+        for step in range(4):
+            _step(both, "in backward", step)
+            for schedule in schedules:
+                schedule.step()
+        both.require_equal()
+
+
+# ------------------------------------------------------------------------------------------------------------ freezing
+
+
+def _require_grad(both: Lockstep, pattern: str, flag: bool) -> None:
+    for model in (both.reference.model, both.model):
+        for fqn, param in model.named_parameters():
+            if pattern in fqn:
+                param.requires_grad_(flag)
+
+
+@in_all_modes
+def test_freezing_and_thawing_between_steps(mode: str, tmp_path: Path) -> None:
+    with _start(tmp_path, mode) as both:
+        names = [fqn for fqn, _ in both.model.named_parameters()]
+        turns = [names[0], names[-1].rpartition(".")[0], "bias", names[2]]
+        _step(both, mode, 0)
+        for step, pattern in enumerate(turns, 1):
+            _require_grad(both, pattern, False)
+            _step(both, mode, 2 * step)
+            _require_grad(both, pattern, True)
+            _step(both, mode, 2 * step + 1)
+        both.require_equal()
+
+
+@in_all_modes
+def test_halves_of_a_model_in_turns(mode: str, tmp_path: Path) -> None:
+    """As the two sides of a GAN."""
+    with _start(tmp_path, mode) as both:
+        names = [fqn for fqn, _ in both.model.named_parameters()]
+        for step in range(5):
+            for index, name in enumerate(names):
+                _require_grad(both, name, index % 2 == step % 2)
+            _step(both, mode, step)
+        _require_grad(both, "", True)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred"])
+def test_gradual_thawing_of_what_was_trainable_in_initialize(mode: str, tmp_path: Path) -> None:
+    with _start(tmp_path, mode) as both:
+        names = [fqn for fqn, _ in both.model.named_parameters()]
+        for name in names[:-2]:
+            _require_grad(both, name, False)
+        for step, name in enumerate(reversed(names)):
+            _require_grad(both, name, True)
+            _step(both, mode, step)
+        both.require_equal()
+
+
+def _with_frozen_first(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Parameter]:
+    model = PLAIN.make("none")
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=own)
+    return engine, optimizer, first
+
+
+@pytest.mark.parametrize("loop", ["engine", "plain"])
+def test_thawing_what_was_frozen_in_initialize_is_refused(loop: str, tmp_path: Path) -> None:
+    engine, _, first = _with_frozen_first(tmp_path)
+    with engine:
+        engine.backward(engine(**make_batch(0)))
+        engine.step()
+        first.requires_grad_(True)
+        with pytest.raises(UnpreparedParameterError, match=r"was frozen when .*requires_grad_\(True\) before"):
+            (engine if loop == "engine" else engine.module)(**make_batch(1))
+        first.requires_grad_(False)
+        engine.reset()
+        engine.backward(engine(**make_batch(1)))
+        engine.step()
+
+
+def test_thawing_what_is_in_no_group_gives_a_plain_gradient(tmp_path: Path) -> None:
+    engine, optimizer, first = _with_frozen_first(tmp_path)
+    with engine:
+        optimizer.param_groups[0]["params"].pop(0)
+        first.requires_grad_(True)
+        engine(**make_batch(0)).backward()
+        assert first.grad is not None
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------------- new modules
+
+
+class _Grown(nn.Module):
+    """A block with a new layer behind it."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = nn.Linear(width, width)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.extra(self.inner(*args, **kwargs))
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _stack(tmp_path: Path, changes: dict[str, Any]) -> tuple[Any, Any, _Stack, _Stack, torch.optim.Optimizer]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(_Stack())
+    plain = torch.optim.AdamW(models[1].parameters(), lr=1e-2)
+    engine, optimizer, *_ = infinity.initialize(
+        model=models[0],
+        config=everything_on_nvme(tmp_path, {"optimizer": None, **changes}),
+        optimizer=torch.optim.AdamW(models[0].parameters(), lr=1e-2),
+    )
+    return engine, optimizer, models[0], models[1], plain
+
+
+def _grow(model: _Stack) -> _Grown:
+    torch.manual_seed(4)
+    grown = _Grown(model.blocks[1], 8)
+    model.blocks[1] = grown
+    return grown
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.01])
+@pytest.mark.parametrize("loop", ["engine", "plain", "vertical"])
+def test_a_layer_that_is_added_and_put_into_a_group_is_trained(loop: str, clipping: float, tmp_path: Path) -> None:
+    num = 2 if loop == "vertical" else 1
+    changes = {"gradient_clipping": clipping, "gradient_accumulation_steps": num}
+    engine, optimizer, model, twin, plain = _stack(tmp_path, changes)
+    with engine:
+        for step in range(5):
+            if step == 2:
+                for side, its in ((optimizer, model), (plain, twin)):
+                    side.add_param_group({"params": list(_grow(its).extra.parameters()), "lr": 2e-2})
+            batches = [torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + n)) for n in range(num)]
+            for batch in batches:
+                (twin(batch) / num).backward()
+            if clipping:
+                torch.nn.utils.clip_grad_norm_(twin.parameters(), clipping)
+            plain.step()
+            plain.zero_grad()
+            if loop == "plain":
+                model(batches[0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            elif loop == "vertical":
+                engine.train_batch(iter([(batch,) for batch in batches]))
+            else:
+                engine.backward(engine(batches[0]))
+                engine.step()
+        for (fqn, param), other in zip(twin.named_parameters(), model.parameters(), strict=True):
+            with infinity.GatheredParameters([p for p in [other] if "extra" not in fqn]):
+                assert torch.equal(param, other), fqn
+            assert torch.equal(plain.state[param]["exp_avg"], optimizer.state[other]["exp_avg"]), fqn
+
+
+def test_a_layer_that_is_in_no_group_is_not_trained_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _, model, *_ = _stack(tmp_path, {})
+    with engine:
+        grown = _grow(model)
+        before = grown.extra.weight.detach().clone()
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8)))
+            engine.step()
+        assert torch.equal(before, grown.extra.weight)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "blocks.1.extra.weight" in warnings[0] and "add_param_group" in warnings[0]
+
+
+def test_adapters_that_replace_all_that_was_trained_are_refused(tmp_path: Path) -> None:
+    """As ``get_peft_model`` after ``initialize``: the loss would stay what it is."""
+    engine, optimizer, model, *_ = _stack(tmp_path, {})
+    with engine:
+        model.requires_grad_(False)
+        grown = _grow(model)
+        with pytest.raises(ModelError, match=r"get_peft_model.* before infinity\.initialize.*add_param_group"):
+            engine(torch.ones(2, 8))
+        engine.reset()
+        optimizer.add_param_group({"params": list(grown.extra.parameters())})
+        before = grown.extra.weight.detach().clone()
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+        assert not torch.equal(before, grown.extra.weight)
+
+
+# --------------------------------------------------------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred"])
+def test_the_norm_goes_in_the_order_of_the_model(mode: str, tmp_path: Path) -> None:
+    """Groups of two kinds put the gradients into another order, whose norm has other last bits."""
+    changes = {"optimizer": None, **MODES[mode]}
+    torch.manual_seed(0)
+    shapes = [(11, 3), (7,), (64, 5), (3,), (300,), (9, 9), (1000,)] * 8
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+        def forward(self) -> torch.Tensor:
+            return torch.stack([(w.sin() * 10 ** (i % 5)).sum() for i, w in enumerate(self.weights)]).sum()
+
+    model, twin = Many(), Many()
+    twin.load_state_dict(model.state_dict())
+    optimizer = _adamw(dict(model.named_parameters()))
+    config = everything_on_nvme(tmp_path, changes)
+    engine, *_ = infinity.initialize(model=model, config=config, optimizer=optimizer)
+    plain = _adamw(dict(twin.named_parameters()))
+    with engine:
+        for _ in range(4):
+            plain.zero_grad()
+            twin().backward()
+            norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1 if mode == "deferred" else 1e30)
+            plain.step()
+            engine.backward(engine())
+            engine.step()
+            assert engine.get_global_grad_norm() == float(norm)

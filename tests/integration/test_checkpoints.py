@@ -1,0 +1,227 @@
+"""``engine.save_checkpoint`` and ``engine.load_checkpoint``: a training goes on bit for bit, whatever happens to the process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity import checkpoint
+from infinity.errors import StorageError, UnsupportedModelError
+from tests.exactness.lockstep import everything_on_nvme
+
+_SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+_MEMORY: dict[str, Any] = {
+    "zero_optimization": {"offload_param": None, "offload_optimizer": None},
+    "infinity": {"keep_in_memory": True},
+}
+_MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "remainder": _BF16,
+    "fp32 beside bf16": {**_BF16, "infinity": {"main_weights": "fp32"}},
+    "in memory": {**_BF16, **_MEMORY},
+    "dynamic fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}},
+    "int8 states": {**_BF16, "infinity": {"state_dtype": "int8"}},
+    "clipped": {**_BF16, "gradient_clipping": 0.1},
+}
+
+
+class Model(nn.Module):
+    """With statistics, something frozen, an integer, tied weights, and a layer that is used late."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(8, 96)
+        self.norm = nn.BatchNorm1d(96)
+        self.late = nn.Linear(8, 96)
+        self.frozen = nn.Linear(96, 8).requires_grad_(False)
+        self.number = nn.Parameter(torch.tensor([2**53 + 1 + seed]), requires_grad=False)
+        self.last = nn.Linear(8, 96)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("aside", torch.tensor(float(seed)), persistent=False)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        self.seen += 1
+        x = x.to(self.first.weight.dtype)
+        hidden = self.norm(self.first(x)) + (self.late(x) if step > 2 else 0)
+        result: torch.Tensor = (self.last(self.frozen(hidden).relu()) * self.scale).float().square().mean()
+        return result
+
+
+@contextmanager
+def _training(directory: Path, changes: dict[str, Any], seed: int = 0) -> Iterator[Any]:
+    directory.mkdir(exist_ok=True)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    config = everything_on_nvme(directory, {"optimizer": optimizer, "scheduler": _SCHEDULER, **changes})
+    engine, *_ = infinity.initialize(model=Model(seed), config=config)
+    with engine:
+        yield engine
+
+
+def _steps(engine: Any, *steps: int) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = engine(torch.randn(4, 8, generator=generator), step)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def _everything(engine: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for fqn, parameter in engine.module.named_parameters():
+        found[fqn] = parameter.clone()
+        if parameter.requires_grad:
+            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in engine.state_of(parameter).items()}
+    found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers() if fqn != "aside"}
+    found["lr"] = torch.tensor(engine.get_lr())
+    found["counts"] = torch.tensor(
+        [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.loss_scale()]
+    )
+    return found
+
+
+def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
+    changes = {**_MODES[mode], "gradient_accumulation_steps": 2}
+    with _training(tmp_path / "drive", changes) as engine:
+        _steps(engine, 0, 1)
+        assert engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3, "rng": torch.ones(2)})
+        before = _everything(engine)
+        losses = _steps(engine, 2, 3)
+        expected = _everything(engine)
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+    with _training(tmp_path / "drive", changes, seed=1) as engine:
+        folder, client_state = engine.load_checkpoint(tmp_path / "saved")
+        assert folder == str(tmp_path / "saved" / "global_step2")
+        assert client_state["epoch"] == 3 and torch.equal(client_state["rng"], torch.ones(2))
+        assert float(engine.module.aside) == 1
+        _require_equal(_everything(engine), before)
+        assert _steps(engine, 2, 3) == losses
+        _require_equal(_everything(engine), expected)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "in files"])
+def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if large:
+        monkeypatch.setattr("infinity.copies._LEAST_BYTES", 0)
+        monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+    with _training(tmp_path / "drive", _BF16) as engine:
+        _steps(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        losses = _steps(engine, 2, 3)
+        expected = _everything(engine)
+    with _training(tmp_path / "drive", {**_BF16, **_MEMORY}, seed=1) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert _steps(engine, 2, 3) == losses
+        _require_equal(_everything(engine), expected)
+
+
+def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
+    with _training(tmp_path / "drive", _BF16) as engine:
+        _steps(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved", tag="one", save_latest=False)
+        saved = _everything(engine)
+    with _training(tmp_path / "drive", _BF16, seed=1) as engine:
+        assert engine.load_checkpoint(tmp_path / "saved") == (None, None)
+        assert engine.load_checkpoint(tmp_path / "saved", tag="two") == (None, None)
+        engine.load_checkpoint(tmp_path / "saved", tag="one", load_module_only=True)
+        assert engine.global_steps == 0
+        assert torch.equal(engine.module.first.weight.clone(), saved["first.weight"])
+        assert not engine.has_state(engine.module.first.weight)
+        engine.load_checkpoint(
+            tmp_path / "saved", tag="one", load_optimizer_states=False, load_lr_scheduler_states=False
+        )
+        assert engine.global_steps == 2 and not engine.has_state(engine.module.first.weight)
+        assert engine.lr_scheduler.state_dict()["last_epoch"] != 2
+        engine.load_checkpoint(tmp_path / "saved", tag="one")
+        _require_equal(_everything(engine), saved)
+
+
+def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from swapper import publish
+
+    images: list[Path] = []
+
+    def photograph(*_: Any) -> None:
+        images.append(tmp_path / f"image{len(images)}")
+        shutil.copytree(tmp_path / "saved", images[-1])
+
+    with _training(tmp_path / "drive", _BF16) as engine:
+        _steps(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved", tag="here")
+        old = _everything(engine)
+        _steps(engine, 1)
+        new = _everything(engine)
+        exchange, rename = publish.exchange, publish.rename
+        monkeypatch.setattr(checkpoint, "exchange", lambda *a: (photograph(), exchange(*a), photograph()))
+        monkeypatch.setattr(publish, "rename", lambda *a: (photograph(), rename(*a), photograph()))
+        engine.save_checkpoint(tmp_path / "saved", tag="here")
+        engine.save_checkpoint(tmp_path / "saved", tag="there")
+        monkeypatch.undo()
+        names = {path.name for path in (tmp_path / "saved").iterdir()}
+        assert names == {"here", "there", "latest"} and (tmp_path / "saved" / "latest").read_text() == "there"
+        seen = []
+        for image in images:
+            folder, _ = engine.load_checkpoint(image)
+            found = _everything(engine)
+            seen.append((Path(folder).name, engine.global_steps == 2))
+            _require_equal(found, new if seen[-1][1] else old)
+    assert seen[0] == ("here", False) and seen[-1] == ("there", True)
+    assert seen == sorted(seen)
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    with _training(tmp_path / "drive", _BF16) as engine:
+        _steps(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved")
+    drive = everything_on_nvme(tmp_path / "drive", _BF16)
+    other = Model(1)
+    other.late = nn.Linear(8, 95)
+    engine, *_ = infinity.initialize(model=other, config=drive)
+    with engine:
+        before = _everything(engine)
+        with pytest.raises(UnsupportedModelError, match=r"'late.weight' has shape \(96, 8\), not \(95, 8\)"):
+            engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+        _require_equal(_everything(engine), before)
+    less = Model(1)
+    del less.late
+    less.more = nn.Linear(2, 2)
+    engine, *_ = infinity.initialize(model=less, config=drive)
+    with engine:
+        with pytest.raises(UnsupportedModelError, match=r"'more.weight' is missing") as caught:
+            engine.load_checkpoint(tmp_path / "saved")
+        assert "'late.weight' is not in the model" in str(caught.value)
+        engine.load_checkpoint(tmp_path / "saved", load_module_strict=False, load_optimizer_states=False)
+        assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", "..", "latest"])
+def test_a_tag_that_is_no_name_is_refused(tag: str, tmp_path: Path) -> None:
+    with _training(tmp_path / "drive", {}) as engine, pytest.raises(ValueError, match="tag"):
+        engine.save_checkpoint(tmp_path / "saved", tag=tag)
+
+
+def test_a_directory_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with _training(tmp_path / "drive", {}) as engine, pytest.raises(StorageError, match="cannot take the checkpoint"):
+        engine.save_checkpoint(tmp_path / "file")

@@ -1,0 +1,238 @@
+"""The engine is an ``nn.Module`` to whoever asks for one: its content is the model's, under the model's names."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import ModelInUseError, UnsupportedModelError
+from tests.exactness.case import loss_of
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Lockstep]:
+    with Lockstep.start(tmp_path) as pair:
+        yield pair
+
+
+class _Talker(nn.Module):
+    """Has attributes that are called as some of the engine's, and methods that the engine does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.optimizer = nn.Linear(4, 4)
+        self.register_buffer("global_steps", torch.zeros(1))
+        self.greeting = "hello"
+
+    def forward(self, x: torch.Tensor, *, negate: bool = False) -> torch.Tensor:
+        out: torch.Tensor = self.optimizer(self.layer(x)).pow(2).mean()
+        return -out if negate else out
+
+    def generate(self, n: int) -> torch.Tensor:
+        out: torch.Tensor = self(torch.ones(n, 4))
+        return out
+
+
+def _talker(directory: Path, changes: dict[str, Any] | None = None) -> tuple[_Talker, Any]:
+    torch.manual_seed(0)
+    model = _Talker()
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(directory, changes))
+    return model, engine
+
+
+def test_it_is_a_module_with_the_models_content(both: Lockstep) -> None:
+    engine, model = both.engine, both.model
+    assert isinstance(engine, nn.Module)
+    for name in ("named_parameters", "named_buffers", "named_children"):
+        expected, found = dict(getattr(model, name)()), dict(getattr(engine, name)())
+        assert list(expected) == list(found)
+        assert all(expected[key] is found[key] for key in expected)
+    assert list(engine.modules()) == list(model.modules())
+    assert all(a is b for a, b in zip(engine.parameters(), model.parameters(), strict=True))
+    assert repr(model).splitlines()[1].strip() in repr(engine)
+    assert "blocks" in dir(engine)
+    assert engine.get_parameter("embedding.weight") is model.get_parameter("embedding.weight")
+
+
+def test_state_dicts_have_the_models_names_and_weights(both: Lockstep) -> None:
+    both.engine_step(0)
+    expected = {name: value.clone() for name, value in both.reference.model.state_dict().items()}
+    found = both.engine.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    zeros = {name: torch.zeros_like(value) for name, value in expected.items()}
+    both.engine.load_state_dict(zeros)
+    assert not any(value.any() for value in both.engine.module_state_dict().values())
+    both.engine.load_module_state_dict({"module": expected})
+    both.engine_step(1)
+    both.require_equal()
+
+
+def test_a_container_of_engines_is_a_container_of_models(both: Lockstep) -> None:
+    outer = nn.ModuleDict({"a": both.engine})
+    names = [f"a.{name}" for name in both.model.state_dict()]
+    assert list(outer.state_dict()) == names
+    assert [name for name, _ in outer.named_parameters()] == [f"a.{name}" for name, _ in both.model.named_parameters()]
+    outer.load_state_dict(outer.state_dict())
+    outer.eval()
+    assert not both.model.training
+    assert not both.engine.training
+    outer.train()
+    assert both.model.training
+    with torch.no_grad():
+        assert torch.equal(outer["a"](**both.batch(0)), both.engine(**both.batch(0)))
+    both.engine_step(0)
+    both.require_equal()
+
+
+def test_attributes_come_from_the_model_where_the_engine_has_none(tmp_path: Path) -> None:
+    model, engine = _talker(tmp_path)
+    with engine:
+        assert engine.greeting == "hello"
+        assert engine.layer is model.layer
+        with torch.no_grad():
+            assert torch.equal(engine.generate(2), model.generate(2))
+        assert engine.global_steps == 0  # and not the buffer of that name
+        assert isinstance(engine.optimizer, torch.optim.Optimizer)
+        engine.backward(engine(torch.ones(2, 4)))
+        engine.step()
+        assert engine.global_steps == 1
+        assert torch.equal(model.get_buffer("global_steps"), torch.zeros(1))
+        assert not hasattr(engine, "no_such_thing")
+        with pytest.raises(AttributeError, match="'Engine' object has no attribute 'no_such_thing'"):
+            engine.no_such_thing  # noqa: B018
+        engine.note = 3
+        assert not hasattr(model, "note")
+
+
+def test_ways_to_call_it(tmp_path: Path) -> None:
+    _, engine = _talker(tmp_path)
+    x = torch.ones(2, 4)
+    with engine, torch.no_grad():
+        assert torch.equal(engine(x=x, negate=True), engine.forward(x, negate=True))
+        assert torch.equal(engine(x), -engine(negate=True, x=x))
+
+
+def test_hooks_run_once(both: Lockstep) -> None:
+    calls: list[str] = []
+    both.engine.register_forward_hook(lambda *_: calls.append("engine"))
+    both.model.register_forward_hook(lambda *_: calls.append("model"))
+    both.engine.register_state_dict_post_hook(lambda *_: calls.append("state dict"))
+    with torch.no_grad():
+        both.engine(**both.batch(0))
+        both.model(**both.batch(0))
+    assert calls == ["model", "engine", "model"]
+    both.engine.state_dict()
+    assert calls.count("state dict") == 1
+    both.engine_step(0)
+    both.require_equal()
+
+
+def test_walkers_of_torch(both: Lockstep) -> None:
+    num_parameters = sum(p.numel() for p in both.model.parameters())
+    assert sum(p.numel() for p in both.engine.parameters()) == num_parameters
+    seen: list[str] = []
+    both.engine.apply(lambda module: seen.append(type(module).__name__))
+    assert seen[-1] == type(both.model).__name__
+    assert "Engine" not in seen
+    both.engine.register_buffer("extra", torch.zeros(1))
+    assert "extra" in dict(both.model.named_buffers())
+    both.engine_step(0)
+
+
+def test_clipping_by_hand_of_the_engines_parameters(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, loop="plain") as both:
+        for step in range(3):
+            both.plain_backward(step)
+            norm = nn.utils.clip_grad_norm_(both.engine.parameters(), 1e9)
+            both.reference.step()
+            both.optimizer.step()
+            both.optimizer.zero_grad()
+            assert norm > 0
+        both.require_equal()
+
+
+def test_it_is_not_copied_nor_pickled(both: Lockstep) -> None:
+    for refused in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"copy engine\.module"):
+            refused(both.engine)
+    twin = copy.deepcopy(both.engine.module)
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), both.reference.model.parameters(), strict=True))
+
+
+def test_a_dropped_engine_is_collected(tmp_path: Path) -> None:
+    model, engine = _talker(tmp_path)
+    engine.backward(engine(torch.ones(2, 4)))
+    engine.step()
+    watch = weakref.ref(engine)
+    del engine, model
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_second_engine_on_the_same_model_is_refused(both: Lockstep, tmp_path: Path) -> None:
+    for model in (both.model, both.engine, both.model.get_submodule("blocks")):
+        with pytest.raises(ModelInUseError, match="engine"):
+            infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    both.engine_step(0)
+    both.require_equal()
+
+
+def test_an_engine_on_a_submodule(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), _Talker())
+    twin = copy.deepcopy(model)
+    engine, optimizer, *_ = infinity.initialize(
+        model=model[1], config=everything_on_nvme(tmp_path), optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.1)
+    )
+    others = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    twin_optimizers = [torch.optim.AdamW(twin[1].parameters(), lr=0.1), torch.optim.SGD(twin[0].parameters(), lr=0.1)]
+    with engine:
+        for step in range(3):
+            x = torch.full((2, 4), float(step + 1))
+            model(x).backward()
+            twin(x).backward()
+            for each in (optimizer, others, *twin_optimizers):
+                each.step()
+                each.zero_grad()
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in twin.state_dict().items())
+
+
+def test_the_config_is_a_mapping(tmp_path: Path) -> None:
+    config = everything_on_nvme(tmp_path)
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
+    with engine:
+        assert engine.config.get("zero_optimization", {}).get("stage") == 3
+        assert dict(engine.config) == config
+        assert "fp16" not in engine.config
+        assert engine.config.gradient_accumulation_steps == 1
+        assert not torch.isnan(loss_of(engine(**make_batch(0))))
+
+
+def test_moving_it_to_where_it_is_does_nothing(both: Lockstep) -> None:
+    for same in (both.engine.to("cpu"), both.engine.float(), both.engine.cpu(), both.engine.to(torch.float32)):
+        assert same is both.engine
+    with pytest.raises(UnsupportedModelError, match="cannot be cast"):
+        both.engine.half()
+    both.engine_step(0)
+    both.require_equal()
+
+
+def test_inference_mode(tmp_path: Path) -> None:
+    model, engine = _talker(tmp_path, {"optimizer": None})
+    twin = copy.deepcopy(model)
+    with engine, torch.inference_mode():
+        assert torch.equal(engine(torch.ones(2, 4)), twin(torch.ones(2, 4)))

@@ -1,0 +1,327 @@
+"""What a save leaves in its directory: at any moment, after whatever was there before, and of models that have changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import UnsupportedModelError
+from swapper import publish
+from tests.exactness.lockstep import everything_on_nvme
+
+_OLD_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin")
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    """As transformers looks for weights: a single file, then an index, then pickles."""
+    from safetensors.torch import load_file
+
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    if (folder / "model.safetensors.index.json").exists():
+        weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        found: dict[str, torch.Tensor] = {}
+        for file in sorted(set(weight_map.values())):
+            found.update(load_file(folder / file))
+        assert found.keys() == weight_map.keys()
+        return found
+    loaded: dict[str, torch.Tensor] = torch.load(folder / "pytorch_model.bin")
+    return loaded
+
+
+def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with engine:
+        yield engine, model
+
+
+def _train(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+
+
+def _write_old(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    if kind == "single":
+        save_file(values, folder / "model.safetensors")
+    if kind == "pickled":
+        torch.save(values, folder / _OLD_PICKLES[0])
+    if kind.startswith("sharded"):
+        count = int(kind.removeprefix("sharded "))
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        for name in names[1:]:
+            save_file({}, folder / name)
+        save_file(values, folder / names[0])
+        index = {"metadata": {}, "weight_map": dict.fromkeys(values, names[0])}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("kind", ["single", "pickled", "sharded 4", "sharded 2"])
+def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
+    kind: str, started: tuple[Any, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = started
+    folder = tmp_path / "out"
+    old = {"0.weight": torch.full((2, 2), 7.0)}
+    _write_old(folder, kind, old)
+    images: list[Path] = []
+    synced: set[int] = set()
+    moved: list[tuple[int, bool]] = []
+
+    def photographed(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*paths: Path) -> None:
+            if len(paths) == 2:
+                assert paths[0].stat().st_ino in synced, f"{paths[1].name} was moved before it was on the drive"
+            change(*paths)
+            images.append(tmp_path / f"image{len(images)}")
+            shutil.copytree(folder, images[-1])
+
+        return changed
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        if os.fstat(descriptor).st_ino == folder.stat().st_ino:
+            moved.append((len(images), True))
+
+    monkeypatch.setattr(publish, "rename", photographed(publish.rename))
+    monkeypatch.setattr(publish, "remove", photographed(publish.remove))
+    monkeypatch.setattr(os, "fsync", fsync)
+    engine.save_16bit_model(folder)
+    new = _read(folder)
+    assert new.keys() == engine.module.state_dict().keys()
+    states = [_are_equal(_read(image), new) for image in images]
+    assert all(is_new or _are_equal(_read(image), old) for is_new, image in zip(states, images, strict=True))
+    assert states == sorted(states), "new weights, then old ones again"
+    # The names of the shards are on the drive before the index refers to them, and that before anything is removed.
+    num_shards = len({path.name for path in folder.glob("model-*.safetensors")})
+    syncs = {number for number, _ in moved}
+    assert {num_shards, num_shards + 1, len(images)} <= syncs
+    leftovers = {path.name for path in folder.iterdir()} - {path.name for path in folder.glob("model-*.safetensors")}
+    assert leftovers == {"model.safetensors.index.json"}
+
+
+def test_saving_again_and_again_leaves_one_save(started: tuple[Any, nn.Module], tmp_path: Path) -> None:
+    engine, model = started
+    for _ in range(3):
+        _train(engine)
+        engine.save_16bit_model(tmp_path / "out")
+        assert _are_equal(_read(tmp_path / "out"), {k: v.clone() for k, v in model.state_dict().items()})
+        names = {path.name for path in (tmp_path / "out").iterdir()}
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+        assert names == {"model.safetensors.index.json", *index.values()}
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_an_error_while_moving_leaves_nothing_new(
+    moment: int, started: tuple[Any, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = started
+    engine.save_16bit_model(tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    _train(engine)
+    calls = iter(range(100))
+
+    def fails(source: Path, target: Path) -> None:
+        if next(calls) == moment:
+            raise KeyboardInterrupt
+        source.replace(target)
+
+    monkeypatch.setattr(publish, "rename", fails)
+    num_renames = len(before)
+    if moment < num_renames:
+        with pytest.raises(KeyboardInterrupt):
+            engine.save_16bit_model(tmp_path / "out")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_savers_at_the_same_time_leave_one_whole_save(tmp_path: Path) -> None:
+    """Two stages of one pipeline that write to the same place: whoever is last has it, and nothing is mixed."""
+    folder, errors = tmp_path / "out", []
+    barrier = threading.Barrier(2)
+
+    def save(value: float) -> None:
+        try:
+            for _ in range(15):
+                barrier.wait()
+                with publish.Staging(folder, "model") as staging:
+                    for number in range(3):
+                        with staging.file(f"{number}") as file:
+                            file.write(f"{value}".encode())
+                    with publish.locked(folder):
+                        there = {path.name for path in folder.iterdir()}
+                        turn = next(turn for turn in range(99) if f"s-{turn}-0" not in there)
+                        names = [(f"{number}", f"s-{turn}-{number}") for number in range(3)]
+                        with staging.file("head") as file:
+                            file.write(json.dumps([name for _, name in names]).encode())
+                        staging.publish(names, [], ("head", "head"), lambda name: name.startswith("s-"))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=save, args=(float(number),)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    shards = json.loads((folder / "head").read_text())
+    assert len({(folder / name).read_text() for name in shards}) == 1
+    assert {path.name for path in folder.iterdir()} == {"head", *shards}
+
+
+def test_what_a_killed_saver_left_goes_and_what_a_running_one_writes_stays(
+    started: tuple[Any, nn.Module], tmp_path: Path
+) -> None:
+    engine, _ = started
+    folder = tmp_path / "out"
+    with publish.Staging(folder, "model") as running:
+        abandoned = folder / ".model.saving-0123456789abcdef"
+        abandoned.mkdir()
+        (abandoned / "shard-1").write_bytes(b"old")
+        engine.save_16bit_model(folder)
+        assert not abandoned.exists() and running.path.exists()
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "lone\ud800"])
+def test_a_name_that_no_reader_takes_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    model = nn.Linear(2, 2)
+    model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with engine:
+        with pytest.raises(UnsupportedModelError, match="cannot be written"):
+            engine.save_16bit_model(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.ones(2, device="meta")]
+)
+def test_a_buffer_that_the_format_has_not_is_refused(
+    buffer: torch.Tensor, started: tuple[Any, nn.Module], tmp_path: Path
+) -> None:
+    engine, model = started
+    model.register_buffer("odd", buffer)
+    with pytest.raises(UnsupportedModelError, match="'odd' cannot be written"):
+        engine.save_16bit_model(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_that_came_or_went_since_are_saved_as_they_are_now(
+    started: tuple[Any, nn.Sequential], tmp_path: Path
+) -> None:
+    engine, model = started
+    kept = {key: value.clone() for key, value in model.state_dict().items() if not key.startswith("2.")}
+    del model[2]
+    model.append(nn.Linear(4, 2))
+    model.extra = nn.Parameter(torch.arange(3.0))
+    engine.save_16bit_model(tmp_path / "out")
+    expected = {
+        **kept,
+        "2.weight": model[2].weight.detach(),
+        "2.bias": model[2].bias.detach(),
+        "extra": model.extra.detach(),
+    }
+    assert _are_equal(_read(tmp_path / "out"), expected)
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with engine:
+        assert engine.save_16bit_model(tmp_path / "out", exclude_frozen_parameters=True)
+    assert _read(tmp_path / "out").keys() == {"1.weight", "1.bias"}
+
+
+def _llama(*, is_tied: bool) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            tie_word_embeddings=is_tied,
+        )
+    )  # fmt: skip
+
+
+def test_weights_that_transformers_ties_are_written_once(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    model = _llama(is_tied=True)
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with engine:
+        tokens = torch.arange(8).view(1, 8)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        engine.save_16bit_model(tmp_path / "out")
+        logits = engine.eval()(input_ids=tokens).logits.detach()
+    assert "lm_head.weight" not in _read(tmp_path / "out")
+    loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
+
+
+def _adapted(model: Any, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, **options))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_peft_model_is_saved_as_its_adapters_which_load(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    drive, out = tmp_path / "drive", tmp_path / "out"
+    drive.mkdir()
+    model = _adapted(_llama(is_tied=False))
+    tokens = torch.arange(8).view(1, 8)
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with engine:
+        for _ in range(2):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        engine.save_16bit_model(out)
+        logits = engine.eval()(input_ids=tokens).logits.detach()
+    assert {path.name for path in out.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert not (out / "config.json").exists() and not list(out.glob(".*"))
+    loaded = peft.PeftModel.from_pretrained(_llama(is_tied=False), out)
+    assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_peft_model_that_trains_more_than_adapters_is_refused(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    model = _adapted(_llama(is_tied=False))
+    model.get_input_embeddings().weight.requires_grad_(True)
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with (
+        engine,
+        pytest.raises(UnsupportedModelError, match=r"embed_tokens.weight' is trained, but belongs to no adapter"),
+    ):
+        engine.save_16bit_model(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

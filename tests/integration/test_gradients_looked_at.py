@@ -1,0 +1,668 @@
+"""What users do with ``p.grad`` between backward and step: the same as in plain torch, in every budget and mode."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import infinity
+from infinity.errors import GradientNotResidentError
+from tests.exactness.case import Case
+from tests.exactness.lockstep import PLAIN, Lockstep
+from tests.exactness.optimizers import torch_optimizer
+from tests.exactness.shapes.blocks import WIDTH, Net, token_batch
+from tests.twins import MODES, Side, config_for, require_same
+
+Scenario = Callable[[Side], None]
+_SCENARIOS: dict[str, Scenario] = {}
+
+
+def _scenario(function: Scenario) -> Scenario:
+    _SCENARIOS[function.__name__] = function
+    return function
+
+
+def _finish(side: Side) -> None:
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+@_scenario
+def clipping_by_norm(side: Side) -> None:
+    for number in range(3):
+        side.loss(number).backward()
+        side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05, foreach=None if number else False))
+        _finish(side)
+
+
+@_scenario
+def clipping_by_value(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        torch.nn.utils.clip_grad_value_(side.model.parameters(), 1e-3)
+        _finish(side)
+
+
+@_scenario
+def reading_before_and_after_the_step(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.note_gradients()
+        side.optimizer.zero_grad()
+        side.note_gradients()
+
+
+@_scenario
+def writing_to_its_data(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        for parameter in side.parameters:
+            parameter.grad.data.mul_(0.5)
+        side.optimizer.step()
+        side.model.zero_grad()
+
+
+@_scenario
+def noise(side: Side) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for number in range(2):
+        side.loss(number).backward()
+        for parameter in side.parameters:
+            parameter.grad.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+        _finish(side)
+
+
+@_scenario
+def centralisation(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        for parameter in side.parameters:
+            if parameter.dim() > 1:
+                parameter.grad = parameter.grad - parameter.grad.mean(dim=1, keepdim=True)
+            parameter.grad *= 2
+        _finish(side)
+
+
+@_scenario
+def layerwise_scaling(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        for parameter in side.parameters:
+            parameter.grad.mul_(1 / (parameter.grad.norm() + 1e-3))
+        _finish(side)
+
+
+@_scenario
+def freezing_by_none(side: Side) -> None:
+    for number in range(3):
+        side.loss(number).backward()
+        side.parameters[number].grad = None
+        del side.parameters[-1].grad
+        _finish(side)
+
+
+@_scenario
+def projecting_two_gradients(side: Side) -> None:
+    for number in range(2):
+        found = []
+        for task in range(2):
+            side.loss(number + 10 * task).backward()
+            found.append([parameter.grad for parameter in side.parameters])
+            side.optimizer.zero_grad()
+        for parameter, first, second in zip(side.parameters, *found, strict=True):
+            side.note(first, second)
+            dot = (first * second).sum()
+            parameter.grad = first - dot / second.square().sum() * second if dot < 0 else first + second
+        _finish(side)
+
+
+@_scenario
+def putting_gradients_aside(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        aside = [parameter.grad for parameter in side.parameters]
+        for parameter in side.parameters:
+            parameter.grad = None
+        side.loss(number + 10).backward()
+        for parameter, gradient in zip(side.parameters, aside, strict=True):
+            parameter.grad += gradient
+        _finish(side)
+
+
+@_scenario
+def accumulating_without_zero_grad(side: Side) -> None:
+    for number in range(3):
+        side.loss(number).backward()
+        side.optimizer.step()
+    side.note_gradients()
+    side.optimizer.step()
+    side.note_gradients()
+
+
+@_scenario
+def zeros_in_place_of_none(side: Side) -> None:
+    side.step(0)
+    for number in range(2):
+        side.loss(number).backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad(set_to_none=False)
+        side.note_gradients()
+    side.optimizer.step()
+    side.loss(7).backward()
+    side.optimizer.step()
+    side.model.zero_grad(set_to_none=False)
+    side.optimizer.step()
+
+
+@_scenario
+def several_micro_batches(side: Side) -> None:
+    for step in range(2):
+        for micro_batch in range(3):
+            side.loss(3 * step + micro_batch).backward()
+            side.note_gradients()
+        _finish(side)
+
+
+@_scenario
+def accumulating_by_hand(side: Side) -> None:
+    for step in range(2):
+        sums = [torch.zeros(parameter.shape) for parameter in side.parameters]
+        for micro_batch in range(2):
+            side.loss(2 * step + micro_batch).backward()
+            for total, parameter in zip(sums, side.parameters, strict=True):
+                total.add_(parameter.grad)
+            side.model.zero_grad()
+        for total, parameter in zip(sums, side.parameters, strict=True):
+            parameter.grad = total
+        _finish(side)
+
+
+@_scenario
+def hooks_after_accumulation_that_read(side: Side) -> None:
+    seen: list[torch.Tensor] = []
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for parameter in side.parameters
+    ]
+    for step in range(2):
+        for micro_batch in range(2):
+            side.loss(2 * step + micro_batch).backward()
+        _finish(side)
+    side.note(*seen)
+    for handle in handles:
+        handle.remove()
+    side.step(9)
+
+
+@_scenario
+def hooks_after_accumulation_that_write(side: Side) -> None:
+    def halve(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    def clamp(parameter: torch.Tensor) -> None:
+        parameter.grad = parameter.grad.clamp(-1e-3, 1e-3)
+
+    for number, parameter in enumerate(side.parameters):
+        parameter.register_post_accumulate_grad_hook(halve if number % 2 else clamp)
+    for step in range(2):
+        for micro_batch in range(2):
+            side.loss(2 * step + micro_batch).backward()
+        _finish(side)
+
+
+@_scenario
+def hooks_that_read_the_gradients_of_others(side: Side) -> None:
+    seen: list[torch.Tensor | None] = []
+
+    def read_all(*_: Any) -> None:
+        seen.extend(None if p.grad is None else p.grad.clone() for p in side.parameters)
+
+    side.parameters[0].register_post_accumulate_grad_hook(read_all)
+    side.parameters[3].register_post_accumulate_grad_hook(read_all)
+    side.model.blocks[1].register_full_backward_hook(read_all)
+    for step in range(2):
+        for micro_batch in range(2):
+            side.loss(2 * step + micro_batch).backward()
+        _finish(side)
+    side.note(*seen)
+
+
+@_scenario
+def hooks_on_the_way(side: Side) -> None:
+    for parameter in side.parameters:
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    for number in range(2):
+        side.step(number)
+
+
+@_scenario
+def two_backwards_through_one_graph(side: Side) -> None:
+    loss = side.loss(0)
+    loss.backward(retain_graph=True)
+    side.note_gradients()
+    loss.backward()
+    side.note_gradients()
+    _finish(side)
+
+
+@_scenario
+def backward_where_nothing_is_recorded(side: Side) -> None:
+    for number in range(2):
+        loss = side.loss(number)
+        with torch.no_grad():
+            loss.backward()
+        side.note_gradients()
+        _finish(side)
+
+
+@_scenario
+def derivatives_that_are_returned(side: Side) -> None:
+    for number in range(2):
+        found = torch.autograd.grad(side.loss(number), side.parameters)
+        side.note(*found)
+        for parameter, gradient in zip(side.parameters, found, strict=True):
+            parameter.grad = gradient
+        _finish(side)
+    unused = nn.Parameter(torch.ones(2))
+    inputs = [*side.parameters, unused]
+    side.note(*torch.autograd.grad(side.loss(5), inputs, materialize_grads=True))
+    side.note(*torch.autograd.grad(side.loss(5), inputs, allow_unused=True))
+
+
+@_scenario
+def a_penalty_on_derivatives(side: Side) -> None:
+    for number in range(2):
+        loss = side.loss(number)
+        found = torch.autograd.grad(loss, side.parameters, create_graph=True)
+        (loss + sum(gradient.square().sum() for gradient in found)).backward()
+        side.note_gradients()
+        _finish(side)
+
+
+@_scenario
+def backward_into_some_parameters(side: Side) -> None:
+    half = len(side.parameters) // 2
+    for number in range(2):
+        side.loss(number).backward(inputs=side.parameters[:3])
+        side.note_gradients()
+        _finish(side)
+        loss = side.loss(number)
+        loss.backward(inputs=side.parameters[:half], retain_graph=True)
+        loss.backward(inputs=side.parameters[half:])
+        side.note_gradients()
+        _finish(side)
+
+
+@_scenario
+def gradients_with_a_graph(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward(create_graph=True)
+        gradients = [parameter.grad for parameter in side.parameters]
+        curvature = torch.autograd.grad(
+            gradients, side.parameters, grad_outputs=[torch.ones_like(gradient) for gradient in gradients]
+        )
+        side.note(*curvature)
+        side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05))
+        _finish(side)
+        side.loss(number).backward(create_graph=True)
+        side.loss(number + 5).backward(create_graph=True)
+        side.loss(number + 6).backward()
+        sum(parameter.grad.square().sum() for parameter in side.parameters).backward()
+        side.note_gradients()
+        _finish(side)
+
+
+@_scenario
+def tensors_of_the_users_own(side: Side) -> None:
+    for number in range(2):
+        own = [torch.full(parameter.shape, 0.1) for parameter in side.parameters]
+        for parameter, gradient in zip(side.parameters, own, strict=True):
+            parameter.grad = gradient
+            assert parameter.grad is gradient
+            gradient.mul_(0.5)
+        side.loss(number).backward()
+        for gradient in own:
+            gradient.mul_(0.5)
+        side.note(*own)
+        side.note_gradients()
+        _finish(side)
+        side.note(*own)
+
+
+@_scenario
+def perturbing_the_weights(side: Side) -> None:
+    gathered: Any = infinity.GatheredParameters if side.engine else lambda _: contextlib.nullcontext()
+    for number in range(2):
+        side.loss(number).backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in side.parameters]).norm()
+        before = []
+        for parameter in side.parameters:
+            with torch.no_grad(), gathered([parameter]):
+                before.append(parameter.detach().clone())
+                parameter.add_(parameter.grad * (0.05 / norm))
+        side.optimizer.zero_grad()
+        side.loss(number).backward()
+        for parameter, values in zip(side.parameters, before, strict=True):
+            with torch.no_grad(), gathered([parameter]):
+                parameter.copy_(values)
+        _finish(side)
+
+
+@_scenario
+def operations_of_all_kinds(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        first, second, third, fourth, fifth, *_ = side.parameters
+        packed = io.BytesIO()
+        torch.save(first.grad, packed)
+        packed.seek(0)
+        side.note(torch.load(packed), copy.deepcopy(first.grad), torch.tensor(first.grad.tolist()))
+        first.grad[0] = 0
+        first.grad.view(-1)[1:3] += 1
+        second.grad.numpy()[:] *= 0.5
+        torch.mul(third.grad, 2, out=third.grad)
+        fourth.grad.data = fourth.grad.data * 3
+        fifth.grad.data /= 3
+        gradients = [parameter.grad for parameter in side.parameters]
+        torch._foreach_add_(gradients, gradients, alpha=0.5)
+        side.note(*torch._foreach_norm(gradients), torch.cat([gradient.flatten() for gradient in gradients]))
+        del gradients
+        side.note_gradients()
+        _finish(side)
+
+
+@_scenario
+def writing_to_what_a_step_may_still_use(side: Side) -> None:
+    for number in range(2):
+        side.loss(number).backward()
+        held = [parameter.grad for parameter in side.parameters]
+        side.optimizer.step()
+        for gradient in held:
+            gradient.fill_(1e3)
+        side.note_gradients()
+        side.optimizer.zero_grad()
+        for gradient in held:
+            gradient.fill_(1e4)
+        side.loss(number + 5).backward()
+        held = [parameter.grad.data for parameter in side.parameters]
+        _finish(side)
+        for gradient in held:
+            gradient.fill_(1e4)
+
+
+@_scenario
+def writing_to_what_the_engines_step_may_still_use(side: Side) -> None:
+    for number in range(2):
+        side.backward(side.loss(number))
+        held = [parameter.grad for parameter in side.parameters]
+        held += [parameter.grad.data for parameter in side.parameters]
+        side.engine_step()
+        side.note(*held)
+        for gradient in held:
+            gradient.fill_(1e4)
+
+
+@_scenario
+def two_backwards_of_the_engine(side: Side) -> None:
+    for number in range(3):
+        side.backward(side.loss(number))
+        side.backward(side.loss(number + 10))
+        side.engine_step()
+
+
+@_scenario
+def clipping_between_the_engines_calls(side: Side) -> None:
+    for number in range(3):
+        side.backward(side.loss(number))
+        side.note_gradients()
+        side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05))
+        side.engine_step()
+
+
+@_scenario
+def gradients_that_are_assigned_before_the_engines_step(side: Side) -> None:
+    for number in range(2):
+        for parameter in side.parameters:
+            parameter.grad = torch.empty_like(parameter)
+            parameter.grad.fill_(0.01 * number)
+        side.engine_step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", _SCENARIOS)
+def test_as_in_plain_torch(name: str, mode: str, tmp_path: Path) -> None:
+    require_same(_SCENARIOS[name], tmp_path, mode)
+
+
+@pytest.mark.parametrize("mode", ["smallest", "roomy"])
+def test_a_gradient_looks_as_in_plain_torch(mode: str, tmp_path: Path) -> None:
+    def scenario(side: Side) -> None:
+        side.loss(0).backward()
+        for parameter in side.parameters:
+            gradient = parameter.grad
+            assert gradient is parameter.grad
+            assert isinstance(gradient, torch.Tensor) and not isinstance(gradient, nn.Parameter)
+            assert gradient.shape == parameter.shape
+            assert gradient.dtype == parameter.dtype
+            assert gradient.device == parameter.device
+            assert gradient.stride() == parameter.stride()
+            assert gradient.is_leaf and not gradient.requires_grad
+        _finish(side)
+
+    require_same(scenario, tmp_path, mode)
+
+
+class _Reversible(torch.autograd.Function):
+    """Keeps its output only. Its parameters get their gradients inside its backward, and none from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, inner: nn.Module, *parameters: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        ctx.inner = inner
+        y = torch.cat([first, second + inner(first)], -1)
+        ctx.save_for_backward(y)
+        ctx.num_parameters = len(parameters)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        first = y.chunk(2, -1)[0].detach().requires_grad_(True)
+        from_first, from_second = gradient.chunk(2, -1)
+        with torch.enable_grad():
+            result = ctx.inner(first)
+        torch.autograd.backward(result, from_second)
+        return torch.cat([from_first + first.grad, from_second], -1), None, *[None] * ctx.num_parameters
+
+
+class _ReversibleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH // 2, 40), nn.Tanh(), nn.Linear(40, WIDTH // 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Reversible.apply(x, self.inner, *self.parameters())
+
+
+class _ForceNet(Net):
+    """Differentiates inside its forward, as models of molecules do."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        places = self.embedding(tokens).detach().requires_grad_(True)
+        energy = self.head(self.norm(self.body(places))).square().mean()
+        (force,) = torch.autograd.grad(energy, places, create_graph=True)
+        return energy + (force - 1).square().mean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loop", ["plain", "engine"])
+@pytest.mark.parametrize("kind", ["reversible", "force"])
+def test_gradients_made_inside_the_model(kind: str, loop: str, mode: str, tmp_path: Path) -> None:
+    build = (lambda c: Net(c, make_block=_ReversibleBlock)) if kind == "reversible" else _ForceNet
+
+    def scenario(side: Side) -> None:
+        for number in range(3):
+            if loop == "plain":
+                side.step(number)
+            else:
+                side.backward(side.loss(number))
+                side.engine_step()
+
+    require_same(scenario, tmp_path, mode, case=Case(kind, build, token_batch, has_checkpointing=False))
+
+
+@pytest.mark.parametrize("mode", ["smallest", "roomy"])
+def test_gradients_from_before_are_added_to(mode: str, tmp_path: Path) -> None:
+    def build(checkpointing: str) -> nn.Module:
+        model = Net(checkpointing)
+        for number, parameter in enumerate(model.parameters()):
+            if number % 3:
+                parameter.grad = torch.full(parameter.shape, 0.01 * number)
+        return model
+
+    def scenario(side: Side) -> None:
+        side.note_gradients()
+        side.loss(0).backward()
+        side.note_gradients()
+        _finish(side)
+        side.step(1)
+
+    require_same(scenario, tmp_path, mode, case=Case("graded", build, token_batch, has_checkpointing=False))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch scripts functions of its own for this
+@pytest.mark.parametrize("mode", ["smallest", "resident"])
+def test_derivatives_in_forward_mode(mode: str, tmp_path: Path) -> None:
+    def scenario(side: Side) -> None:
+        x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+        with forward_ad.dual_level():
+            y = side.model.blocks[0](forward_ad.make_dual(x, torch.ones_like(x)))
+            side.note(forward_ad.unpack_dual(y).tangent)
+        side.step(0)
+
+    require_same(scenario, tmp_path, mode)
+
+
+def test_hooks_see_whole_sums_in_train_batch(tmp_path: Path) -> None:
+    def scenario(side: Side) -> None:
+        seen: list[torch.Tensor] = []
+        for parameter in side.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for step in range(3):
+            batches = [side.batch(2 * step + micro_batch) for micro_batch in range(2)]
+            if side.engine is not None:
+                side.engine.train_batch(iter(batches))
+            else:
+                for batch in batches:
+                    (side.model(**batch) / 2).backward()
+                _finish(side)
+        side.note(*seen)
+
+    require_same(scenario, tmp_path, "smallest", changes={"gradient_accumulation_steps": 2})
+
+
+def test_what_an_update_in_backward_has_used_up_is_an_error_that_names_the_key(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        for step in range(2):
+            both.engine_step(step)
+        both.engine.backward(both.engine(**both.batch(2)))
+        with pytest.raises(GradientNotResidentError, match=r"used up.*infinity\.update"):
+            torch.nn.utils.clip_grad_norm_(both.model.parameters(), 1.0)
+        both.engine.step()
+        assert all(parameter.grad is None for parameter in both.model.parameters())
+
+
+def test_optimizer_step_ends_the_accumulation(tmp_path: Path) -> None:
+    """Micro-batches that are left over at the end of an epoch: the next step takes its full number again."""
+    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 3}) as both:
+        both.engine_step(0)
+        batch = both.batch(1)
+        both.reference.backward(both.reference.forward(batch))
+        both.engine.backward(both.engine(**batch))
+        both.engine.step()
+        assert not both.engine.was_step_applied()
+        both.reference.step()
+        both.optimizer.step()
+        both.optimizer.zero_grad()
+        assert both.engine.micro_steps % 3 == 0
+        both.engine_step(2)
+        assert both.engine.was_step_applied()
+        both.require_equal()
+
+
+@pytest.mark.parametrize("mode", ["smallest", "roomy"])
+@pytest.mark.parametrize("scale", [1024, 1000])
+def test_with_fp16_gradients_are_shown_without_the_loss_scale(scale: int, mode: str, tmp_path: Path) -> None:
+    block = {"fp16": {"enabled": True, "loss_scale": scale}}
+    config = config_for(tmp_path, mode, PLAIN.make("none"), block)
+    with Lockstep.start(tmp_path, changes={**block, "infinity": config["infinity"]}) as both:
+        reference = both.reference
+        for step in range(3):
+            batch = both.batch(step)
+            reference.backward(reference.forward(batch))
+            reference.scaler.unscale_(reference.optimizer)
+            main = list(reference.main.values())
+            both.engine.backward(both.engine(**batch))
+            both.note(
+                f"norm {step}",
+                torch.nn.utils.clip_grad_norm_(main, 0.05),
+                torch.nn.utils.clip_grad_norm_(both.model.parameters(), 0.05),
+            )
+            for number, (expected, parameter) in enumerate(zip(main, both.model.parameters(), strict=True)):
+                both.note(f"gradient {step} {number}", expected.grad, parameter.grad)
+            reference.update()
+            both.engine.step()
+        both.require_equal()
+
+
+def test_two_engines_take_turns(tmp_path: Path) -> None:
+    """As a GAN's two networks do: gradients of one come in the other's backward, and are dropped."""
+
+    def build(seed: int, *widths: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[2]))
+
+    def train(sides: list[Side]) -> None:
+        maker, judge = sides
+        draws = torch.Generator().manual_seed(3)
+        for _ in range(4):
+            judge.model.zero_grad()
+            made = maker.model(torch.randn(4, 8, generator=draws))
+            judge.backward((judge.model(torch.randn(4, 16, generator=draws)) - 1).square().mean())
+            judge.backward(judge.model(made.detach()).square().mean())
+            judge.engine_step()
+            maker.model.zero_grad()
+            loss = (judge.model(made) - 1).square().mean()
+            judge.note(loss)
+            maker.backward(loss)
+            maker.engine_step()
+
+    shapes = [(8, 70, 16), (16, 70, 1)]
+    plain = [build(number, *widths) for number, widths in enumerate(shapes)]
+    expected = [Side(model, torch_optimizer("config", dict(model.named_parameters())), PLAIN) for model in plain]
+    train(expected)
+    with contextlib.ExitStack() as engines:
+        found = []
+        for number, widths in enumerate(shapes):
+            model = build(number, *widths)
+            engine, optimizer, *_ = infinity.initialize(model=model, config=config_for(tmp_path, "smallest", model))
+            found.append(Side(model, optimizer, PLAIN, engines.enter_context(engine)))
+        train(found)
+        assert all(torch.equal(a, b) for a, b in zip(expected[1].seen, found[1].seen, strict=True))
+        for one, other in zip(expected, found, strict=True):
+            for reference, parameter in zip(one.parameters, other.parameters, strict=True):
+                with infinity.GatheredParameters(parameter):
+                    assert torch.equal(reference, parameter)

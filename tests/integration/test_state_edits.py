@@ -1,0 +1,291 @@
+"""``optimizer.state`` as users change it: in place, by assignment, as a whole. The next step goes by it, or raises."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.errors import StaleStateError
+from tests.exactness.lockstep import Lockstep
+
+Named = Mapping[str, Any]
+_NAME = "blocks.0.up.weight"
+
+MODES: dict[str, dict[str, Any]] = {
+    "in backward": {},
+    "in backward, bf16": {"bf16": {"enabled": True}},
+    "deferred": {"gradient_clipping": 0.1},
+    "resident": {
+        "zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}},
+        "infinity": {"keep_in_memory": True},
+    },
+    "vertical": {"gradient_accumulation_steps": 2},
+}
+
+
+def _adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(named.values()), lr=1e-2)
+
+
+def _start(tmp_path: Path, mode: str, make: Callable[..., torch.optim.Optimizer] = _adamw) -> Lockstep:
+    return Lockstep.start(
+        tmp_path,
+        changes={"optimizer": None, **MODES[mode]},
+        reference_optimizer=make,
+        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
+    )
+
+
+def _step(both: Lockstep, mode: str, step: int) -> None:
+    both.batch_step(step) if mode == "vertical" else both.engine_step(step)
+
+
+def _sides(both: Lockstep) -> list[tuple[Any, Named]]:
+    return [(both.reference.optimizer, both.reference.main), (both.optimizer, dict(both.model.named_parameters()))]
+
+
+def _zero(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]]["exp_avg"].zero_()
+
+
+def _through_data(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]]["exp_avg"].data.mul_(0.5)
+
+
+def _through_numpy(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]]["exp_avg"].numpy()[0] = 1.0
+
+
+def _through_a_view(optimizer: Any, named: Named) -> None:
+    row = optimizer.state[named[_NAME]]["exp_avg"][1]
+    for other in named.values():  # others are read meanwhile
+        optimizer.state[other]["exp_avg_sq"].sum()
+    row.fill_(0.25)
+
+
+def _steps(optimizer: Any, named: Named) -> None:
+    for state in optimizer.state.values():
+        state["step"].fill_(7)
+
+
+def _steps_by_adding(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]]["step"] += 3
+
+
+def _all_moments(optimizer: Any, named: Named) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name != "step":
+                value.mul_(0.5)
+
+
+def _assign_values(optimizer: Any, named: Named) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.clone() * 0.5 if name == "exp_avg" else value
+
+
+def _assign_and_change(optimizer: Any, named: Named) -> None:
+    mine = torch.zeros_like(named[_NAME], dtype=torch.float32)
+    optimizer.state[named[_NAME]]["exp_avg"] = mine
+    mine.fill_(0.125)
+
+
+def _assign_entries(optimizer: Any, named: Named) -> None:
+    for param, state in optimizer.state.items():
+        optimizer.state[param] = {name: value * 2 if name == "exp_avg_sq" else value for name, value in state.items()}
+
+
+def _update(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]].update(step=torch.tensor(50.0))
+
+
+def _more_scalars(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]]["note"] = 3
+    assert optimizer.state[named[_NAME]]["note"] == 3
+
+
+def _delete(optimizer: Any, named: Named) -> None:
+    del optimizer.state[named[_NAME]]
+    assert named[_NAME] not in optimizer.state
+
+
+def _pop(optimizer: Any, named: Named) -> None:
+    assert set(optimizer.state.pop(named[_NAME])) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def _clear_entry(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]].clear()
+    assert not optimizer.state[named[_NAME]]
+
+
+def _empty_entry(optimizer: Any, named: Named) -> None:
+    optimizer.state[named[_NAME]] = {}
+
+
+def _clear(optimizer: Any, named: Named) -> None:
+    optimizer.state.clear()
+    assert len(optimizer.state) == 0
+
+
+def _new(optimizer: Any, named: Named) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _restore(optimizer: Any, named: Named) -> None:
+    kept = {param: {name: value.clone() for name, value in state.items()} for param, state in optimizer.state.items()}
+    _all_moments(optimizer, named)
+    del kept[named[_NAME]]
+    optimizer.state = defaultdict(dict, kept)
+
+
+def _set_state(optimizer: Any, named: Named) -> None:
+    optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups[:1]})
+
+
+def _as_lightning_does(optimizer: Any, named: Named) -> None:
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to("cpu")
+        return type(value)({key: move(item) for key, item in value.items()})
+
+    for param, state in optimizer.state.items():
+        optimizer.state[param] = move(state)
+
+
+_EDITS = [
+    _zero,
+    _through_data,
+    _through_numpy,
+    _through_a_view,
+    _steps,
+    _steps_by_adding,
+    _all_moments,
+    _assign_values,
+    _assign_and_change,
+    _assign_entries,
+    _update,
+    _more_scalars,
+    _delete,
+    _pop,
+    _clear_entry,
+    _empty_entry,
+    _clear,
+    _new,
+    _restore,
+    _set_state,
+    _as_lightning_does,
+]
+
+
+@pytest.mark.parametrize(
+    ("edit", "mode"),
+    [(edit, mode) for edit in _EDITS for mode in (MODES if edit in (_zero, _new) else ["in backward"])],
+)
+def test_the_next_step_goes_by_what_was_changed(edit: Callable[[Any, Named], None], mode: str, tmp_path: Path) -> None:
+    with _start(tmp_path, mode) as both:
+        for step in range(2):
+            _step(both, mode, step)
+        for optimizer, named in _sides(both):
+            edit(optimizer, named)
+        if edit is _more_scalars:
+            for optimizer, named in _sides(both):
+                optimizer.state[named[_NAME]].pop("note")
+        _step(both, mode, 2)
+        both.require_equal()
+
+
+def test_reading_again_gives_the_same_tensors(tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        _step(both, "in backward", 0)
+        state = both.optimizer.state[both.model.get_parameter(_NAME)]
+        assert state["exp_avg"] is state["exp_avg"]
+        state["exp_avg"].zero_()
+        assert not state["exp_avg"].any()
+        assert not copy.deepcopy(state)["exp_avg"].any()
+        assert not both.engine.state_of(both.model.get_parameter(_NAME))["exp_avg"].any()
+
+
+def test_states_that_were_read_do_not_stay_in_memory(tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        _step(both, "in backward", 0)
+        sums = [state["exp_avg"].sum() for state in both.optimizer.state.values()]
+        assert len(sums) > 2
+        assert len(both.optimizer._shown._shown) == 1
+        _step(both, "in backward", 1)
+        both.optimizer.settle_states()
+        assert not both.optimizer._shown._shown and not both.optimizer._shown._stale
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred"])
+def test_a_change_of_what_was_read_before_a_step_is_an_error(mode: str, tmp_path: Path) -> None:
+    with _start(tmp_path, mode) as both:
+        _step(both, mode, 0)
+        moment = both.optimizer.state[both.model.get_parameter(_NAME)]["exp_avg"]
+        _step(both, mode, 1)
+        moment.zero_()
+        with pytest.raises(StaleStateError, match=rf"'{_NAME}': the tensor 'exp_avg' was read before a step"):
+            both.engine(**both.batch(2))
+        both.engine.reset()
+        _step(both, mode, 2)
+        both.require_equal()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("exp_avg"), "lacks 'exp_avg'"),
+        (lambda state: state.__delitem__("step"), "lacks 'step'"),
+        (lambda state: state.update(exp_avg=state["exp_avg"].double()), "is torch.float64"),
+        (lambda state: state.update(exp_avg=torch.zeros(3)), "exp_avg"),
+        (lambda state: state.update(more=torch.zeros(3)), "'more' of shape"),
+    ],
+    ids=["without a moment", "without a step", "double", "other shape", "another tensor"],
+)
+def test_a_state_that_cannot_be_is_refused_at_once(change: Any, message: str, tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        _step(both, "in backward", 0)
+        with pytest.raises(ValueError, match=message):
+            change(both.optimizer.state[both.model.get_parameter(_NAME)])
+        _step(both, "in backward", 1)
+        both.require_equal()
+
+
+def test_state_is_loaded_for_parameters_that_are_frozen_at_the_moment(tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        _step(both, "in backward", 0)
+        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer, _ in _sides(both)]
+        _step(both, "in backward", 1)
+        both.model.requires_grad_(False)
+        for (optimizer, _), state in zip(_sides(both), saved, strict=True):
+            optimizer.load_state_dict(state)
+        both.model.requires_grad_(True)
+        _step(both, "in backward", 2)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("as_instance", [False, True])
+def test_adagrad_has_its_states_before_the_first_step(as_instance: bool, tmp_path: Path) -> None:
+    def make(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(list(named.values()), lr=0.1, initial_accumulator_value=0.5, fused=True)
+
+    section = {"type": "Adagrad", "params": {"lr": 0.1, "initial_accumulator_value": 0.5}}
+    with Lockstep.start(
+        tmp_path,
+        changes={"optimizer": None if as_instance else section},
+        reference_optimizer=make,
+        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))} if as_instance else {},
+    ) as both:
+        assert len(both.optimizer.state) == len(both.reference.optimizer.state)
+        both.require_equal()
+        for optimizer, named in _sides(both):
+            optimizer.state[named[_NAME]]["sum"].fill_(2.0)
+        both.engine_step(0)
+        both.require_equal()

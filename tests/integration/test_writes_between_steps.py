@@ -1,0 +1,272 @@
+"""Weights that a script writes to between steps, in the ways of plain torch, with nothing gathered: what it writes counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.exactness.lockstep import PLAIN
+from tests.exactness.written import MODES, train
+
+
+def _each(change: Callable[[nn.Parameter], Any]) -> Callable[[nn.Module], None]:
+    def write(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            change(parameter)
+
+    return write
+
+
+@torch.no_grad()
+def _no_grad_loop(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5).add_(0.125)
+
+
+def _clamp_one(model: nn.Module) -> None:
+    model.get_parameter("blocks.1.up.weight").data.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def _rows(model: nn.Module) -> None:
+    weight = model.get_parameter("blocks.1.up.weight")
+    weight[1] = 0.25
+    weight[2:4].fill_(0.5)
+    weight.t()[3].mul_(2)
+    weight.view(-1)[7:9] = -1.0
+    weight.detach()[10, :5].zero_()
+    weight.data[11][weight.data[11] > 0] = 0.0
+
+
+@torch.no_grad()
+def _foreach(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    torch._foreach_mul_(parameters, 0.75)
+    torch._foreach_add_(parameters, [torch.full_like(p, 0.0625) for p in parameters])
+    torch._foreach_lerp_([p.data for p in parameters], [p.detach().sign() for p in parameters], 0.125)
+    torch._foreach_addcmul_(parameters, parameters, parameters, [0.5] * len(parameters))
+
+
+@torch.no_grad()
+def _fused(model: nn.Module) -> None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [torch.full_like(p, 0.5) for p in parameters]
+    torch._fused_sgd_(
+        parameters,
+        gradients,
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.125,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+
+
+def _foreign_optimizer(model: nn.Module) -> None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters[:3], lr=0.125, fused=True)
+    for parameter in parameters[:3]:
+        assert parameter.grad is None
+    with torch.no_grad():
+        norms = sum(p.float().pow(2).sum() for p in parameters)
+    assert float(norms) > 0
+    optimizer.zero_grad()
+    torch._fused_adamw_(
+        parameters[:3],
+        [torch.ones_like(p) for p in parameters[:3]],
+        [torch.zeros_like(p) for p in parameters[:3]],
+        [torch.zeros_like(p) for p in parameters[:3]],
+        [],
+        [torch.tensor(1.0) for _ in parameters[:3]],
+        amsgrad=False,
+        lr=0.125,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.125,
+        eps=1e-8,
+        maximize=False,
+        grad_scale=None,
+        found_inf=None,
+    )
+
+
+def _init(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, gain=0.5)
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+
+def _hf_init(model: nn.Module) -> None:
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                module.bias.data.zero_()
+
+    model.apply(initialise)
+
+
+def _assign(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.75
+
+
+def _swap(model: nn.Module) -> None:
+    a, b = model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.2.up.weight")
+    a.data, b.data = b.data, a.data
+
+
+def _swap_by_copy(model: nn.Module) -> None:
+    a, b = model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.2.up.weight")
+    kept = a.data.clone()
+    a.data.copy_(b.data)
+    b.data.copy_(kept)
+
+
+def _vector(model: nn.Module) -> None:
+    with torch.no_grad():
+        vector = nn.utils.parameters_to_vector(list(model.blocks[1].parameters()))
+        nn.utils.vector_to_parameters(vector * 0.75, model.blocks[1].parameters())
+
+
+@torch.no_grad()
+def _out(model: nn.Module) -> None:
+    weight = model.get_parameter("blocks.1.up.weight")
+    torch.mul(weight.detach(), 0.5, out=weight)
+    torch.ops.aten.add_.Scalar(weight, 0.25)
+
+
+@torch.no_grad()
+def _renorm(model: nn.Module) -> None:
+    weight = model.get_parameter("embedding.weight")
+    weight.copy_(nn.functional.normalize(weight, dim=-1))
+    torch.embedding_renorm_(weight.detach(), torch.tensor([1, 2, 3]), 0.5, 2.0)
+
+
+_WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "data mul_": _each(lambda p: p.data.mul_(0.75)),
+    "clamp one": _clamp_one,
+    "no_grad loop": _no_grad_loop,
+    "rows": _rows,
+    "foreach": _foreach,
+    "fused": _fused,
+    "fused adamw": _foreign_optimizer,
+    "init": _init,
+    "transformers init": _hf_init,
+    "assign": _assign,
+    "swap": _swap,
+    "swap by copy": _swap_by_copy,
+    "vector": _vector,
+    "out": _out,
+    "renorm": _renorm,
+}
+
+
+_ROWS = [(write, mode) for write in _WRITES for mode in ("in backward", "bf16 resident")]
+_ROWS += [(write, mode) for write in ("foreach", "rows") for mode in MODES if (write, mode) not in _ROWS]
+
+
+@pytest.mark.parametrize(("write", "mode"), _ROWS)
+def test_a_write_between_steps_counts(write: str, mode: str, tmp_path: Path) -> None:
+    def between(model: nn.Module, step: int) -> None:
+        if step in (1, 2):
+            _WRITES[write](model)
+
+    train(PLAIN, mode, tmp_path, between=between)
+
+
+class _Ema:
+    """The EMA of many a tutorial: a shadow in memory that is swapped in for evaluation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.backup: dict[str, torch.Tensor] = {}
+
+    def update(self) -> None:
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                self.shadow[name] = (0.5 * p.data + 0.5 * self.shadow[name]).clone()
+
+    def swap_in(self) -> None:
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                self.backup[name] = p.data
+                p.data = self.shadow[name]
+
+    def swap_out(self) -> None:
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                p.data = self.backup[name]
+        self.backup = {}
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16", "resident", "vertical"])
+def test_a_shadow_is_swapped_in_and_out(mode: str, tmp_path: Path) -> None:
+    shadows: dict[int, _Ema] = {}
+
+    def between(model: nn.Module, step: int) -> torch.Tensor:
+        ema = shadows.setdefault(id(model), _Ema(model))
+        ema.update()
+        ema.swap_in()
+        total = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
+        ema.swap_out()
+        return total
+
+    train(PLAIN, mode, tmp_path, between=between)
+
+
+@pytest.mark.parametrize("mode", ["in backward", "bf16", "resident"])
+@pytest.mark.parametrize("kind", ["AveragedModel", "EMA", "deepcopy", "foreach"])
+def test_averages_follow(kind: str, mode: str, tmp_path: Path) -> None:
+    averages: dict[int, Any] = {}
+
+    def between(model: nn.Module, step: int) -> torch.Tensor:
+        if id(model) not in averages:
+            if kind == "AveragedModel":
+                averages[id(model)] = AveragedModel(model)
+            elif kind == "EMA":
+                averages[id(model)] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+            else:
+                averages[id(model)] = copy.deepcopy(model)
+        average = averages[id(model)]
+        if kind in ("AveragedModel", "EMA"):
+            average.update_parameters(model)
+        elif kind == "deepcopy":
+            with torch.no_grad():
+                for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                    mine.mul_(0.5).add_(theirs, alpha=0.5)
+        else:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.5)
+        return torch.cat([p.detach().flatten() for p in average.parameters()])
+
+    train(PLAIN, mode, tmp_path, between=between)
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16 resident", "vertical"])
+def test_a_view_that_is_kept_shows_the_weight_as_it_is(mode: str, tmp_path: Path) -> None:
+    views: dict[int, torch.Tensor] = {}
+
+    def between(model: nn.Module, step: int) -> torch.Tensor:
+        weight = model.get_parameter("blocks.1.up.weight")
+        view = views.setdefault(id(model), weight.data[1:4].t())
+        if step == 2:
+            view.mul_(0.5)
+        if step == 3:
+            view[0] = 7.0
+        return torch.cat([view.flatten(), weight.detach()[2]])
+
+    train(PLAIN, mode, tmp_path, between=between)

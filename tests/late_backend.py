@@ -1,0 +1,87 @@
+"""A backend that answers some requests long after everybody has given up on them; no clock is involved."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from swapper.backends import IOBackend, IORequest
+from swapper.backends.wrappers import BackendWrapper
+from swapper.operation import Operation, Transfer
+from swapper.scheduler import IOScheduler
+from swapper.waiting import WaitingRoom
+from swapper.watchdog import TICKS_PER_DEADLINE
+
+
+class LateBackend(BackendWrapper):
+    """Keeps chosen requests, and carries them out when the test says so.
+
+    Attributes:
+        is_late: Says of a request whether it is kept; told of those only that are submitted on the main thread.
+        kept: These requests.
+    """
+
+    def __init__(self, inner: IOBackend) -> None:
+        super().__init__(inner)
+        self.is_late: Callable[[Transfer], bool] = lambda request: False
+        self.kept: list[Transfer] = []
+
+    def submit(self, request: IORequest) -> None:
+        """Keep the request, or pass it on."""
+        assert isinstance(request, Transfer)
+        if threading.current_thread() is threading.main_thread() and self.is_late(request):
+            self.kept.append(request)
+        else:
+            self.inner.submit(request)
+
+    def answer(self, index: int = 0) -> None:
+        """Carry a kept request out, and return when its memory has what belongs there."""
+        request = self.kept.pop(index)
+        is_over = threading.Event()
+
+        def complete(_: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+            request.complete(transferred_bytes, error)
+            is_over.set()
+
+        self.inner.submit(
+            IORequest(request.direction, request.offset, request.memory, request.address, complete, request.may_pad)
+        )
+        assert is_over.wait(20)
+
+    def answer_all(self) -> None:
+        """Carry all kept requests out."""
+        while self.kept:
+            self.answer()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Close the inner backend; return false if something hangs, as with a real drive."""
+        return self.inner.close(timeout_seconds) and not self.kept
+
+
+@contextlib.contextmanager
+def waits(on_wait: Callable[[IOScheduler, Operation], None]) -> Iterator[None]:
+    """``on_wait`` is called whenever somebody is about to sleep until a request is over; what it raises is the outcome."""
+    real = WaitingRoom.wait
+
+    def wait(self: WaitingRoom, operation: Operation, *args: Any, **kwargs: Any) -> None:
+        if not operation.is_finished:
+            owner: Any = operation.extent.owner
+            on_wait(owner._scheduler, operation)
+        real(self, operation, *args, **kwargs)
+
+    with mock.patch.object(WaitingRoom, "wait", wait):
+        yield
+
+
+def stall(scheduler: IOScheduler) -> None:
+    """A deadline passes: what hangs is over for everybody who waits."""
+    for _ in range(TICKS_PER_DEADLINE + 1):
+        scheduler._on_tick()
+
+
+def is_kept(backend: Any, operation: Operation) -> bool:
+    """Whether a transfer of the operation is among those that ``backend`` keeps."""
+    return any(request.operation is operation for request in backend.kept)
