@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-from swapper.backends import FaultInjectingBackend
 from swapper.scheduler import IOScheduler
 
 LONG_SECONDS = 10_000.0
 """A deadline that never passes by itself."""
 
 
+class Hanging(Protocol):
+    """Something that knows how many transfers hang: a ``FaultInjectingBackend``, for example."""
+
+    @property
+    def num_hung(self) -> int: ...
+
+
 @contextlib.contextmanager
-def ticking(backend: FaultInjectingBackend, schedulers: Callable[[], Sequence[IOScheduler]]) -> Iterator[None]:
+def ticking(backend: Hanging, schedulers: Callable[[], Sequence[IOScheduler]]) -> Iterator[None]:
     """Inside the ``with`` block, the schedulers' time passes, fast, while all that is at their backend hangs."""
     is_over = threading.Event()
 

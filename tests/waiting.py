@@ -10,10 +10,10 @@ import pytest
 _PATIENCE_SECONDS = 60.0
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], what: str = "it") -> None:
     """Return when the condition holds; fail only if that takes so long that it never will."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail("it did not happen")
+            pytest.fail(f"{what} did not happen")
         time.sleep(0.002)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from swapper import ALIGNMENT, StagingArena, Swapper, SwapperClosedError, SwapperConfig
 from tests.forked import require_in_child
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = SwapperConfig(deadline_seconds=20.0)
@@ -39,13 +39,6 @@ def _run(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> tuple[in
         process.kill()
         process.wait()
     return process.returncode, out, err
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 _BUSY = """
@@ -79,7 +72,7 @@ def test_kill_9_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     finally:
         process.kill()
         process.communicate()
-    _until(lambda: _free_bytes(directory) == free_bytes)
+    wait_until(lambda: _free_bytes(directory) == free_bytes)
     assert os.listdir(directory) == []
 
 
@@ -302,7 +295,7 @@ def test_ctrl_c_at_any_moment_breaks_nothing(tmp_path: Path) -> None:
         from swapper import Swapper, SwapperConfig, SwapperError
         from swapper.errors import BrokenExtentError
 
-        swapper = Swapper.open([sys.argv[1]], 8 << 20, SwapperConfig(request_bytes=65536, deadline_seconds=10.0))
+        swapper = Swapper.open([sys.argv[1]], 8 << 20, SwapperConfig(request_bytes=65536, deadline_seconds=60.0))
         extents = [swapper.allocate(1 << 20, f"extent {i}") for i in range(8)]
         data = [numpy.zeros(1 << 20, dtype=numpy.uint8) for _ in extents]
         for extent, memory in zip(extents, data):
@@ -320,8 +313,8 @@ def test_ctrl_c_at_any_moment_breaks_nothing(tmp_path: Path) -> None:
                     _thread.interrupt_main()
 
         threading.Thread(target=interrupt, daemon=True).start()
-        deadline = time.monotonic() + 8
-        while num_interrupts < 150 and time.monotonic() < deadline:
+        enough = time.monotonic() + 8
+        while num_interrupts < 20 or (num_interrupts < 150 and time.monotonic() < enough):
             try:
                 armed.set()
                 while True:
@@ -356,10 +349,10 @@ def test_ctrl_c_at_any_moment_breaks_nothing(tmp_path: Path) -> None:
             if not (copy == value + 1).all():
                 sys.exit("wrong bytes")
         swapper.close()
-        print(num_interrupts >= 20, time.monotonic() - started < 30)
+        print(time.monotonic() - started < 30)
         """,
         tmp_path,
     )
     assert returncode == 0, err
-    assert out.split() == ["True", "True"], (out, err)
+    assert out.split() == ["True"], (out, err)
     assert os.listdir(tmp_path) == []

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from swapper.backends import Direction, FaultInjectingBackend, FaultRule, Memory
 from swapper.watchdog import TICKS_PER_DEADLINE, tick_seconds
 from tests.manual_backend import ManualBackend
 from tests.ticking import LONG_SECONDS, ticking
+from tests.waiting import wait_until
 
 _BLOCK = ALIGNMENT
 _CAPACITY = 64 * _BLOCK
@@ -54,14 +55,6 @@ def _close(swapper: Swapper, backend: FaultInjectingBackend) -> None:
     backend.clear()
     backend.release_hung()
     swapper.close()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail("it did not happen")
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -117,7 +110,7 @@ def test_what_finds_the_backend_full_of_hung_transfers_is_told_so() -> None:
         swapper.read(other, _bytes()).wait()
     backend.clear()
     backend.release_hung()
-    _until(lambda: swapper.statistics().inflight == 0)
+    wait_until(lambda: swapper.statistics().inflight == 0)
     swapper.read(other, _bytes()).wait()
     swapper.close()
 
@@ -127,7 +120,7 @@ def test_a_hung_write_that_nobody_waits_for_is_raised_by_a_later_call() -> None:
     other = swapper.allocate(_BLOCK, "other")
     backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
     handle = swapper.write(extent, _bytes())
-    _until(handle.done)
+    wait_until(handle.done)
     with pytest.raises(StallError, match=r"saw no answer within 10000 seconds"):
         swapper.write(other, _bytes())
     _close(swapper, backend)
@@ -157,7 +150,7 @@ def test_the_bytes_of_a_hung_write_are_out_of_use_until_it_is_over() -> None:
             attempt(extent, _bytes()).wait()
     swapper.read(extent, _bytes(), offset=2 * _BLOCK).wait()
     backend.release_hung()
-    _until(lambda: not swapper._scheduler._active)
+    wait_until(lambda: not swapper._scheduler._active)
     swapper.write(extent, _bytes(2, 6)).wait()
     copy = _bytes(2, 0)
     swapper.read(extent, copy).wait()
@@ -173,7 +166,7 @@ def test_what_a_stall_sets_free_is_started() -> None:
     swapper._scheduler.pending.take()
     behind = swapper.write(extent, _bytes(2))
     third = swapper.write(extent, _bytes(1, 9), offset=_BLOCK)
-    _until(third.done)
+    wait_until(third.done)
     assert isinstance(behind.error, StallError) and third.error is None
     _close(swapper, backend)
 
@@ -275,7 +268,7 @@ def test_neither_direction_starves_when_the_other_occupies_all_its_workers(
         swapper.write(extent, _bytes(32)).wait()
         monkeypatch.setattr(os, name, waiting)
         slow = [getattr(swapper, blocked.name.lower())(extent, _bytes(), offset=i * _BLOCK) for i in range(16)]
-        _until(lambda: len(num_blocked) == 2)
+        wait_until(lambda: len(num_blocked) == 2)
         other = swapper.write if blocked is Direction.READ else swapper.read
         for block in range(16, 32):
             other(extent, _bytes(), offset=block * _BLOCK).wait(_PATIENCE_SECONDS)

@@ -21,6 +21,7 @@ from swapper.backends.base import Direction
 from swapper.backends.faults import FaultRule
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.waiting import wait_until
 
 _NUM = 3
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": _NUM, "infinity": {"schedule": "vertical"}}
@@ -41,10 +42,7 @@ def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     gc.collect()
-    deadline_seconds = time.monotonic() + 10
-    while left := [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]:
-        assert time.monotonic() < deadline_seconds, left
-        time.sleep(0.01)
+    wait_until(lambda: not any(thread.is_alive() for thread in threading.enumerate() if thread not in before))
 
 
 def _reference_step(both: Lockstep, step: int) -> None:

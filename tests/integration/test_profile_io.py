@@ -24,6 +24,7 @@ from bench.cgroup import why_unavailable
 from infinity.config import load_config
 from infinity.optim import StateFormat
 from io_profile.model import facts_of
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHORT = ["--size", "96MiB", "--request-sizes", "1MiB,4MiB", "--in-flight", "4,8", "--seconds", "0.02"]
@@ -201,10 +202,7 @@ def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     assert free_bytes(directory) < before - (90 << 20)
     process.kill()
     finish(process)
-    deadline = time.monotonic() + 20.0  # a run of fio that goes on ends by itself
-    while free_bytes(directory) != before:
-        assert time.monotonic() < deadline, "the space of the test file is not given back"
-        time.sleep(0.1)
+    wait_until(lambda: free_bytes(directory) == before)  # a run of fio that goes on ends by itself
     assert list(directory.iterdir()) == []
 
 
@@ -299,10 +297,7 @@ def test_a_throttled_run_that_is_killed_leaves_no_group(nvme_dir: Path) -> None:
     assert group.exists()
     process.kill()
     finish(process)
-    deadline = time.monotonic() + 10.0
-    while group.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not group.exists())
 
 
 def test_a_terminal_sees_the_time_left(nvme_dir: Path) -> None:

@@ -8,7 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,38 @@ from infinity.errors import ConfigValueError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.waiting import wait_until
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
 _NUM_STEPS = 6
 _ROWS = ["steps", "compute", "waiting", "reads", "writes", "optimizer", "copies"]
 # Two moments that belong together are a few lines of Python apart, and somebody else may run between them.
 _SLACK_SECONDS = 0.05
+_NUM_ATTEMPTS = 5
 
 Event = dict[str, Any]
+
+
+class _Torn(AssertionError):
+    """What a report says and what the trace shows are further apart than a few lines of Python."""
+
+
+def _require_close(seconds: float, expected: float, name: str) -> None:
+    if abs(seconds - expected) > _SLACK_SECONDS:
+        raise _Torn(f"{name}: {seconds} in the trace, {expected} in the report")
+
+
+def _attempted(check: Callable[[Path], None], directory: Path) -> None:
+    """Call ``check`` with a new directory until moments that belong together are together once."""
+    for attempt in range(_NUM_ATTEMPTS):
+        fresh = directory / f"attempt_{attempt}"
+        fresh.mkdir()
+        try:
+            check(fresh)
+            return
+        except _Torn as torn:
+            why = torn
+    raise why
 
 
 def _config(directory: Path, changes: Mapping[str, Any] | None = None, **own: Any) -> dict[str, Any]:
@@ -87,8 +111,12 @@ def _bytes(row: Sequence[Event], step: int) -> int:
     ids=["in backward", "deferred", "micro-batches"],
 )
 def test_the_trace_shows_what_the_reports_say(changes: dict[str, Any], tmp_path: Path) -> None:
-    reports = _train(_config(tmp_path, changes))
-    rows = _rows(tmp_path / "trace.json")
+    _attempted(lambda directory: _require_agreement(changes, directory), tmp_path)
+
+
+def _require_agreement(changes: dict[str, Any], directory: Path) -> None:
+    reports = _train(_config(directory, changes))
+    rows = _rows(directory / "trace.json")
     assert [event["name"] for event in rows["steps"]] == [f"step {report.step}" for report in reports]
     assert rows["copies"] == []
     for report, step in zip(reports, rows["steps"], strict=True):
@@ -100,12 +128,12 @@ def test_the_trace_shows_what_the_reports_say(changes: dict[str, Any], tmp_path:
             ("writes", report.write_busy_seconds),
             ("optimizer", report.optimizer_seconds),
         ):
-            assert _within(rows[row], step) == pytest.approx(seconds, abs=_SLACK_SECONDS), row
+            _require_close(_within(rows[row], step), seconds, row)
         both = _union([*rows["reads"], *rows["writes"]])
-        assert _within(both, step) == pytest.approx(report.drive_busy_seconds, abs=_SLACK_SECONDS)
+        _require_close(_within(both, step), report.drive_busy_seconds, "both directions")
         assert max(report.read_busy_seconds, report.write_busy_seconds) <= report.drive_busy_seconds + 1e-9
         assert report.drive_busy_seconds <= report.read_busy_seconds + report.write_busy_seconds + 1e-9
-        assert report.drive_busy_seconds <= report.seconds + _SLACK_SECONDS
+        _require_close(max(report.drive_busy_seconds, report.seconds), report.seconds, "at most the step")
         assert 0 <= report.compute_busy_seconds <= report.compute_seconds
     for row, name in (("reads", "read_bytes"), ("writes", "write_bytes")):
         moved = [getattr(report, name) for report in reports]
@@ -144,33 +172,41 @@ def test_rows_name_units_phases_and_extents(tmp_path: Path) -> None:
 
 
 def test_two_drives_have_one_row_for_reads_and_one_for_writes(tmp_path: Path) -> None:
-    first, second = tmp_path / "a", tmp_path / "b"
+    _attempted(_require_one_row, tmp_path)
+
+
+def _require_one_row(base: Path) -> None:
+    first, second = base / "a", base / "b"
     for directory in (first, second):
         directory.mkdir()
     places = {
         "offload_param": {"device": "nvme", "nvme_path": str(first)},
         "offload_optimizer": {"device": "nvme", "nvme_path": str(second)},
     }
-    reports = _train(_config(tmp_path, {"zero_optimization": {"stage": 3, **places}}))
-    rows = _rows(tmp_path / "trace.json")
+    reports = _train(_config(base, {"zero_optimization": {"stage": 3, **places}}))
+    rows = _rows(base / "trace.json")
     names = {event["name"].split(" of ")[0] for event in rows["reads"]}
     assert names == {"weights", "optimizer state"}
     for report, step in zip(reports, rows["steps"], strict=True):
-        assert report.drive_busy_seconds <= report.seconds + _SLACK_SECONDS
-        assert _within(rows["reads"], step) == pytest.approx(report.read_busy_seconds, abs=_SLACK_SECONDS)
+        _require_close(max(report.drive_busy_seconds, report.seconds), report.seconds, "at most the step")
+        _require_close(_within(rows["reads"], step), report.read_busy_seconds, "reads")
 
 
 def test_copies_have_their_row_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("infinity.initialize")
     monkeypatch.setattr(module, "device_for", lambda torch_device: SeparateHostDevice(torch_device))
-    reports = _train(_config(tmp_path))
-    rows = _rows(tmp_path / "trace.json")
+    _attempted(_require_copies, tmp_path)
+
+
+def _require_copies(directory: Path) -> None:
+    reports = _train(_config(directory))
+    rows = _rows(directory / "trace.json")
     assert {event["name"] for event in rows["copies"]} == {"upload", "download"}
     assert all(event["args"]["bytes"] > 0 for event in rows["copies"])
     for report, step in zip(reports, rows["steps"], strict=True):
         assert report.copy_busy_seconds > 0
         assert "copies" in report.describe()
-        assert _within(rows["copies"], step) == pytest.approx(report.copy_busy_seconds, abs=_SLACK_SECONDS)
+        _require_close(_within(rows["copies"], step), report.copy_busy_seconds, "copies")
 
 
 def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
@@ -256,6 +292,7 @@ def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
     engine.flush()
     del engine
     gc.collect()
+    wait_until((tmp_path / "trace.json").exists)  # another thread does
     assert len(_rows(tmp_path / "trace.json")["steps"]) == 1
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,11 @@ def test_train_reports_the_step_of_a_loss_that_is_not_a_number(nvme_dir: Path) -
 
 
 def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
-    process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "100000")
+    process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "1000")
     assert process.stdout is not None
-    deadline = time.monotonic() + 100
-    for line in process.stdout:  # "Model built ..." is printed right before the first step
-        if line.startswith("Model built"):
+    for line in process.stdout:
+        if line.startswith("step 100/1000"):
             break
-        assert time.monotonic() < deadline
-    time.sleep(3)
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -167,15 +169,19 @@ def test_what_fio_cannot_do_is_said_in_its_words(played_fio: Callable[[str], Fio
         played_fio(source).measure(FioJob("libaio", _MIB, 1, 8), Workload.READ, 0.1)
 
 
-def test_a_fio_that_hangs_is_ended(
-    played_fio: Callable[[str], Fio], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("io_profile.fio._PATIENCE_SECONDS", 1.0)
-    pid_file = tmp_path / "pid"
-    fio = played_fio(f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(100)")
+def test_a_fio_that_hangs_is_ended(played_fio: Callable[[str], Fio], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("io_profile.fio._PATIENCE_SECONDS", 0.1)
+    started: list[subprocess.Popen[str]] = []
+
+    class Noted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
     with pytest.raises(FioFailed, match="no answer"):
-        fio.measure(FioJob("libaio", _MIB, 1, 8), Workload.READ, 0.5)
-    assert not Path(f"/proc/{pid_file.read_text()}").exists()
+        played_fio("time.sleep(1000)").measure(FioJob("libaio", _MIB, 1, 8), Workload.READ, 0.1)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_fio_goes_on_where_it_ended(played_fio: Callable[[str], Fio], tmp_path: Path) -> None:

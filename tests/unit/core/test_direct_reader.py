@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from swapper.backends.gds import GdsBackend
 from swapper.volume import Volume
 from tests.fake_device_files import FakeDriver
 from tests.unit.core.stage import frozen_unit
+from tests.waiting import wait_until
 
 
 class _Device(SeparateHostDevice):
@@ -72,13 +73,6 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
     assert not [thread for thread in threading.enumerate() if thread.name == "infinity-direct-read"]
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
-
-
 def test_units_arrive_through_the_driver_and_no_page(bench: _Bench) -> None:
     for is_demand in (False, True):
         arrivals = [bench.store.fetch(unit, is_demand=is_demand) for unit in bench.units]
@@ -119,7 +113,7 @@ def test_a_buffer_has_no_views_once_it_has_arrived(bench: _Bench) -> None:
     arrival.wait()
     assert unit.flat is not None
     flat = unit.flat
-    _until(lambda: not flat.has_views)
+    wait_until(lambda: not flat.has_views)
 
 
 def test_an_error_of_the_drive_reaches_who_waits(bench: _Bench) -> None:

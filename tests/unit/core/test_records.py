@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from infinity.unit import Unit
 from infinity.workspace import MainWeight, RecordFormat
 from swapper import StagingArena, Swapper
 from tests.unit.core.stage import trainable_unit
+from tests.waiting import wait_until
 
 _NAMES = ("exp_avg", "exp_avg_sq")
 _FP32 = RecordFormat(torch.float32, MainWeight.MODEL_WEIGHT)
@@ -224,9 +224,7 @@ def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> No
     lease.workspace.weight.fill_(2)
     lease.write_back([swapper.write(extent, lease.workspace.weight)])
     swapper.flush()
-    deadline = time.monotonic() + 10
-    while arena.statistics().num_leased and time.monotonic() < deadline:
-        time.sleep(0.001)  # callbacks may run a moment after the flush
+    wait_until(lambda: not arena.statistics().num_leased)  # callbacks may run a moment after the flush
     assert arena.statistics().num_leased == 0
     with _arena(1, _BF16).lease() as page:
         weights = page.tensor[: 2 * CHUNK_GRANULE].view(torch.bfloat16)
@@ -287,9 +285,7 @@ def test_a_page_with_scratch_for_memory_is_free_when_all_writes_from_it_are_done
     lease = _open(records, unit, chunks[0])
     lease.write_back([swapper.write(extent, lease.workspace.weight)])
     swapper.flush()
-    deadline = time.monotonic() + 10
-    while arena.statistics().num_leased and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: not arena.statistics().num_leased)
     assert arena.statistics().num_leased == 0
 
 

@@ -26,6 +26,7 @@ from swapper.scratch_file import ScratchFile
 from swapper.testing import run_conformance
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from swapper.volume import Volume
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[3]
 _READ, _WRITE = Direction.READ, Direction.WRITE
@@ -33,13 +34,6 @@ _READ, _WRITE = Direction.READ, Direction.WRITE
 
 def _own_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "aiofiles" in thread.name]
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 class _Gate:
@@ -121,7 +115,7 @@ def test_buffers_are_let_go_of(tmp_path: Path, direction: Direction) -> None:
     reference = weakref.ref(array)
     start(backend, direction, 0, array).require_whole(ALIGNMENT)
     del array
-    _until(lambda: reference() is None)
+    wait_until(lambda: reference() is None)
     assert backend.close(5.0)
 
 
@@ -135,7 +129,7 @@ def test_slow_writes_do_not_hold_up_reads_nor_one_file_another(tmp_path: Path, m
     held = [start(backend, _WRITE, columns.index(0) * ALIGNMENT, random_bytes(ALIGNMENT, index)) for index in range(3)]
     start(backend, _READ, columns.index(0) * ALIGNMENT, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)
     start(backend, _WRITE, columns.index(1) * ALIGNMENT, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)
-    _until(lambda: gate.num_held == 1)
+    wait_until(lambda: gate.num_held == 1)
     assert not any(completion.num_calls for completion in held)
     gate.is_open.set()
     for completion in held:
@@ -178,12 +172,12 @@ def test_close_does_not_wait_for_ever(
     volume = Volume([tmp_path], 4 * ALIGNMENT)
     backend = AiofilesBackend(volume, 1)
     completion = start(backend, _WRITE, 0, aligned_bytes(ALIGNMENT))
-    _until(lambda: gate.num_held == 1)
+    wait_until(lambda: gate.num_held == 1)
     assert not backend.close(0.05)
     assert "a transfer hangs" in caplog.text and volume.files[0].fd >= 0
     gate.is_open.set()
     completion.require_whole(ALIGNMENT)
-    _until(lambda: _own_threads() == [])
+    wait_until(lambda: _own_threads() == [])
     assert backend.close(5.0) and volume.files[0].fd == -1
 
 
@@ -193,7 +187,7 @@ def test_one_that_nobody_closes_ends_with_its_last_reference(tmp_path: Path) -> 
     start(backend, _WRITE, 0, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)
     del backend
     gc.collect()
-    _until(lambda: _own_threads() == [])
+    wait_until(lambda: _own_threads() == [])
     gc.collect()
     assert file() is None
 

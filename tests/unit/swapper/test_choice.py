@@ -32,7 +32,6 @@ from swapper.backends import (
     FaultRule,
     IOBackend,
     IORequest,
-    LatencyBackend,
     MemoryBackend,
     RateLimitBackend,
     ThreadsBackend,
@@ -328,18 +327,37 @@ def _memory() -> MemoryBackend:
     return MemoryBackend(_CAPACITY, num_threads=2)
 
 
-def _slowed() -> LatencyBackend:
-    return LatencyBackend(_memory(), read_seconds=0.01, write_seconds=0.01)
+class _Clock:
+    """Time that passes only while requests are handed over."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
-def test_the_faster_one_wins_and_both_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race_module, "_SLOW_BYTES_PER_SECOND", 0)
-    monkeypatch.setattr(race_module, "_MAX_SECONDS", 10)
-    fast, slow = _memory(), _slowed()
-    won, lost = race(slow, fast, SwapperConfig()), race(fast, slow, SwapperConfig())
-    assert won.is_won and "times as fast as worker threads" in won.reason, won.reason
-    assert not lost.is_won, lost.reason
-    for backend in (fast, slow):
+class _Timed(BackendWrapper):
+    """Has a speed by a clock of the test's, whatever the machine does meanwhile."""
+
+    def __init__(self, clock: _Clock, bytes_per_second: float) -> None:
+        super().__init__(_memory())
+        self._clock = clock
+        self._bytes_per_second = bytes_per_second
+
+    def submit(self, request: IORequest) -> None:
+        self._clock.now += len(request.memory) / self._bytes_per_second  # only one thread of a race submits at a time
+        super().submit(request)
+
+
+@pytest.mark.parametrize(("gain", "is_won"), [(2.0, True), (1.1, True), (1.01, False), (0.5, False)])
+def test_the_faster_one_wins_and_both_stay_open(gain: float, is_won: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(race_module, "time", clock)
+    champion, challenger = _Timed(clock, 2e9), _Timed(clock, gain * 2e9)
+    result = race(champion, challenger, SwapperConfig())
+    assert result.is_won is is_won
+    assert f"it is {gain:.2f} times as fast as worker threads" in result.reason
+    for backend in (champion, challenger):
         write(backend, 0, random_bytes(ALIGNMENT, 0))
         assert backend.close(_SECONDS)
 
@@ -352,6 +370,12 @@ def test_a_slow_drive_ends_the_race_after_a_few_bytes(bytes_per_second: float, n
     assert champion.num_bytes <= (48 + num_written) * _MIB and challenger.num_bytes == 0
     for backend in (champion, challenger):
         backend.close(_SECONDS)
+
+
+def _let_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow a busy machine makes the champion."""
+    for limit in ("_SLOW_BYTES_PER_SECOND", "_CRAWLING_BYTES_PER_SECOND"):
+        monkeypatch.setattr(race_module, limit, 0.0)
 
 
 @pytest.mark.parametrize("request_bytes", [64 << 10, 3 * _MIB, 16 * _MIB])
@@ -386,7 +410,8 @@ def test_a_race_gives_its_memory_back_at_once(monkeypatch: pytest.MonkeyPatch) -
     backend.close(_SECONDS)
 
 
-def test_a_failing_drive_ends_the_race_with_its_error() -> None:
+def test_a_failing_drive_ends_the_race_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _let_it_go_on(monkeypatch)
     challenger = FaultInjectingBackend(_memory(), [FaultRule(nth=20, errno=errno.EIO)])
     champion = _memory()
     with pytest.raises(SwapperError, match="EIO"):
@@ -399,8 +424,7 @@ def test_a_drive_that_hangs_ends_the_race_in_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(race_module, "_DEADLINE_SECONDS", LONG_SECONDS)
-    for limit in ("_SLOW_BYTES_PER_SECOND", "_CRAWLING_BYTES_PER_SECOND"):
-        monkeypatch.setattr(race_module, limit, 0.0)  # which a busy machine could miss
+    _let_it_go_on(monkeypatch)
     champion, challenger = _memory(), FaultInjectingBackend(_memory(), [FaultRule(nth=20, hangs=True)])
     schedulers: list[IOScheduler] = []
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+import swapper.backends.rate_limit as rate_limit_module
 from swapper import ALIGNMENT, ArgumentError, Swapper, SwapperConfig
 from swapper.backends import Direction, IORequest, MemoryBackend, RateLimitBackend
+from tests.manual_backend import ManualBackend
 
 _BLOCK = 64 << 10
 _RATE = 64e6
@@ -36,19 +41,80 @@ def _seconds_for(backend: RateLimitBackend, direction: Direction, num_requests: 
     return time.monotonic() - started
 
 
+class _Clock:
+    """A time, and a delay line that moves it: from one moment at which something is due to the next."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now + max(0.0, seconds), next(self._numbers), function))
+
+    def advance(self) -> None:
+        self.now, _, function = heapq.heappop(self._due)
+        function()
+
+    def close(self) -> None:
+        while self._due:
+            self.advance()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    found = _Clock()
+    monkeypatch.setattr(rate_limit_module, "time", found)
+    monkeypatch.setattr(rate_limit_module, "DelayLine", lambda: found)
+    return found
+
+
+class _AtOnce(ManualBackend):
+    """Takes no time."""
+
+    def submit(self, request: IORequest) -> None:
+        request.complete(len(request.memory), None)
+
+
+def _clock_seconds_for(
+    clock: _Clock, backend: RateLimitBackend, direction: Direction, num_requests: int, num_inflight: int
+) -> float:
+    """As `_seconds_for`, by the clock."""
+    memory = np.zeros(_BLOCK, dtype=np.uint8)
+    ended: list[int] = []
+
+    def complete(_: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+        assert (transferred_bytes, error) == (_BLOCK, None)
+        ended.append(1)
+
+    started = clock.now
+    for number in range(num_requests):
+        while number - len(ended) >= num_inflight:
+            clock.advance()
+        backend.submit(IORequest(direction, 0, memory.data, memory.ctypes.data, complete))
+    while len(ended) < num_requests:
+        clock.advance()
+    return clock.now - started
+
+
 @pytest.mark.parametrize("num_inflight", [1, 8])
 @pytest.mark.parametrize("direction", Direction)
-def test_the_rate_is_kept(direction: Direction, num_inflight: int) -> None:
+def test_the_rate_is_kept(direction: Direction, num_inflight: int, clock: _Clock) -> None:
+    backend = RateLimitBackend(_AtOnce(_CAPACITY), _RATE, _RATE)
+    ideal = 200 * _BLOCK / _RATE
+    assert 0.97 * ideal < _clock_seconds_for(clock, backend, direction, 200, num_inflight) <= ideal
+    backend.close(10.0)
+
+
+@pytest.mark.parametrize("num_inflight", [1, 8])
+@pytest.mark.parametrize("direction", Direction)
+def test_nothing_is_early(direction: Direction, num_inflight: int) -> None:
+    """By the true clock, by which a busy machine may be late."""
     backend = RateLimitBackend(MemoryBackend(_CAPACITY, 2), _RATE, _RATE)
-    num_requests = 200
-    ideal = num_requests * _BLOCK / _RATE
-    ratios = []
-    for _ in range(4):  # a busy machine may be late, never early
-        ratios.append(_seconds_for(backend, direction, num_requests, num_inflight) / ideal)
-        assert ratios[-1] > 0.96
-        if ratios[-1] < 1.05:
-            break
-    assert min(ratios) < 4, ratios  # at all; how exactly, only an idle machine tells
+    assert _seconds_for(backend, direction, 200, num_inflight) > 0.96 * 200 * _BLOCK / _RATE
     backend.close(10.0)
 
 
@@ -61,10 +127,10 @@ def test_unused_time_is_not_saved_up() -> None:
     backend.close(10.0)
 
 
-def test_each_direction_has_a_rate_of_its_own() -> None:
-    backend = RateLimitBackend(MemoryBackend(_CAPACITY, 2), write_bytes_per_second=_RATE)
-    reads = [_seconds_for(backend, Direction.READ, 100, 4) for _ in range(3)]
-    assert min(reads) < _seconds_for(backend, Direction.WRITE, 100, 4)
+def test_each_direction_has_a_rate_of_its_own(clock: _Clock) -> None:
+    backend = RateLimitBackend(_AtOnce(_CAPACITY), write_bytes_per_second=_RATE)
+    assert _clock_seconds_for(clock, backend, Direction.WRITE, 100, 4) > 0.9 * 100 * _BLOCK / _RATE
+    assert _clock_seconds_for(clock, backend, Direction.READ, 100, 4) == 0
     backend.close(10.0)
 
 

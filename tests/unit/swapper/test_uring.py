@@ -20,6 +20,7 @@ from swapper.backends import ring_loop as ring_loop_module
 from swapper.backends.ring import Ring, library
 from swapper.testing.conformance import Completion, aligned_bytes, random_bytes, read, start, write
 from tests.uring import needs_uring
+from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[3]
 _READ, _WRITE = Direction.READ, Direction.WRITE
@@ -125,11 +126,11 @@ def test_a_full_queue_refuses_and_is_usable_again_after_submitting(tmp_path: Pat
 def test_an_idle_ring_sleeps_in_the_kernel(backend: UringBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = _Spy(monkeypatch, "submit")
     write(backend, 0, random_bytes(ALIGNMENT, 0))
-    time.sleep(0.05)
     num_calls, cpu_seconds, began = len(spy.calls), time.process_time(), time.perf_counter()
     time.sleep(0.4)
     share = (time.process_time() - cpu_seconds) / (time.perf_counter() - began)
-    assert len(spy.calls) == num_calls, "it went round although there was nothing to do"
+    # The way back to sleep after the write may fall into this time; going round would be thousands of calls.
+    assert len(spy.calls) <= num_calls + 2, "it went round although there was nothing to do"
     assert share < 0.8, "something spins"
     write(backend, 0, random_bytes(ALIGNMENT, 1))  # and it still wakes up
 
@@ -269,10 +270,7 @@ def test_memory_in_flight_is_kept_and_then_let_go(tmp_path: Path) -> None:
     assert memory() is not None
     os.write(sender, b"12345678")
     completion.require_whole(8)
-    deadline = time.monotonic() + _SECONDS
-    while memory() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert memory() is None, "the idle ring holds on to the last buffer"
+    wait_until(lambda: memory() is None)  # an idle ring holds on to nothing
     assert backend.close(_SECONDS)
     os.close(sender)
     os.close(file_fd)
