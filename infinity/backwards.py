@@ -5,7 +5,7 @@ Knows the phase of the loop, the collector and the stepper; must not know the us
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 
@@ -195,12 +195,12 @@ class Backwards:
         if not self._stepper.gradients.has_any:
             self._style.end_step()
 
-    def drop(self) -> None:
-        """Forget the gradients that came since the last step."""
+    def drop(self, kept: Container[tuple[int, int]] = ()) -> None:
+        """Forget the gradients that came since the last step, but for those ``kept``, by (unit index, slot index)."""
         self._is_own_scaled = False
         self._style.end_step()
         self._style.forget_backwards()
-        self.collector.drop()
+        self.collector.drop(kept)
 
     def raise_deferred(self) -> None:
         """Raise what went wrong where it could not be raised."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,13 +242,14 @@ class GradientCollector:
         self._delivered.clear()
         self._expected.clear()
 
-    def drop(self) -> None:
-        """Drop what autograd has accumulated. Calls still count: their backward may be yet to come."""
+    def drop(self, kept: Container[Key] = ()) -> None:
+        """Drop what autograd has accumulated, but for ``kept``. Calls still count: their backward may be yet to come."""
         self.hands_out = False
         self._forget_gradients()
         for unit in self._units:
-            for parameter in unit.parameters:
-                _clear(parameter)
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                if (unit.index, slot.index) not in kept:
+                    _clear(parameter)
 
 
 def _clear(parameter: nn.Parameter) -> None:

@@ -7,7 +7,7 @@ no bytes itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -264,18 +264,27 @@ class Engine(CheckpointCalls):
         self._parts.forecast.note(self.report)
 
     def optimizer_zero_grad(self, *, set_to_none: bool = True) -> None:
-        """``optimizer.zero_grad()``: forget all gradients, or set those that are there to zero.
+        """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
 
         Raises:
             PartialUpdateError: some of them were already used up in backward.
         """
         self._guard.check_not_partial("gradients were dropped before engine.step()")
-        if not set_to_none:
+        kept = self._stepper.ungrouped()
+        if kept or not set_to_none:
             self._backwards.collect()
-            self._stepper.gradients.zero()
+        if set_to_none:
+            self._forget_gradients(kept)
         else:
-            self._backwards.drop()
-            self._stepper.clear()
+            self._gradients.zero(kept)
+            self._note_forgotten()
+
+    def _forget_gradients(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        self._backwards.drop(kept)
+        self._stepper.clear(kept)
+        self._note_forgotten()
+
+    def _note_forgotten(self) -> None:
         self._reporter.forget_losses()
         if self._guard.phase is Phase.BROKEN:
             self._guard.move_to(Phase.READY)
@@ -372,7 +381,7 @@ class Engine(CheckpointCalls):
         self._abandon_forward()
         self._stepper.clear()
         self._guard.cut_off()
-        self.optimizer_zero_grad()
+        self._forget_gradients()
         self.micro_steps -= self.micro_steps % self._accumulation_steps
 
     def forget_step(self) -> None:

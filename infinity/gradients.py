@@ -6,7 +6,7 @@ Knows units and gradients; must not know when a unit is complete (`infinity.coll
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -422,21 +422,30 @@ class GradientStore:
             self._spilled_norms.pop((unit.index, slot.index), None)
         return self._spilled_dtypes.pop(unit.index, self._waiting.dtype)
 
-    def clear(self) -> None:
-        """Forget all main gradients; the memory stays reserved."""
-        for index in list(self._present):
-            self._tell_of_end(self._units[index])
-        self._present.clear()
-        self._zeros.clear()
-        self._unscaled.clear()
-        self._spilled_dtypes.clear()
-        self._spilled_norms.clear()
-        for index in [index for index, buffer in self._buffers.items() if buffer.is_lent]:
+    def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        """Forget all main gradients but for those ``kept``, by (unit index, slot index); the memory stays reserved."""
+        for index, present in self._present.items():
+            gone = [slot for slot in self._present_slots(self._units[index]) if (index, slot.index) not in kept]
+            if gone:
+                self.on_forget(self._units[index], gone)
+            present.difference_update(slot.index for slot in gone)
+            for slot in gone:
+                self._spilled_norms.pop((index, slot.index), None)
+        for index, zeros in self._zeros.items():
+            zeros.intersection_update(slot for unit, slot in kept if unit == index)
+        for index in [index for index, present in self._present.items() if not present]:
+            del self._present[index]
+        for index in [index for index, zeros in self._zeros.items() if not zeros]:
+            del self._zeros[index]
+        left = {*self._present, *self._zeros}
+        self._unscaled &= left
+        for index in self._spilled_dtypes.keys() - left:
+            del self._spilled_dtypes[index]
+        for index in [index for index, buffer in self._buffers.items() if buffer.is_lent and index not in left]:
             self._pool.let_go(self._buffers.pop(index).flat)
-        for buffer in self._sums.values():
-            self._give_back(buffer)
-        self._sums.clear()
-        self._unchanged.clear()
+        for index in self._sums.keys() - left:
+            self._give_back(self._sums.pop(index))
+        self._unchanged &= left
 
     def close(self) -> None:
         """Give the memory back."""

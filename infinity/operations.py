@@ -161,7 +161,7 @@ WRITING_METHODS: tuple[str, ...] = tuple(
 
 def writes_unseen(function: Callable[..., Any]) -> bool:
     """Whether the operation writes to the tensors of its first argument without counting that in their versions."""
-    return name_of(function).startswith("_fused_")
+    return name_of(function).startswith(("_fused_", "_amp_"))
 
 
 def may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -228,7 +228,7 @@ class Apart:
         self._kwargs = kwargs
         self._num_elements = len(args[0]) if args and isinstance(args[0], list | tuple) else 0
         self._groups: dict[Hashable, list[int]] = {}
-        if name_of(function).startswith(("_foreach_", "_fused_")):
+        if name_of(function).startswith(("_foreach_", "_fused_", "_amp_foreach_")):
             lists = [value for value in (*args, *kwargs.values()) if self._is_list(value)]
             for index in range(self._num_elements):
                 self._groups.setdefault(key([value[index] for value in lists]), []).append(index)

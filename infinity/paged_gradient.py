@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infinity.operations import AS_ARRAY, EXPOSING, METADATA, leaves
+from infinity.operations import AS_ARRAY, EXPOSING, METADATA, leaves, name_of, writes_unseen
 
 
 class PagedGradient(torch.Tensor):
@@ -58,7 +58,7 @@ class PagedGradient(torch.Tensor):
             _replace(*args)
             return None
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-        if getattr(func, "__name__", "").startswith("_foreach_") and lists and len(lists[0]) > 1:
+        if name_of(func).startswith(("_foreach_", "_amp_foreach_")) and lists and len(lists[0]) > 1:
             return _one_by_one(func, args, kwargs, len(lists[0]))
         return _with_values(func, args, kwargs)
 
@@ -101,7 +101,9 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         result = func(*args, **kwargs)
     finally:
         places = {values.untyped_storage().data_ptr() for _, values, _ in opened.values()}
-        is_exposed = func in EXPOSING | AS_ARRAY or any(_lies_in(leaf, places) for leaf in leaves(result))
+        is_exposed = (
+            func in EXPOSING | AS_ARRAY or writes_unseen(func) or any(_lies_in(leaf, places) for leaf in leaves(result))
+        )
         for gradient, values, version in opened.values():
             if is_exposed or values._version != version:
                 gradient._note_change()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from infinity.layout import Slot
 from infinity.paged_gradient import PagedGradient
 from infinity.pager import Pager
 from infinity.parameter import plain_grad, set_plain_grad
+from infinity.stamp import contents_stamp
 from infinity.stepper import Stepper
 from infinity.unit import Unit
 
@@ -38,7 +39,7 @@ class _Own:
     @property
     def has_changed(self) -> bool:
         """Whether it was written to since `note_taken`."""
-        return self.tensor._version != self._version or self.has_moved
+        return self.has_moved or contents_stamp(self.tensor) != self._stamp
 
     @property
     def has_moved(self) -> bool:
@@ -47,7 +48,7 @@ class _Own:
 
     def note_taken(self) -> None:
         """Its values are known."""
-        self._version = self.tensor._version
+        self._stamp = contents_stamp(self.tensor)
         self._address = self.tensor.data_ptr()
 
     @property
@@ -55,6 +56,15 @@ class _Own:
         """Whether anybody else can see it, or write to it."""
         tensor: Any = self.tensor  # torch does not declare the counter, which counts views
         return bool(tensor.requires_grad or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether anybody else can see its memory, or write to it: through a tensor that it is a view of, say."""
+        if self.is_held_by_others or self.tensor.layout is not torch.strided:
+            return True
+        storage = self.tensor.untyped_storage()
+        # One is the tensor's, one this variable's. Memory that is not torch's (numpy's) is counted by nobody.
+        return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable())
 
 
 class ParameterGradients:
@@ -161,6 +171,17 @@ class ParameterGradients:
         elif not isinstance(gradient, PagedGradient):
             self._own[unit.index, slot.index] = _Own(unit, slot, gradient)
 
+    def zero(self, kept: Collection[tuple[int, int]]) -> None:
+        """``zero_grad(set_to_none=False)``, but for those ``kept``: gradients that are tensors of the user's stay these."""
+        own = {key: value for key, value in self._own.items() if key not in kept}
+        self._gradients.zero(kept)
+        for value in own.values():
+            if value.tensor.grad_fn is not None:
+                value.tensor.detach_()
+            value.tensor.requires_grad_(False).zero_()
+            value.note_taken()
+        self._own.update(own)
+
     def take_in(self) -> None:
         """What the user wrote into gradients of his own becomes the gradient. A step is about to begin."""
         for key in list(self._views):
@@ -184,7 +205,7 @@ class ParameterGradients:
             self._pager.await_update(own.unit)
             self._gradients.set_gradient(own.unit, own.slot, own.tensor.detach())
             own.note_taken()
-        if own.is_held_by_others:
+        if own.is_shared:
             self._own[key] = own
 
     def _note_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:

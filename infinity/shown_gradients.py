@@ -5,6 +5,8 @@ Knows units and gradients; must not know parameters or when anybody looks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from infinity.gradient_sources import GradientBuffer
@@ -61,11 +63,16 @@ class ShownGradients(GradientStore):
         """The factor that the unit's gradients have."""
         return 1.0 if unit.index in self._unscaled else self.scale()
 
-    def zero(self) -> None:
-        """All gradients that are there become zero: torch's ``zero_grad(set_to_none=False)``."""
-        found = {unit.index: {slot.index for slot in self.slots_with_gradient(unit)} for unit in self._units}
-        self.clear()
-        self._zeros = {index: slots for index, slots in found.items() if slots}
+    def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
+        found = {
+            unit.index: {slot.index for slot in self.slots_with_gradient(unit) if (unit.index, slot.index) not in kept}
+            for unit in self._units
+        }
+        self.clear(kept)
+        for index, slots in found.items():
+            if slots:
+                self._zeros.setdefault(index, set()).update(slots)
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Replace one parameter's main gradient by ``gradient``, which has no loss scale; None drops it."""

@@ -156,6 +156,16 @@ class StepGroups:
         self._strangers.update(new)
         logger.warning("%s and are in no parameter group: they will not be trained. %s", problem, cure)
 
+    def ungrouped(self) -> frozenset[tuple[int, int]]:
+        """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
+        members = {id(parameter) for parameter in self._template.params()}
+        return frozenset(
+            (unit.index, slot.index)
+            for unit in self._holding.units
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+            if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
+        )
+
     def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor]) -> list[torch.Tensor]:
         """Norms of all gradients, in the order in which ``clip_grad_norm_(model.parameters(), ...)`` takes them.
 

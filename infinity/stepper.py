@@ -14,7 +14,7 @@ it updated next in any case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -274,10 +274,14 @@ class Stepper:
         self.updated.clear()
         self._waiting.clear()
 
-    def clear(self) -> None:
-        """Forget the present step and all gradients."""
+    def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        """Forget the present step and all gradients, but for those ``kept``, by (unit index, slot index)."""
         self._forget()
-        self.gradients.clear()
+        self.gradients.clear(kept)
+
+    def ungrouped(self) -> frozenset[tuple[int, int]]:
+        """Parameters that are in no group, by (unit index, slot index)."""
+        return self._step_groups.ungrouped()
 
     def is_used_up(self, unit: Unit, slot: Slot) -> bool:
         """Whether the parameter's gradient went into an update in the backward of the present step."""

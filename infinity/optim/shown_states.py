@@ -8,7 +8,6 @@ the state. Copies that nobody holds any more are let go of at the next read, so 
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from infinity.errors import StaleStateError
 from infinity.optim.probe import copy_scalar
 from infinity.optim.values import same_values
+from infinity.stamp import contents_stamp
 
 
 class Keeper(Protocol):
@@ -28,14 +28,6 @@ class Keeper(Protocol):
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None: ...
 
 
-def _stamp(tensor: Tensor) -> int:
-    """Of the contents: what is written through ``.data`` or numpy counts in no version."""
-    if tensor.device.type != "cpu":
-        return tensor._version
-    values: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return zlib.crc32(values)
-
-
 class _Memory:
     """One tensor that was handed out: its memory, and whether anybody else still looks at it."""
 
@@ -43,7 +35,7 @@ class _Memory:
         """``tensor`` has no gaps in memory."""
         self._array = tensor.numpy()
         self._flat = tensor.as_strided((tensor.numel(),), (1,))
-        self._stamp = _stamp(self._flat)
+        self._stamp = contents_stamp(self._flat)
         self._tensor: Tensor | None = None
         self._handed: Callable[[], Any] = lambda: None
         """Gives the array that every tensor over the memory keeps, however it was derived."""
@@ -66,11 +58,11 @@ class _Memory:
 
     def is_changed(self) -> bool:
         """Whether it was written to since it was handed out, or `note_stored`."""
-        return _stamp(self._flat) != self._stamp
+        return contents_stamp(self._flat) != self._stamp
 
     def note_stored(self) -> None:
         """What is in it now is stored."""
-        self._stamp = _stamp(self._flat)
+        self._stamp = contents_stamp(self._flat)
 
 
 class _Shown:
@@ -154,7 +146,9 @@ class ShownStates:
         self._shown.pop(param, None)
         self._latest = values
         self._given[param] = {
-            name: (weakref.ref(value), _stamp(value)) for name, value in values.items() if isinstance(value, Tensor)
+            name: (weakref.ref(value), contents_stamp(value))
+            for name, value in values.items()
+            if isinstance(value, Tensor)
         }
 
     def settle(self) -> None:
@@ -167,10 +161,12 @@ class ShownStates:
             return
         for param, given in self._given.items():
             alive = [(name, value(), stamp) for name, (value, stamp) in given.items()]
-            changed = {name: value for name, value, stamp in alive if value is not None and _stamp(value) != stamp}
+            changed = {
+                name: value for name, value, stamp in alive if value is not None and contents_stamp(value) != stamp
+            }
             if changed:
                 self._keeper.load_state(param, {**self._keeper.gather_state(param), **changed})
-                given.update({name: (weakref.ref(value), _stamp(value)) for name, value in changed.items()})
+                given.update({name: (weakref.ref(value), contents_stamp(value)) for name, value in changed.items()})
         self._latest = None
         for param, shown in list(self._shown.items()):
             if shown.changes():

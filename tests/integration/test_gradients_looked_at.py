@@ -53,6 +53,88 @@ def clipping_by_value(side: Side) -> None:
 
 
 @_scenario
+def scaling_as_mixed_precision_does(side: Side) -> None:
+    """Its kernel writes to all gradients and counts that in no version."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for number in range(4):
+        loss = side.loss(number) * (float("inf") if number == 2 else 1.0)
+        scaler.scale(loss).backward()
+        if number == 3:
+            scaler.unscale_(side.optimizer)
+            side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05))
+        scaler.step(side.optimizer)
+        scaler.update()
+        side.note(torch.tensor(scaler.get_scale()))
+        side.optimizer.zero_grad()
+
+
+@_scenario
+def writing_into_ones_own_gradients_unseen(side: Side) -> None:
+    """Through ``.data``, numpy, the vector that they are parts of, a kernel that counts no version."""
+    for number in range(5):
+        parameters = side.parameters
+        gradients = torch.autograd.grad(side.loss(number), parameters)
+        if number == 3:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            parts = flat.split([parameter.numel() for parameter in parameters])
+            gradients = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        if number == 4:
+            arrays = [gradient.numpy().copy() for gradient in gradients]
+            gradients = [torch.from_numpy(array) for array in arrays]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if number == 0:
+            for parameter in parameters:
+                parameter.grad.data.mul_(0.5)
+        elif number == 1:
+            for gradient in gradients:
+                gradient.numpy()[:] = 0.01
+        elif number == 2:
+            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), torch.zeros(()), torch.tensor(0.3))
+        elif number == 3:
+            flat.mul_(0.1).add_(0.01)
+        else:
+            for array in arrays:
+                array *= 0.3
+        del gradients
+        _finish(side)
+
+
+@_scenario
+def gradients_in_one_vector_of_the_users(side: Side) -> None:
+    """They stay views of it: backward adds to it, and ``zero_grad(set_to_none=False)`` clears it."""
+    parameters = side.parameters
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    for number in range(3):
+        side.loss(number).backward()
+        side.note(flat)
+        flat.mul_(0.3)
+        side.optimizer.step()
+        side.optimizer.zero_grad(set_to_none=False)
+        side.note(flat)
+
+
+@_scenario
+def gradients_of_what_is_in_no_group(side: Side) -> None:
+    """``optimizer.zero_grad()`` leaves them, so they add up until their parameters are in a group again."""
+    side.step(0)
+    members = side.optimizer.param_groups[0]["params"]
+    away = members[1::3]
+    side.optimizer.param_groups[0]["params"] = [p for p in members if all(p is not other for other in away)]
+    for number in range(1, 5):
+        side.loss(number).backward()
+        side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 10.0))
+        side.optimizer.step()
+        side.optimizer.zero_grad(set_to_none=number != 2)
+        side.note_gradients()
+    side.optimizer.param_groups[0]["params"] = members
+    side.step(5)
+    side.step(6)
+
+
+@_scenario
 def reading_before_and_after_the_step(side: Side) -> None:
     for number in range(2):
         side.loss(number).backward()
