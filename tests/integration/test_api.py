@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +319,10 @@ def test_a_step_without_a_backward_is_refused(tmp_path: Path) -> None:
         both.engine.reset()
         with pytest.raises(StepOrderError, match="no backward"):
             both.engine.step()
+
+
+def test_the_import_takes_nothing_that_few_need() -> None:
+    heavy = ["torch._dynamo", "sympy", "numba", "zarr", "transformers"]
+    code = f"import sys, infinity; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
