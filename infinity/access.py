@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 from infinity.copies import Copies
 from infinity.device import ComputeDevice
+from infinity.foreign_writes import checksum
 from infinity.holding import ModelHolding
 from infinity.interrupts import surely
 from infinity.layout import Chunk, Piece, Slot, round_up
@@ -463,14 +463,7 @@ class StateAccess:
             unit.close()
 
     def _checksums(self, unit: Unit) -> dict[int, int]:
-        if unit.flat is None:
-            raise RuntimeError(f"unit {unit.name} is not resident")
-        base = unit.flat.tensor().cpu()
-        checksums: dict[int, int] = {}
-        for slot in unit.layout.slots:
-            array: Any = base[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize].numpy()
-            checksums[slot.index] = zlib.crc32(array)
-        return checksums
+        return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
 
 
 def _base_of(unit: Unit) -> torch.Tensor:

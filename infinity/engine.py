@@ -20,6 +20,7 @@ from infinity.backwards import Backwards
 from infinity.checkpoint_calls import CheckpointCalls
 from infinity.config import InfinityConfig
 from infinity.errors import StepOrderError
+from infinity.foreign_writes import unwatch, watch
 from infinity.interrupts import refuse_in_between, surely
 from infinity.leaving import leave
 from infinity.loop_guard import LoopGuard, Phase
@@ -35,6 +36,7 @@ from infinity.telemetry import StepReport
 from infinity.train_batch import LossFunction, TrainBatch
 from infinity.turn import take_turns
 from infinity.vertical import VerticalSchedule
+from infinity.watched_memory import WatchedMemory
 
 
 class Engine(CheckpointCalls):
@@ -86,6 +88,8 @@ class Engine(CheckpointCalls):
         self._pager.on_settled_read = self._guard.check_settled
         self._pager.turn.is_whole = lambda: not parts.stepper.is_between_steps
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
+        self._watched = WatchedMemory(self._pager)
+        watch(self._watched)
         parts.holding.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
@@ -412,6 +416,7 @@ class Engine(CheckpointCalls):
             rest.callback(self._shutdown.now)
             rest.callback(self._stepper.gradients.close)
             rest.callback(self._pager.close)
+            rest.callback(unwatch, self._watched)
             rest.callback(self._parts.stream.close)
             rest.callback(self._pager.abandon_forward)
             rest.callback(self._vertical.close)

@@ -19,11 +19,9 @@ from infinity.operations import (
     EXPOSING,
     REBINDING,
     Apart,
-    leaves,
     may_write,
     name_of,
     replaced,
-    writes_unseen,
 )
 from infinity.pager import Pager
 from infinity.parameter import HeldTensor, PagedView, bind_view, host_of, unbind_view
@@ -69,7 +67,7 @@ class HeldOperations:
         is_guest = pager.turn.begin(f"{name_of(function)} of '{fqn}'", reads=not in_backward(), joins=True)
         try:
             with contextlib.nullcontext() if trusts() else pager.turn.lent():
-                if function in EXPOSING and not pager.is_computing:
+                if name_of(function) in EXPOSING and not all(unit.num_active for unit in units):
                     raise ParameterNotResidentError(fqn, operation=name_of(function))
                 if not is_guest and not pager.is_computing:
                     if name_of(function) == "detach" and not isinstance(tensors[0], PagedView):
@@ -127,17 +125,14 @@ class HeldOperations:
         views = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, PagedView)}.values())
         try:
             self._begin(views, places.values() if may_write(function, kwargs) else ())
-            result = function(*args, **kwargs)
-            if function in AS_ARRAY:
-                result = result.copy()
+            if name_of(function) in AS_ARRAY and args:
+                result = function(args[0].detach().clone().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
                 result.flags.writeable = False  # what is written there would reach no weight
-            return result
+                return result
+            return function(*args, **kwargs)
         finally:
             for view in views:
                 unbind_view(view)
-            if writes_unseen(function):
-                for unit, slot in (places[id(leaf)] for leaf in leaves(args[:1]) if id(leaf) in places):
-                    unit.note_written([slot.index])
 
     @outside_modes
     def _begin(self, views: Sequence[PagedView], written: Iterable[tuple[Unit, Slot]]) -> None:

@@ -139,13 +139,11 @@ METADATA: frozenset[Any] = frozenset(
 REBINDING: frozenset[Any] = frozenset({torch.Tensor.set_, torch.Tensor.resize_, torch.Tensor.resize_as_})
 """Operations that give a tensor other memory, which the engine would not see."""
 
-EXPOSING: frozenset[Any] = frozenset(
-    getattr(torch.Tensor, name) for name in ("data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_")
-)
-"""Operations whose results look at the memory without being tensors."""
+EXPOSING = frozenset({"data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
+"""Names of operations whose results look at the memory without being tensors. By name: ``infinity.foreign_writes`` wraps them."""
 
-AS_ARRAY: frozenset[Any] = frozenset(getattr(torch.Tensor, name) for name in ("numpy", "__array__"))
-"""Operations that give a NumPy array over the memory."""
+AS_ARRAY = frozenset({"numpy", "__array__"})
+"""Names of those that give a NumPy array over the memory."""
 
 _DUNDER_WRITES = ("__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 

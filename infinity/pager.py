@@ -377,10 +377,6 @@ class Pager(Residency):
         # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
         return tensor.detach(), tensor._version
 
-    def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit whose memory a strided tensor looks at."""
-        return self._by_address.get(tensor.untyped_storage().data_ptr())
-
     @untraced
     @outside_modes
     def unpack(self, saved: Any) -> torch.Tensor:

