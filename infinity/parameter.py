@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.absent import absent
 from infinity.errors import ParameterNotResidentError
-from infinity.modes import untraced
+from infinity.modes import outside_modes, untraced
 from infinity.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
 from infinity.turn import guard, trusts
 
@@ -191,6 +191,9 @@ for _name in (*WRITING_METHODS, "detach"):
 
 class PagedParameter(_HeldParameter):
     """A parameter whose values are elsewhere. See the module's docstring."""
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
+        return _operate(torch.Tensor.set_, (), (self, *args), kwargs)
 
     @classmethod
     @untraced
@@ -383,6 +386,7 @@ def detach_view(view: torch.Tensor, values: torch.Tensor) -> None:
 _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
+@outside_modes
 def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
     """What a paged-out parameter is bound to: one element for all, which nobody can read."""
     if 0 in shape:

@@ -15,6 +15,7 @@ from torch import nn
 from infinity.foreign_writes import checksum, plain_address
 from infinity.interrupts import surely
 from infinity.layout import ParameterSpec, Slot, UnitLayout
+from infinity.modes import outside_modes
 from infinity.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class Unit:
             raise ValueError(f"unit {self.name} is frozen")
         return base[segment.start_bytes : segment.start_bytes + segment.num_bytes].view(segment.dtype)
 
+    @outside_modes
     def open(self) -> None:
         """Bind the parameters to the flat buffer, which must hold their weights."""
         if self.is_open:
@@ -171,6 +173,7 @@ class Unit:
             self._unbind()
             raise
 
+    @outside_modes
     def twin(self, slot: Slot) -> torch.Tensor:
         """A tensor that is bound to memory as the parameter is, with a version of its own. See `infinity.parameter`."""
         twin = self._twins.get(slot.index)
@@ -183,6 +186,7 @@ class Unit:
             self._twins[slot.index] = twin
         return twin
 
+    @outside_modes
     def hand_out(self, slot: Slot) -> torch.Tensor:
         """A view of the parameter's twin, for the user: what ``.data`` gives."""
         view = self.twin(slot).detach()

@@ -135,6 +135,12 @@ def test_memory_is_not_given_away(operation: str, both: Lockstep) -> None:
             getattr(tensor, operation)()
 
 
+def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
+    parameter = both.model.get_parameter(_NAME)
+    with torch.no_grad(), pytest.raises(ParameterNotResidentError, match=r"up\.weight' was touched in set_ .*Gathered"):
+        parameter.set_(parameter.detach() * 0.5)
+
+
 def test_a_whole_model_can_be_copied_and_saved(both: Lockstep) -> None:
     file = io.BytesIO()
     torch.save(both.model, file)

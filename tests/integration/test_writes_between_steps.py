@@ -270,3 +270,18 @@ def test_a_view_that_is_kept_shows_the_weight_as_it_is(mode: str, tmp_path: Path
         return torch.cat([view.flatten(), weight.detach()[2]])
 
     train(PLAIN, mode, tmp_path, between=between)
+
+
+@torch.inference_mode()
+def _in_inference_mode(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.75)
+        parameter.data.add_(0.0625)
+
+
+@pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16 resident", "vertical"])
+def test_a_write_in_inference_mode_counts(mode: str, tmp_path: Path) -> None:
+    def between(model: nn.Module, step: int) -> None:
+        _in_inference_mode(model)
+
+    train(PLAIN, mode, tmp_path, between=between)
