@@ -16,7 +16,6 @@ from torch import nn
 
 from infinity.copies import Copies
 from infinity.device import ComputeDevice
-from infinity.foreign_writes import checksum
 from infinity.holding import ModelHolding
 from infinity.interrupts import surely
 from infinity.layout import Chunk, Piece, Slot, round_up
@@ -24,6 +23,7 @@ from infinity.optim.remainder import split_bits
 from infinity.pager import Pager
 from infinity.parameter import let_go
 from infinity.records import Lease, RecordStore
+from infinity.stamp import checksum
 from infinity.state_checks import check_state
 from infinity.unit import Unit
 from infinity.update_job import ParameterState

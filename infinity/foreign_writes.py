@@ -3,8 +3,8 @@
 Knows torch's dispatcher and the methods that give memory away; must not know units or parameters.
 
 [Note: uncounted writes]
-Fused kernels (``torch._fused_adamw_``) write to their tensors and do not count it. While an engine lives, a kernel in front
-of theirs says so before and after.
+Fused kernels (``torch._fused_adamw_``, and those of a `GradScaler`) write to their tensors and do not count it. While an
+engine lives, a kernel in front of theirs says so before and after.
 Who has the memory itself (an array, an address, a storage, a DLPack capsule) writes past torch. There is nothing to count,
 but something to see: whoever asks a tensor for its memory. So while an engine lives, the methods that give it away say so
 before, of any tensor, for nobody can know from which view of a weight it is asked. What is looked up is one address in a
@@ -16,17 +16,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.utils.dlpack
-
-from swapper.checksum import crc32c, is_fast
-
-_PIECE_BYTES = 1 << 20
-"""Of a checksum: other threads run in between."""
 
 
 class Watcher(Protocol):
@@ -47,14 +41,6 @@ class Watcher(Protocol):
     def before_storage_write(self, address: int) -> None:
         """The storage at ``address`` is about to be written to as such. May raise."""
         ...
-
-
-def checksum(values: torch.Tensor) -> int:
-    """Of a 1-D uint8 tensor."""
-    array: Any = plain_array(values.cpu())
-    if not is_fast():
-        return zlib.crc32(array)
-    return crc32c(*(array[start : start + _PIECE_BYTES] for start in range(0, len(array), _PIECE_BYTES)))
 
 
 _BASE: Any = torch._C.TensorBase
@@ -124,7 +110,7 @@ def _wrap(owner: Any, name: str, kind: type, announce: Callable[[Any, Any], None
 def _announce_fused_kernels() -> None:
     library = torch.library.Library("aten", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::_fused_"):
+        if name.startswith(("aten::_fused_", "aten::_amp_foreach_")):
             base, _, overload = name.removeprefix("aten::").partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             first = operation._schema.arguments[0]

@@ -102,7 +102,9 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     finally:
         places = {values.untyped_storage().data_ptr() for _, values, _ in opened.values()}
         is_exposed = (
-            name_of(func) in EXPOSING | AS_ARRAY or writes_unseen(func) or any(_lies_in(leaf, places) for leaf in leaves(result))
+            name_of(func) in EXPOSING | AS_ARRAY
+            or writes_unseen(func)
+            or any(_lies_in(leaf, places) for leaf in leaves(result))
         )
         for gradient, values, version in opened.values():
             if is_exposed or values._version != version:

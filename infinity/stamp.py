@@ -1,4 +1,4 @@
-"""Whether a tensor of the user's was written to, in whatever way."""
+"""Whether memory was written to, in whatever way: checksums of contents."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.foreign_writes import plain_array
+from swapper.checksum import crc32c, is_fast
+
+_PIECE_BYTES = 1 << 20
+"""Of a checksum: other threads run in between."""
+
+
+def checksum(values: Tensor) -> int:
+    """Of the bytes of a 1-D uint8 tensor."""
+    array: Any = plain_array(values.cpu())
+    if not is_fast():
+        return zlib.crc32(array)
+    return crc32c(*(array[start : start + _PIECE_BYTES] for start in range(0, len(array), _PIECE_BYTES)))
+
 
 def contents_stamp(tensor: Tensor) -> int:
     """A checksum of the contents: what is written through ``.data``, numpy or some kernels counts in no version.
@@ -16,5 +30,4 @@ def contents_stamp(tensor: Tensor) -> int:
     """
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor._version
-    values: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return zlib.crc32(values)
+    return checksum(tensor.detach().contiguous().view(-1).view(torch.uint8))

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from infinity.foreign_writes import checksum, plain_address
+from infinity.foreign_writes import plain_address
 from infinity.interrupts import surely
 from infinity.layout import ParameterSpec, Slot, UnitLayout
 from infinity.modes import outside_modes
 from infinity.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
+from infinity.stamp import checksum
 
 if TYPE_CHECKING:
     from infinity.device import Fence, FlatBuffer
