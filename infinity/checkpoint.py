@@ -212,6 +212,9 @@ def _write_tensors(training: Training, path: Path) -> dict[str, Any]:
         if not isinstance(found, LazyEntry):
             others[key] = found
             continue
+        if id(parameter) not in names:  # the model has it no more
+            others[key] = found.gather()
+            continue
         entry, _ = without_main_weight(found.gather())
         fqn = names[id(parameter)]
         large = [name for name, value in entry.items() if isinstance(value, torch.Tensor) and value.dim()]

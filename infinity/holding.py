@@ -52,7 +52,6 @@ class _ModuleHooks:
         self._owned = list(owned)
         self._note_call = note_call
         self._keep_alive = keep_alive
-        self._parameters: tuple[tuple[str, nn.Parameter], ...] = ()
         self._entered: dict[int, list[int]] = {}
         """Thread -> how many units each running call of the module holds (a module may call itself)."""
         self._num_refused = 0
@@ -69,22 +68,9 @@ class _ModuleHooks:
         """The module looks at these units' parameters before it calls others."""
         self._first_layer = list(units)
 
-    def watch(self, module: nn.Module) -> None:
-        """Remember the module's own parameters: they must stay the same objects."""
-        self._parameters = tuple((name, p) for name, p in module._parameters.items() if p is not None)
-
     def before(self, module: nn.Module, args: Any) -> None:
         if self._is_root:
             self._on_root()
-        own = module._parameters
-        for name, parameter in self._parameters:
-            present = own.get(name)
-            # Other tensors are put there by functional_call, for as long as the call lasts.
-            if present is not parameter and (present is None or isinstance(present, nn.Parameter)):
-                raise UnsupportedModelError(
-                    f"parameter '{name}' of {type(module).__name__} was replaced while an engine holds it",
-                    cure="Don't call .to(device) or assign new parameters after infinity.initialize",
-                )
         if self._is_root:
             self._before_root(module)
         self._pager.begin_forward(is_root=self._is_root)
@@ -277,14 +263,14 @@ class ModelHolding:
         self._handles.append(self.model.register_state_dict_pre_hook(_BoundHook(collecting, "before")))
         self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(collecting, "after")))
         if self._places_of_blocks and self._places_of_blocks[0][0]:
-            self._forwards.compile_units(lambda: [getattr(parent, name) for _, parent, name in self._places_of_blocks])
+            self._forwards.compile_units(lambda: [*self._blocks_now().values()])
         self._hook_calls = functools.partial(self._hook_each_call, pager, note_call, keep_alive)
         self._hook_calls()
 
     def _hook_each_call(
         self, pager: Pager, note_call: Callable[[Unit, Sequence[Slot]], None], keep_alive: object
     ) -> None:
-        self._forwards.convert({fqn: getattr(parent, name) for fqn, parent, name in self._places_of_blocks})
+        self._forwards.convert(self._blocks_now())
         self._compiled = self._compilation()
         self.covered = inside_compiled(self.model)
         abandon = functools.partial(self._abandon_calls, pager)
@@ -306,7 +292,6 @@ class ModelHolding:
                 hooks.look_first_at(
                     [self.units[i] for i in sorted({self.locate(p)[0].index for p in module.layers[0].parameters()})]
                 )
-            hooks.watch(module)
             self._hooks.append(hooks)
             before, after = (_BoundHook(hooks, name) for name in ("before", "after"))
             handles = self._handles if is_root else self._call_handles
@@ -321,6 +306,11 @@ class ModelHolding:
             self._call_handles.clear()
             del self._hooks[1:]  # the first is the model's own
             self._hook_calls()
+
+    def _blocks_now(self) -> dict[str, nn.Module]:
+        """The modules that are now where blocks were, by their names then."""
+        found = {fqn: parent._modules.get(name) for fqn, parent, name in self._places_of_blocks}
+        return {fqn: block for fqn, block in found.items() if block is not None}
 
     def _compilation(self) -> list[Any]:
         """What changes when one of the blocks is compiled."""

@@ -9,6 +9,7 @@ frozen, and what modules the model has.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from infinity.holding import ModelHolding
 from infinity.optim import Groups, LooseParameters, PieceUpdater, Template
 from infinity.parameter import plain_grad
 from infinity.unit import Unit
+
+_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +135,16 @@ class StepGroups:
 
     def _check_new(self, groups: Groups) -> None:
         """Trainable parameters that came into the model later: in no group, they are not trained."""
-        present = self._holding.parameters_now()
+        present: Mapping[int, torch.Tensor] = self._holding.parameters_now()
         new = {
             key: parameter
             for key, parameter in present.items()
-            if not self._holding.holds(parameter) and groups.index_of(parameter) is None and parameter.requires_grad
+            if not self._holding.holds(parameter)
+            and isinstance(parameter, nn.Parameter)  # functional_call puts other tensors in their places for a while
+            and groups.index_of(parameter) is None
+            and parameter.requires_grad
         }
-        if not new or new.keys() <= self._strangers:
+        if not new or new.keys() <= self._strangers or _is_functional():
             return
         names = {id(parameter): fqn for fqn, parameter in self._holding.model.named_parameters()}
         fqn = names.get(next(iter(new)), "?")
@@ -155,6 +161,12 @@ class StepGroups:
             raise ModelError(f"{problem}, and no other is left to be trained. {cure}", fqn=fqn)
         self._strangers.update(new)
         logger.warning("%s and are in no parameter group: they will not be trained. %s", problem, cure)
+
+    def not_held(self) -> list[torch.Tensor]:
+        """Parameters that came into the model or into a group later: autograd adds to their gradients by itself."""
+        found: dict[int, torch.Tensor] = {id(parameter): parameter for parameter in self.loose.present()}
+        found |= self._holding.parameters_now()
+        return [parameter for parameter in found.values() if not self._holding.holds(parameter)]
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
         """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
@@ -189,6 +201,16 @@ class StepGroups:
     def update_loose(self, groups: Groups, coefficient: torch.Tensor | None) -> None:
         """Update the parameters that came into the groups later; see `LooseParameters`."""
         self.loose.update(groups, coefficient)
+
+
+def _is_functional() -> bool:
+    """Whether a ``torch.func.functional_call`` is running in this thread, which puts parameters in place for a while."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _are_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:

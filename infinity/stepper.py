@@ -279,6 +279,10 @@ class Stepper:
         self._forget()
         self.gradients.clear(kept)
 
+    def not_held(self) -> list[torch.Tensor]:
+        """Parameters in the model or in a group that are ordinary ones."""
+        return self._step_groups.not_held()
+
     def ungrouped(self) -> frozenset[tuple[int, int]]:
         """Parameters that are in no group, by (unit index, slot index)."""
         return self._step_groups.ungrouped()

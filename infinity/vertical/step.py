@@ -94,6 +94,8 @@ class VerticalStep:
         self._hooked: set[tuple[MicroBatch, int, int]] = set()
         """Gradients that have been through a hook of the user."""
         self._process_state = process_state()
+        self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """Parameters that no engine holds, with the gradients that they had: the glue adds to them."""
         self._runs_glue_backward = False
         self._is_final = False
 
@@ -110,6 +112,8 @@ class VerticalStep:
         pager = on.pager
         hooks = (pager.pack, pager.unpack)
         tools = Tools(self.boundary, on.device.torch_device, anchor, self.is_trial, self._watch, hooks, pager.turn)
+        found = ((other, other.grad) for other in on.stepper.not_held())
+        self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
         pager.open_step(self._is_deferred)
         self._loop.backwards.collector.hands_out = True
         for lane, compute_loss in zip(lanes.take(len(compute_losses)), compute_losses, strict=True):
@@ -314,6 +318,8 @@ class VerticalStep:
                 raise ScheduleError(str(error), step=self._loop.step) from error
             return
         on.stepper.clear()
+        for other, gradient in self._others:
+            other.grad = gradient
         if self._loop.guard.phase is Phase.BROKEN:
             self._loop.guard.move_to(Phase.READY)
 

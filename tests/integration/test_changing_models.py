@@ -1,0 +1,192 @@
+"""Parameters that are replaced, tied, untied and removed between steps, and models that are called with others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import prune
+
+import infinity
+from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.exactness.optimizers import torch_optimizer
+from tests.exactness.shapes.blocks import WIDTH, Block
+from tests.twins import Side, require_same
+
+in_modes = pytest.mark.parametrize("mode", ["smallest", "smallest deferred", "resident"])
+
+
+def _tie(model: Any) -> list[nn.Parameter]:
+    model.head.weight = model.embedding.weight
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    return []
+
+
+def _replace(model: Any) -> list[nn.Parameter]:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone() * 2)
+    return [model.head.weight]
+
+
+def _exchange(model: Any) -> list[nn.Parameter]:
+    first, last = model.blocks[0].up, model.blocks[2].up
+    first.weight, last.weight = last.weight, first.weight
+    return []
+
+
+def _remove_bias(model: Any) -> list[nn.Parameter]:
+    model.blocks[1].up.bias = None
+    return []
+
+
+def _prune(model: Any) -> list[nn.Parameter]:
+    prune.l1_unstructured(model.blocks[0].up, "weight", 0.3)
+    return []
+
+
+def _delete_block(model: Any) -> list[nn.Parameter]:
+    del model.blocks[1]
+    return []
+
+
+def _insert_block(model: Any) -> list[nn.Parameter]:
+    torch.manual_seed(4)
+    model.blocks.insert(1, Block())
+    return list(model.blocks[1].parameters())
+
+
+_CHANGES: list[Callable[[Any], list[nn.Parameter]]] = [
+    _tie,
+    _replace,
+    _exchange,
+    _remove_bias,
+    _prune,
+    _delete_block,
+    _insert_block,
+]
+
+
+@in_modes
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_model_may_change_between_steps(
+    change: Callable[[Any], list[nn.Parameter]], mode: str, tmp_path: Path
+) -> None:
+    def scenario(side: Side) -> None:
+        side.step(0)
+        side.step(1)
+        new = change(side.model)
+        if new:
+            side.optimizer.add_param_group({"params": new})
+        for number in range(2, 5):
+            loss = side.loss(number)
+            side.note(loss)
+            loss.backward()
+            side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5))
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+        kept = {name: value.clone() for name, value in side.model.state_dict().items()}
+        states = copy.deepcopy(side.optimizer.state_dict())
+        side.step(5)
+        side.model.load_state_dict(kept)
+        side.optimizer.load_state_dict(states)
+        side.step(6)
+        side.model.eval()
+        side.note(side.loss(7), *side.model.state_dict().values())
+
+    require_same(scenario, tmp_path, mode)
+
+
+def test_replaced_parameters_are_in_no_checkpoint_and_the_states_of_their_group_are(tmp_path: Path) -> None:
+    model = PLAIN.make("none")
+    engine, optimizer, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+
+    def step(number: int) -> None:
+        engine.backward(engine(**make_batch(number)))
+        engine.step()
+
+    with engine:
+        step(0)
+        _tie(model)
+        step(1)
+        assert engine.save_checkpoint(tmp_path / "saved")
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        step(2)
+        after = {name: value.clone() for name, value in model.state_dict().items()}
+        engine.load_checkpoint(tmp_path / "saved")
+        found = optimizer.state_dict()["state"]
+        assert before.keys() == found.keys()
+        assert all(torch.equal(before[key]["exp_avg"], found[key]["exp_avg"]) for key in before)
+        step(2)
+        assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
+
+
+@in_modes
+@pytest.mark.parametrize("kind", ["tensors", "parameters"])
+def test_functional_calls_with_weights_of_the_users(kind: str, mode: str, tmp_path: Path) -> None:
+    """Trained by an optimizer of their own, between steps of the engine's."""
+
+    def scenario(side: Side) -> None:
+        side.step(0)
+        values = {name: parameter.detach().clone() for name, parameter in side.model.named_parameters()}
+        make = nn.Parameter if kind == "parameters" else torch.Tensor.requires_grad_
+        weights = {name: make(value) for name, value in values.items()}
+        other = torch.optim.SGD(list(weights.values()), 0.1)
+        for number in range(2):
+            loss = functional_call(side.model, weights, kwargs=side.batch(number))
+            side.note(loss)
+            loss.backward()
+            other.step()
+            other.zero_grad()
+        side.note(*weights.values())
+        side.step(1)
+
+    require_same(scenario, tmp_path, mode)
+
+
+@in_modes
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_fast_weights(create_graph: bool, mode: str, tmp_path: Path) -> None:
+    """As MAML does: weights that follow from the model's are what the loss is taken with."""
+
+    def scenario(side: Side) -> None:
+        for number in range(2):
+            fast: dict[str, Any] = dict(side.model.named_parameters())
+            inner = functional_call(side.model, fast, kwargs=side.batch(number))
+            gradients = torch.autograd.grad(inner, list(fast.values()), create_graph=create_graph)
+            fast = {name: value - 0.1 * g for (name, value), g in zip(fast.items(), gradients, strict=True)}
+            loss = functional_call(side.model, fast, kwargs=side.batch(number + 5))
+            side.note(loss)
+            loss.backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    require_same(scenario, tmp_path, mode, changes={"infinity": {"host_memory_budget": "64MiB"}})
+
+
+def test_a_vertical_step_that_begins_anew_leaves_no_gradient_twice(tmp_path: Path) -> None:
+    """A block that came later is no unit: autograd has added to its gradients before the order is given up."""
+    twin, model = PLAIN.make("reentrant"), PLAIN.make("none")
+    plain = torch_optimizer("config", dict(twin.named_parameters()))
+    config = everything_on_nvme(tmp_path, {"gradient_accumulation_steps": 2})
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        for step in range(3):
+            if step == 1:
+                for side, its in ((plain, twin), (optimizer, model)):
+                    torch.manual_seed(5)
+                    its.blocks.append(nn.Linear(WIDTH, WIDTH))
+                    side.add_param_group({"params": list(its.blocks[-1].parameters())})
+            batches = [make_batch(step, index) for index in range(2)]
+            for batch in batches:
+                (twin(**batch) / 2).backward()
+            plain.step()
+            plain.zero_grad()
+            engine.train_batch(iter(batches))
+        assert engine.report.schedule == "ordinary"
+        for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(parameter, other.detach().clone()), name
