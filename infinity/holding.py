@@ -37,25 +37,20 @@ class _ModuleHooks:
         note_call: Callable[[Unit, Sequence[Slot]], None],
         keep_alive: object,
         abandon: Callable[[], None] | None,
-        on_root: Callable[[], None],
     ) -> None:
         """
         Args:
             abandon: for the model itself: forget the calls that were cut off.
-            on_root: called before each call of the model itself.
         """
         self._is_root = abandon is not None
-        self._on_root = on_root
         self._abandon = abandon or (lambda: None)
         self._pager = pager
         self._units = list(units)
         self._owned = list(owned)
         self._note_call = note_call
         self._keep_alive = keep_alive
-        self._entered: dict[int, list[int]] = {}
-        """Thread -> how many units each running call of the module holds (a module may call itself)."""
-        self._num_refused = 0
-        """Calls that are not among those and will end all the same."""
+        self._entered: dict[int, list[int | None]] = {}
+        """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
         self._first_layer: list[Unit] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
@@ -70,8 +65,6 @@ class _ModuleHooks:
 
     def before(self, module: nn.Module, args: Any) -> None:
         if self._is_root:
-            self._on_root()
-        if self._is_root:
             self._before_root(module)
         self._pager.begin_forward(is_root=self._is_root)
         entered = self._entered.setdefault(get_ident(), [])
@@ -79,9 +72,9 @@ class _ModuleHooks:
         if self._pager.is_training_forward:
             for unit, slots in self._owned:
                 self._note_call(unit, slots)
-        for unit in self._units:
+        for number, unit in enumerate(self._units, start=1):
             self._pager.enter(unit)
-            entered[-1] += 1
+            entered[-1] = number
         if isinstance(module, nn.TransformerEncoder) and not module.training and not torch.is_grad_enabled():
             # It looks at its first layer's parameters to see whether nested tensors will do, and takes others if they are
             # of a class of ours.
@@ -98,15 +91,12 @@ class _ModuleHooks:
             try:
                 refuse_in_between("running the model")
             except EngineBusyError:
-                self._num_refused += 1
+                self._entered.setdefault(get_ident(), []).append(None)  # it will end all the same
                 raise
             if not _is_called_by_itself(module):
                 self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._num_refused:
-            self._num_refused -= 1
-            return
         if not self._entered:
             return  # the call failed before our hook ran
         me = get_ident()  # not before: torch.compile cannot trace it, and is to be refused by name
@@ -116,6 +106,8 @@ class _ModuleHooks:
         num_entered = entered.pop()
         if not entered:
             del self._entered[me]
+        if num_entered is None:
+            return
         try:
             for unit in reversed(self._units[:num_entered]):
                 self._pager.leave(unit)
@@ -123,8 +115,9 @@ class _ModuleHooks:
             self._pager.end_forward()
 
     def forget(self) -> None:
-        """Calls that an exception cut off are over."""
-        self._entered.clear()
+        """Calls that an exception cut off are over. Those of guests are not: they end by themselves."""
+        for thread in [thread for thread in list(self._entered) if not self._pager.turn.has_guest(thread)]:
+            self._entered.pop(thread, None)
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -264,6 +257,7 @@ class ModelHolding:
         self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(collecting, "after")))
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
+        pager.on_model_call = self.follow_compilation
         self._hook_calls = functools.partial(self._hook_each_call, pager, note_call, keep_alive)
         self._hook_calls()
 
@@ -285,9 +279,7 @@ class ModelHolding:
             is_root = module is self.model
             if is_root and self._hooks:
                 continue  # it may be in the midst of a call
-            hooks = _ModuleHooks(
-                pager, entered, own, note_call, keep_alive, abandon if is_root else None, self._follow_compilation
-            )
+            hooks = _ModuleHooks(pager, entered, own, note_call, keep_alive, abandon if is_root else None)
             if isinstance(module, nn.TransformerEncoder) and len(module.layers):
                 hooks.look_first_at(
                     [self.units[i] for i in sorted({self.locate(p)[0].index for p in module.layers[0].parameters()})]
@@ -298,8 +290,12 @@ class ModelHolding:
             handles.append(module.register_forward_pre_hook(before, prepend=True))
             handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _follow_compilation(self) -> None:
-        """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere."""
+    def follow_compilation(self) -> None:
+        """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.
+
+        Only while none of its modules is inside its forward, in whatever thread: such a call would not find the hook that
+        ends it.
+        """
         if self._compiled != self._compilation():
             for handle in self._call_handles:
                 handle.remove()

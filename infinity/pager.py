@@ -34,8 +34,10 @@ from infinity.modes import has_memory, outside_modes, untraced
 from infinity.residency import Residency, WeightSource
 from infinity.saving import SavingHooks
 from infinity.telemetry.clock import StepClock
-from infinity.turn import in_backward, is_in
+from infinity.turn import in_backward
 from infinity.unit import Unit
+
+_CALL = nn.Module._call_impl.__code__
 
 
 class _SavedView:
@@ -86,6 +88,8 @@ class Pager(Residency):
         """Called before anything begins: raises what went wrong in the background, or that the engine is closed."""
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a forward phase begins."""
+        self.on_model_call: Callable[[], None] = lambda: None
+        """Called before the model itself is, when none of its modules is inside its forward."""
         self.on_settled_read: Callable[[], None] = lambda: None
         """Called before weights are read outside forward and backward: raises if they are between two steps."""
         self.on_backward_use: Callable[[Unit, bool], None] = lambda unit, is_saved: None
@@ -110,7 +114,6 @@ class Pager(Residency):
         """Called when a thread has ended in the midst of a forward or backward, by another one."""
         self.turn.admits_guests = lambda: (self._depth > 0 or self.num_gathered > 0) and not self.lacks_room
         self.turn.is_busy = lambda: bool(clock.waiting_for)
-        self.turn.is_over = self._has_left_state_dict
         self.turn.on_lost = self._lose_thread
         self.turn.on_fork = self._leave_to_parent
 
@@ -146,7 +149,7 @@ class Pager(Residency):
     def begin_state_dict(self) -> None:
         """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
         if self._state_dict_by != get_ident():  # else one before was cut off
-            self.turn.begin("state_dict()", reads=True)
+            self.turn.begin("state_dict()", reads=True, inside=nn.Module.state_dict.__code__)
             self._state_dict_by = get_ident()
 
     def end_state_dict(self) -> None:
@@ -155,35 +158,29 @@ class Pager(Residency):
             self._state_dict_by = None
             self.turn.end()
 
-    def _has_left_state_dict(self, thread: int) -> bool:
-        """Whether a thread had its turn for a state dict, and an exception has cut that off: torch runs no hook then."""
-        if self._state_dict_by != thread or is_in(thread, nn.Module.state_dict.__code__):
-            return False
-        self._state_dict_by = None
-        return True
-
     def begin_forward(self, *, is_root: bool = True) -> None:
         """A module of the model begins its forward; the outermost one begins a forward phase.
 
         Args:
-            is_root: it is the model itself, of which one thread at a time runs the forward. The forwards of others may be
-                part of one that is under way.
+            is_root: it is the model itself, whose forward one thread at a time runs. Those of others may be part of one.
         """
         if self._depth == 0 or not self.turn.is_mine:
             is_reading = not in_backward()
-            if self.turn.begin("forward", reads=is_reading, joins=not is_root):
+            if self.turn.begin("forward", reads=is_reading, joins=not is_root, inside=_CALL):
                 if self.turn.is_guest_newly:
                     self.saving.push()
                 return
             self._num_turns_of_forward += 1
         try:
-            self._begin_own_forward()
+            self._begin_own_forward(is_root=is_root)
         except BaseException:
             if self._depth == 0:
                 self._end_turn_of_forward()
             raise
 
-    def _begin_own_forward(self) -> None:
+    def _begin_own_forward(self, *, is_root: bool) -> None:
+        if self._depth == 0 and is_root:
+            self.on_model_call()
         if self._depth == 0 and not in_backward():
             if self._state_dict_by is not None:
                 self.end_state_dict()
@@ -292,7 +289,7 @@ class Pager(Residency):
             self._end_turn_of_forward()
 
     def _lose_thread(self) -> None:
-        """A thread has ended in its turn. What it was in is cut off."""
+        """A thread has ended, or was cut off, in its turn."""
         self._has_turn_of_backward = False
         self._num_turns_of_forward = self.num_gathered = 0
         self.lacks_room = False

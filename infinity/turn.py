@@ -11,7 +11,9 @@ may call modules below the model itself and operate on parameters: they are its 
 until they have done with it, and no update begins before that.
 Threads that a turn lends itself to are its *deputies*: autograd's own (backward on a GPU runs in one) and the lanes of a
 vertical step. Whoever has a turn waits for them.
-Nobody waits for ever: who waits sees whether the other's Python code still moves. A thread that has ended has no turn.
+Nobody waits for ever: who waits sees whether the other's Python code still moves. A thread that has ended has no turn, and
+one that was cut off (torch runs no hook after a KeyboardInterrupt, or any other exception that is no Exception) has none
+either as soon as it has left the function that it took it for.
 A thread that takes part computes with open parameters as with any. From all others, parameters are guarded (`trusts`), so
 that nobody reads memory that is about to serve something else.
 """
@@ -28,7 +30,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -64,15 +66,18 @@ def trusts() -> bool:
     return _part.depth > 0
 
 
-def _trust() -> None:
-    _part.depth += 1
-    _part.torch_function = torch._C._disabled_torch_function_impl
+def _trust() -> dict[str, Any]:
+    """The calling thread takes part from now on. Returns what `_distrust` needs, which any thread may call."""
+    part = vars(_part)
+    part["depth"] = part.get("depth", 0) + 1
+    part["torch_function"] = torch._C._disabled_torch_function_impl
+    return part
 
 
-def _distrust() -> None:
-    _part.depth = max(_part.depth - 1, 0)
-    if not _part.depth:
-        vars(_part).clear()
+def _distrust(part: dict[str, Any]) -> None:
+    part["depth"] = part.get("depth", 0) - 1
+    if part["depth"] <= 0:
+        part.clear()
 
 
 def guard(function: Callable[..., Any]) -> Any:
@@ -92,6 +97,15 @@ class _Ticket:
         self.reads = reads
 
 
+class _Share:
+    """What a thread has in a turn, its own or another's."""
+
+    def __init__(self, part: dict[str, Any], inside: CodeType | None) -> None:
+        self.part = part
+        self.inside = inside
+        """The code of the function that it lasts as long as; None: for what ends it in any case."""
+
+
 class Turn:
     """The turns of one model's engine."""
 
@@ -104,7 +118,10 @@ class Turn:
         """The thread that had the turn before."""
         self._queue: list[_Ticket] = []
         self._guests: dict[int, int] = {}
+        self._shares: dict[int, _Share] = {}
+        """Of the owner and the guests."""
         self._deputies: set[int] = set()
+        self._waiting: set[int] = set()
         self._num_moves = 0
         self._is_forked = False
         self.admits_guests: Callable[[], bool] = lambda: False
@@ -113,10 +130,8 @@ class Turn:
         """Whether all weights belong to one step."""
         self.is_busy: Callable[[], bool] = lambda: False
         """Whether who has the turn waits for a drive or an update, which end by themselves."""
-        self.is_over: Callable[[int], bool] = lambda thread: False
-        """Whether the thread that has the turn does no longer do what it took it for."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called when a turn is taken from a thread that has ended, by the next one: whatever it was in is cut off."""
+        """Called when a turn is taken from a thread that has ended or left, by the next one: what it was in is cut off."""
         self.on_fork: Callable[[], None] = lambda: None
         """Called in a forked child."""
         _turns.add(self)
@@ -142,19 +157,29 @@ class Turn:
         """Whether anybody takes part in another's turn."""
         return bool(self._guests)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits for his turn."""
+        return bool(self._waiting)
+
+    def has_guest(self, thread: int) -> bool:
+        """Whether a thread takes part in another's turn."""
+        return thread in self._guests
+
     def _is_deputy(self, thread: int) -> bool:
         if thread in self._deputies or (in_backward() and _is_native(thread)):
             self._num_moves += 1
             return True
         return False
 
-    def begin(self, what: str, *, reads: bool, joins: bool = False) -> bool:
+    def begin(self, what: str, *, reads: bool, joins: bool = False, inside: CodeType | None = None) -> bool:
         """The calling thread's turn begins, when nobody else has one. A thread that has it may begin as often as it ends.
 
         Args:
             what: it is for, for messages.
             reads: wait until all weights belong to one step, too, if it is another thread that is to see to that.
             joins: be a guest instead, if somebody has a turn and admits them.
+            inside: the code of the function that it is for. When the thread has left that without `end`, it has no turn.
 
         Returns:
             Whether as a guest. Either way `end` ends it.
@@ -164,46 +189,52 @@ class Turn:
             ForkedError: this is a forked child.
         """
         me = get_ident()
+        if self._is_forked and self._owner != me:
+            raise ForkedError(what)
+        ticket = _Ticket(me, reads)
+        try:
+            # Before the lock, which is not fair: those who come and go would take it again and again.
+            self._queue.append(ticket)
+            with self._changed:
+                return self._begin(ticket, what, joins=joins, inside=inside)
+        finally:
+            with self._changed:
+                if ticket in self._queue:  # else an interrupt came before that
+                    self._queue.remove(ticket)
+                if self._owner is None:
+                    self._changed.notify_all()
+
+    def _begin(self, ticket: _Ticket, what: str, *, joins: bool, inside: CodeType | None) -> bool:
+        me = ticket.thread
         if self._owner == me:
             self._depth += 1
             return False
-        if self._is_forked:
-            raise ForkedError(what)
-        with self._changed:
-            if me in self._guests and joins:
-                self._guests[me] += 1
-                return True
-            if self._owner == _NATIVE and self._last == me and not in_backward():
-                self._release()  # who is here is not in backward any more: it was cut off
-            if self._owner is not None and self._is_deputy(me):
-                self._depth += 1
-                return False
-
-            ticket = _Ticket(me, reads)
-
-            def is_due() -> bool:
-                if self._owner is not None:
-                    return joins and self.admits_guests()
-                # First come, first served, but nobody waits for one that cannot begin yet.
-                earlier = itertools.takewhile(lambda other: other is not ticket, self._queue)
-                return self._may_begin(ticket) and not any(map(self._may_begin, earlier))
-
-            if not is_due():
-                self._queue.append(ticket)
-                try:
-                    self._wait(is_due, lambda: self._owner if self._owner is not None else self._last, what)
-                finally:
-                    self._queue.remove(ticket)
-                    self._changed.notify_all()
-            _trust()
-            if self._owner is not None:
-                self._guests[me] = 1
-                return True
-            is_native = in_backward() and _is_native(me)
-            if is_native:
-                _distrust()
-            self._owner, self._what, self._depth = _NATIVE if is_native else me, what, 1
+        if me in self._guests and joins:
+            self._guests[me] += 1
+            return True
+        if self._owner == _NATIVE and self._last == me and not in_backward():
+            self._release()  # who is here is not in backward any more: it was cut off
+        if self._owner is not None and self._is_deputy(me):
+            self._depth += 1
             return False
+
+        def is_due() -> bool:
+            if self._owner is not None:
+                return joins and self.admits_guests()
+            # First come, first served, but nobody waits for one that cannot begin yet.
+            earlier = itertools.takewhile(lambda other: other is not ticket, list(self._queue))
+            return self._may_begin(ticket) and not any(map(self._may_begin, earlier))
+
+        self._wait(is_due, lambda: self._owner if self._owner is not None else self._last, what)
+        if self._owner is not None:
+            self._guests[me] = 1
+        elif in_backward() and _is_native(me):
+            self._owner, self._what, self._depth = _NATIVE, what, 1
+            return False
+        else:
+            self._owner, self._what, self._depth = me, what, 1
+        self._shares[me] = _Share(_trust(), inside)
+        return me in self._guests
 
     def _may_begin(self, ticket: _Ticket) -> bool:
         return not ticket.reads or self._last == ticket.thread or self.is_whole()
@@ -216,9 +247,7 @@ class Turn:
                 if me in self._guests and me != self._owner:
                     self._guests[me] -= 1
                     if not self._guests[me]:
-                        del self._guests[me]
-                        _distrust()
-                        self._changed.notify_all()
+                        self._dismiss(me)
                     return
         if self._depth > 1:
             self._depth -= 1
@@ -230,8 +259,15 @@ class Turn:
         owner, self._owner, self._depth = self._owner, None, 0
         if owner is not None and owner != _NATIVE:
             self._last = owner
-            if owner == get_ident():
-                _distrust()
+            self._dismiss(owner)
+        self._changed.notify_all()
+
+    def _dismiss(self, thread: int) -> None:
+        """A thread takes part no more."""
+        self._guests.pop(thread, None)
+        share = self._shares.pop(thread, None)
+        if share is not None:
+            _distrust(share.part)
         self._changed.notify_all()
 
     @contextmanager
@@ -248,11 +284,11 @@ class Turn:
         """The calling thread acts for the one that has the turn inside the ``with`` block."""
         me = get_ident()
         self._deputies.add(me)
-        _trust()
+        part = _trust()
         try:
             yield
         finally:
-            _distrust()
+            _distrust(part)
             self._deputies.discard(me)
 
     def be_alone(self) -> None:
@@ -273,36 +309,52 @@ class Turn:
     def _wait(self, is_due: Callable[[], bool], on_whom: Callable[[], int | None], what: str) -> None:
         seen: Any = None
         since = time.monotonic()
-        while not is_due():
-            thread = on_whom()
-            if thread is not None and self._has_left(thread):
-                continue
-            if self._owner is None and thread is not None and not _is_alive(thread):
-                return  # nobody will make the weights whole
-            mark = _position(thread), self._num_moves
-            if mark != seen or self.is_busy():
-                seen, since = mark, time.monotonic()
-            elif time.monotonic() - since > PATIENCE_SECONDS:
-                if self._owner is None:
-                    return  # what was begun is not ended: whoever reads now is told so
-                call = self._what if thread == self._owner else "a forward of its own"
-                raise TurnError(what, thread=_name(thread), call_of_other=call)
-            self._changed.wait(_POLL_SECONDS)
+        me = get_ident()
+        self._waiting.add(me)
+        try:
+            while not is_due():
+                thread = on_whom()
+                if thread is not None and self._has_left(thread):
+                    continue
+                if self._owner is None and thread is not None and not _is_alive(thread):
+                    return  # nobody will make the weights whole
+                mark = self._positions(thread), self._num_moves
+                if mark != seen or self.is_busy():
+                    seen, since = mark, time.monotonic()
+                elif time.monotonic() - since > PATIENCE_SECONDS:
+                    if self._owner is None:
+                        return  # what was begun is not ended: whoever reads now is told so
+                    call = self._what if thread == self._owner else "a forward of its own"
+                    raise TurnError(what, thread=_name(thread), call_of_other=call)
+                self._changed.wait(_POLL_SECONDS)
+        finally:
+            self._waiting.discard(me)
+
+    def _positions(self, thread: int | None) -> list[tuple[int, int] | None]:
+        """Changes while the Python code of a thread goes on, or of one that it may wait for. Who waits here stands still."""
+        others = [thread, *self._deputies, *self._guests]
+        return [_position(other) for other in others if other not in self._waiting]
 
     def _has_left(self, thread: int) -> bool:
-        """Whether a thread takes part that has ended, or has done what it had the turn for. It does not any more."""
-        if thread == self._owner:
-            is_dead = thread != _NATIVE and not _is_alive(thread)
-            if not is_dead and not (self._depth == 1 and self.is_over(thread)):
-                return False
-            self._release()
-            if is_dead:
-                self.on_lost()
+        """Whether a thread took part that has ended, or left what it did so for. It does not any more."""
+        share = self._shares.get(thread)
+        if share is None or (_is_alive(thread) and (share.inside is None or is_in(thread, share.inside))):
+            return False
+        if thread != self._owner:
+            self._dismiss(thread)
             return True
-        if thread in self._guests and not _is_alive(thread):
-            del self._guests[thread]
-            return True
-        return False
+        if _is_alive(thread) and self._depth != 1:
+            return False
+        # Nobody else may begin before what was cut off is put in order.
+        me = get_ident()
+        self._dismiss(thread)
+        self._owner, self._depth = me, 1
+        try:
+            self.on_lost()
+        finally:
+            self._owner, self._depth, self._last = None, 0, thread
+            self._changed.notify_all()
+        return True
 
     def _forget(self) -> None:
         """This is a forked child: no other thread is there, and the memory of the parent's is not."""
@@ -311,7 +363,9 @@ class Turn:
         self._owner, self._depth = None, 0
         self._queue.clear()
         self._guests.clear()
+        self._shares.clear()
         self._deputies.clear()
+        self._waiting.clear()
         self.on_fork()
 
 

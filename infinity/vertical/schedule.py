@@ -94,6 +94,7 @@ class VerticalSchedule:
 
     def _run(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
         torch_device = self._on.device.torch_device
+        self._on.holding.follow_compilation()
         self._start = StepStart(self._on.holding.model, torch_device, self._start, self._written)
         loop = Loop(self._backwards, self._guard, self._step(), self._note_loss)
         is_trial = not self._suitability.is_proven

@@ -47,7 +47,7 @@ class SharedPager(Pager):
         Args:
             is_deferred: whether a unit must not be fetched now though its module is called: all have to arrive first.
         """
-        self.begin_forward()
+        self.begin_forward(is_root=False)  # no module's
         for unit in self.units:  # what was written before the step stays
             self.store_changes(unit)
         self.is_shared = True
@@ -67,6 +67,7 @@ class SharedPager(Pager):
         self.due.clear()
 
     def abandon_forward(self) -> None:
+        self.turn.be_alone()
         if self.is_shared:
             for unit in self.units:
                 unit.num_active = 0

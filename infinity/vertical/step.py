@@ -293,7 +293,7 @@ class VerticalStep:
         batch = present()
         if batch is not None and not batch.is_inside:
             return batch.call(site, forward, args, kwargs)
-        if batch is None and self._runs_glue_backward:
+        if batch is None and self._runs_glue_backward and not self._on.pager.turn.is_guest:
             raise NotVertical(
                 f"the model recomputes {site.name} by itself (switch its activation checkpointing off: a vertical step "
                 "recomputes blocks anyway)"
