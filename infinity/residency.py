@@ -184,7 +184,9 @@ class Residency:
         if slot.index in unit.before or slot.index in unit.dirty or unit.flat is None:
             return
         if self.writer is not None and self.writer.needs_before(unit, slot):
-            unit.before[slot.index] = unit.weight(slot).clone()
+            unit.note_changes()  # by a view that was kept, say: then it is too late
+            if slot.index not in unit.dirty:
+                unit.before[slot.index] = unit.weight(slot).clone()
 
     def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose memory a strided tensor looks at."""

@@ -202,3 +202,23 @@ def test_torch_is_as_it_was_when_the_last_engine_is_closed(tmp_path: Path) -> No
     assert torch.Tensor.numpy is torch._C.TensorBase.numpy  # type: ignore[comparison-overlap]
     assert not any(getattr(owner, name) is held for (owner, name), held in zip(places, while_held, strict=True))
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", "ADInplaceOrView")
+
+
+class _Keeping(Block):
+    """A block that writes to its weight by a view from its forward before."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.kept.mul_(0.75)
+        self.kept = self.up.weight.detach()
+        return super().forward(x)
+
+
+def test_a_write_that_is_seen_too_late_is_an_error(tmp_path: Path) -> None:
+    case = Case("keeping", lambda checkpointing: Net(checkpointing, make_block=_Keeping), token_batch)
+    with pytest.raises(
+        UnsupportedModelError, match=r"up\.weight' was written to in forward.*seen too late.*main_weights"
+    ):
+        train(case, "bf16 resident", tmp_path)
