@@ -9,14 +9,9 @@
 The config is DeepSpeed's; what it has no key for stands in a block ``"infinity"``.
 """
 
-from infinity import checkpointing, comm, schedules, zero
+from infinity import checkpointing, comm, zero
 from infinity.accelerator import get_accelerator
-from infinity.arguments import add_config_arguments
-from infinity.collectives import init_distributed
-from infinity.config import InfinityConfig, load_config
-from infinity.engine import Engine
-from infinity.errors import InfinityError
-from infinity.full_tensors import (
+from infinity.checkpoint.full_tensors import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -24,9 +19,15 @@ from infinity.full_tensors import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from infinity.gather import GatheredParameters
+from infinity.config import InfinityConfig, load_config
+from infinity.config.arguments import add_config_arguments
+from infinity.distributed.collectives import init_distributed
+from infinity.engine.engine import Engine
+from infinity.errors import InfinityError
 from infinity.initialize import initialize
-from infinity.plan import Plan
+from infinity.optim import lr_schedules as schedules
+from infinity.paging.gathered_parameters import GatheredParameters
+from infinity.planning.plan import Plan
 from infinity.telemetry import StepReport
 from infinity.version import __version__
 

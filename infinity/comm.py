@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from infinity.collectives import init_distributed, is_initialized
+from infinity.distributed.collectives import init_distributed, is_initialized
 
 
 def get_rank(group: Any = None) -> int:

@@ -12,53 +12,53 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from infinity.access import StateAccess
-from infinity.autotune import tune_io
-from infinity.buffers import BufferCast, buffers_of, restore_buffers
-from infinity.collectives import check_single_process
+from infinity.activations.spill_space import SpillSpace
+from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
-from infinity.copies import Copies
-from infinity.device import ComputeDevice, choose_device, device_for
-from infinity.engine import Engine
+from infinity.device.compute import ComputeDevice, choose_device, device_for
+from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
+from infinity.distributed.collectives import check_single_process
+from infinity.engine.engine import Engine
+from infinity.engine.parts import Parts
+from infinity.engine.resources import Storage
+from infinity.engine.shutdown import settle
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
-from infinity.forecast import Forecast, first_plan
-from infinity.holding import ModelHolding
-from infinity.host_memory import HeapTrimmer, free_share, give_back_freed_memory
-from infinity.layout import UnitLayout
-from infinity.loss_scale import LossScaler
-from infinity.model_check import check_model
-from infinity.optim import (
-    MAIN_WEIGHT,
-    FusedAdam,
-    PieceUpdater,
-    RemainderUpdater,
-    StateFormat,
-    StateWindow,
-    Template,
-    absent_template,
-    build_template,
-    check_state_format,
-)
-from infinity.originals import Originals
-from infinity.parameter import hold
-from infinity.parts import Parts
-from infinity.residence import Residence
-from infinity.schedules import build_scheduler
-from infinity.shown_gradients import ShownGradients
-from infinity.shutdown import settle
-from infinity.sizes import Request, UnitSize
-from infinity.step_groups import StepGroups
-from infinity.stepper import Stepper, StepRules
-from infinity.storage import Storage
+from infinity.gradients.loss_scaler import LossScaler
+from infinity.gradients.main_grad_dtype import WaitingDtype
+from infinity.gradients.shown_grads import ShownGradients
+from infinity.numerics.chunk_format import RecordFormat
+from infinity.numerics.state_format import StateFormat
+from infinity.numerics.state_window import StateWindow
+from infinity.optim.facade.no_optimizer import absent_template
+from infinity.optim.fused_adam import FusedAdam
+from infinity.optim.lr_schedules import build_scheduler
+from infinity.optim.main_weights import MAIN_WEIGHT
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.remainder_updater import RemainderUpdater
+from infinity.optim.state_support import check_state_format
+from infinity.optim.template import Template, build_template
+from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.parameter_handler import Residence
+from infinity.planning.autotune import tune_io
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.plan_tracker import Forecast, first_plan
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
-from infinity.unit import Unit, spec_of
-from infinity.update import UpdateStream
-from infinity.update_job import ParameterState
-from infinity.vertical import SharedPager, SpillSpace, Surroundings, place_for_schedule
-from infinity.waiting_dtype import WaitingDtype
-from infinity.workspace import RecordFormat
-from infinity.wrapping import find_blocks, partition, used_together
-from infinity.written_weights import WrittenWeights
+from infinity.tiers.user_copies import Copies
+from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
+from infinity.units.layout import UnitLayout
+from infinity.units.model_check import check_model
+from infinity.units.originals import Originals
+from infinity.units.parameter import hold
+from infinity.units.partition import find_blocks, partition, used_together
+from infinity.units.unit import Unit, spec_of
+from infinity.updates.job import ParameterState
+from infinity.updates.step_groups import StepGroups
+from infinity.updates.stepper import Stepper, StepRules
+from infinity.updates.stream import UpdateStream
+from infinity.vertical.eligibility import place_for_schedule
+from infinity.vertical.shared_pager import SharedPager
+from infinity.vertical.step import Surroundings
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from types import TracebackType
 from typing import Any
 
-from infinity.gather import GatheredParameters
+from infinity.paging.gathered_parameters import GatheredParameters
 
 logger = logging.getLogger(__name__)
 

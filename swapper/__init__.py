@@ -37,12 +37,8 @@ Nothing is left in the directory, whatever ends the process:
     >>> os.rmdir(directory)
 """
 
-from swapper.backends.base import Direction, IOBackend
-from swapper.bell import Bell, Latch
-from swapper.busy import BusySeconds, BusyTimes
+from swapper.backend import Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
-from swapper.device_bytes import DeviceBytes
-from swapper.directory import Directory
 from swapper.errors import (
     ArenaClosedError,
     ArenaError,
@@ -72,16 +68,20 @@ from swapper.errors import (
     VolumeTooSmallError,
     WrongDataError,
 )
-from swapper.extent import Extent, NameOf
-from swapper.file_system import Drive, describe_drive
-from swapper.handle import Handle
-from swapper.held import hang_of, is_held
-from swapper.observer import TransferRecord
-from swapper.region import AlignedRegion
-from swapper.staging import ArenaStatistics, Page, StagingArena
-from swapper.statistics import Statistics
+from swapper.extents.extent import Extent, NameOf
+from swapper.memory.device_bytes import DeviceBytes
+from swapper.memory.held import hang_of, is_held
+from swapper.memory.region import AlignedRegion
+from swapper.memory.staging import ArenaStatistics, Page, StagingArena
+from swapper.meters.busy import BusySeconds, BusyTimes
+from swapper.meters.observer import TransferRecord
+from swapper.scheduling.handle import Handle
+from swapper.scheduling.statistics import Statistics
 from swapper.swapper import Swapper
-from swapper.volume import Volume
+from swapper.sync.bell import Bell, Latch
+from swapper.volumes.directory import Directory
+from swapper.volumes.file_system import Drive, describe_drive
+from swapper.volumes.volume import Volume
 
 __all__ = [
     "ALIGNMENT",

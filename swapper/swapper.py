@@ -9,27 +9,27 @@ import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from swapper import switching
-from swapper.allocator import SpaceAllocator
-from swapper.backends.base import Direction, IOBackend, register_memory
-from swapper.backends.choice import open_backend
-from swapper.backends.integrity import IntegrityBackend
+from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
-from swapper.buffer import Buffer, memory_of
-from swapper.busy import BusyTimes
 from swapper.config import Priority, SwapperConfig
-from swapper.directory import DirectoryLike
 from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
-from swapper.extent import Extent, NameOf
-from swapper.handle import Handle
-from swapper.observer import Observer
-from swapper.operation import Operation
-from swapper.reentry import refuse_owned
-from swapper.region import AlignedRegion
-from swapper.scheduler import IOScheduler
-from swapper.statistics import Statistics
+from swapper.extents.allocator import SpaceAllocator
+from swapper.extents.extent import Extent, NameOf
+from swapper.memory.buffer import Buffer, memory_of
+from swapper.memory.region import AlignedRegion
+from swapper.meters.busy import BusyTimes
+from swapper.meters.observer import Observer
+from swapper.scheduling.handle import Handle
+from swapper.scheduling.operation import Operation
+from swapper.scheduling.scheduler import IOScheduler
+from swapper.scheduling.statistics import Statistics
+from swapper.selection.choice import open_backend
+from swapper.sync import switching
+from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Uncopyable
-from swapper.volume import Volume
+from swapper.volumes.directory import DirectoryLike
+from swapper.volumes.volume import Volume
+from swapper.wrappers.integrity import IntegrityBackend
 
 
 class Swapper(Uncopyable):

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.host_memory import give_back_freed_memory
-from infinity.optim.cpu_kernels import kernels
+from infinity.device.host_memory import give_back_freed_memory
+from infinity.numerics.kernels import kernels
 
 BUDGET_BYTES = 240_000_000
 NUM_STEPS = 2

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from swapper.backends import IOBackend, IORequest
-from swapper.backends.wrappers import BackendWrapper
-from swapper.operation import Operation, Transfer
-from swapper.scheduler import IOScheduler
-from swapper.waiting import WaitingRoom
-from swapper.watchdog import TICKS_PER_DEADLINE
+from swapper.backend import IOBackend, IORequest
+from swapper.scheduling.operation import Operation, Transfer
+from swapper.scheduling.scheduler import IOScheduler
+from swapper.scheduling.waiting import WaitingRoom
+from swapper.scheduling.watchdog import TICKS_PER_DEADLINE
+from swapper.wrappers.base import BackendWrapper
 
 
 class LateBackend(BackendWrapper):

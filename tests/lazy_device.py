@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from infinity.device import FlatBuffer, SeparateHostDevice
-from infinity.flat_pool import FlatPool
+from infinity.device.compute import FlatBuffer, SeparateHostDevice
+from infinity.device.flat_pool import FlatPool
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swapper.backends import Direction, IORequest, MemoryBackend
+from swapper.backend import Direction, IORequest
+from swapper.backends.memory import MemoryBackend
 
 
 class ManualBackend(MemoryBackend):

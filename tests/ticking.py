@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from swapper.scheduler import IOScheduler
+from swapper.scheduling.scheduler import IOScheduler
 
 LONG_SECONDS = 10_000.0
 """A deadline that never passes by itself."""

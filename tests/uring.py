@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swapper import BackendUnavailableError
-from swapper.backends.ring import Ring
+from swapper.backends.uring.ring import Ring
 
 
 def why_no_uring() -> str:

@@ -18,9 +18,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from swapper.backends import Direction, IntegrityBackend, IORequest, MemoryBackend
-from swapper.checksum import PAGE_BYTES, is_fast
-from swapper.region import AlignedRegion
+from swapper.backend import Direction, IORequest
+from swapper.backends.memory import MemoryBackend
+from swapper.memory.region import AlignedRegion
+from swapper.wrappers.checksum import PAGE_BYTES, is_fast
+from swapper.wrappers.integrity import IntegrityBackend
 
 
 class _NoBackend(MemoryBackend):

@@ -19,7 +19,7 @@ from infinity.config.resolved import (
     SchedulerSection,
     UpdateMode,
 )
-from infinity.config.storage import make_directories, remove_empty
+from infinity.config.schema.directories import make_directories, remove_empty
 
 __all__ = [
     "LARGEST_LOSS_SCALE",

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infinity.config.block import Findings
 from infinity.config.overrides import as_written, override
 from infinity.config.reading import apply_rules, read_strictness, tidy, validate
 from infinity.config.resolve import resolve
 from infinity.config.resolved import InfinityConfig
+from infinity.config.schema.block import Findings
+from infinity.config.schema.vocabulary import nearest
 from infinity.config.text import read_file, read_text
-from infinity.config.vocabulary import nearest
 from infinity.errors import ConfigError, ConfigSyntaxError, UnknownConfigKeyError
-from infinity.schedules import schedule_parameters
+from infinity.optim.lr_schedules import schedule_parameters
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.config.block import Findings
 from infinity.config.reading import tidy
+from infinity.config.schema.block import Findings
 from infinity.errors import ConfigError
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from infinity.config.blocks import RootBlock
-from infinity.config.precision_blocks import Fp16Block
 from infinity.config.resolved import LARGEST_LOSS_SCALE, LossScaling
+from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.precision_blocks import Fp16Block
 from infinity.errors import ConfigValueError, UnsupportedConfigError
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from infinity.config.block import Block, Findings, Keys, NotNull, Rule, Untyped
-from infinity.config.blocks import RootBlock
-from infinity.config.legacy import modernise
-from infinity.config.quantities import is_auto, parse_flag
-from infinity.config.vocabulary import child_block, suggest
+from infinity.config.schema.block import Block, Findings, Keys, NotNull, Rule, Untyped
+from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.legacy import modernise
+from infinity.config.schema.quantities import is_auto, parse_flag
+from infinity.config.schema.vocabulary import child_block, suggest
 from infinity.errors import ConfigValueError
 
 _COMMENT_KEY = re.compile(r"\$schema|\$?_*comments?\d*|//.*|#.*", re.IGNORECASE)

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 
 from infinity.config.batch import resolve_batch_sizes
-from infinity.config.block import Block, Findings
-from infinity.config.blocks import InfinityBlock, OptimizerBlock, RootBlock, SchedulerBlock
-from infinity.config.offload_blocks import AioBlock, OffloadBlock
 from infinity.config.precision import resolve_autocast, resolve_buffer_dtype, resolve_precision
-from infinity.config.quantities import parse_flag, parse_number
 from infinity.config.resolved import (
     AutotuneMode,
     Decision,
@@ -27,15 +23,19 @@ from infinity.config.resolved import (
     SchedulerSection,
     UpdateMode,
 )
-from infinity.config.storage import (
+from infinity.config.schema.block import Block, Findings
+from infinity.config.schema.blocks import InfinityBlock, OptimizerBlock, RootBlock, SchedulerBlock
+from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
     describe_directories,
     resolve_directories,
     resolve_file,
 )
+from infinity.config.schema.offload_blocks import AioBlock, OffloadBlock
+from infinity.config.schema.quantities import parse_flag, parse_number
 from infinity.errors import ConfigValueError
-from infinity.schedules import schedule_parameters
+from infinity.optim.lr_schedules import schedule_parameters
 
 _ALIGNMENT = 4096  # of everything that goes past the page cache
 _REQUEST_BYTES = 1 << 20

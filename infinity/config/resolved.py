@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from swapper.config import BackendName
-from swapper.directory import Directory
+from swapper.volumes.directory import Directory
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]

@@ -5,19 +5,19 @@ optimizer class on pieces of parameters, wherever their state comes from. `Paged
 optimizer that delegates to a `StepBackend`.
 """
 
-from infinity.optim.absent import absent_template
+from infinity.numerics.state_format import StateFormat
+from infinity.numerics.state_window import StateWindow
+from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.optim.facade.no_optimizer import absent_template
+from infinity.optim.facade.paged_optimizer import PagedOptimizer, StepBackend
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.groups import Groups
 from infinity.optim.lion import Lion
-from infinity.optim.loose import LooseParameters
 from infinity.optim.main_weights import MAIN_WEIGHT
-from infinity.optim.paged import PagedOptimizer, StepBackend
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import OptimizerSection
 from infinity.optim.remainder_updater import RemainderUpdater
-from infinity.optim.state_format import StateFormat
 from infinity.optim.state_support import check_state_format
-from infinity.optim.state_window import StateWindow
 from infinity.optim.template import OptimizerSource, Template, build_template
 
 __all__ = [

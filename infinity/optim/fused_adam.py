@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinity.foreign_writes import plain_array
+from infinity.numerics.remainder import join, split
 from infinity.optim.probe import copy_scalar
-from infinity.optim.remainder import join, split
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker
+from infinity.torch_internals.foreign_writes import plain_array
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ class FusedAdam:
     """One Adam step on a piece of a parameter, on the CPU, with the bits that torch's own fused kernel gives.
 
     It knows one optimizer class; it must not know pages or units. See [Note: bits as in torch] in
-    ``infinity.optim.cpu_kernels``.
+    ``infinity.numerics.kernels``.
     """
 
     def __init__(self, is_decoupled: bool) -> None:
         """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
-        from infinity.optim.cpu_kernels import kernels  # late, see infinity.optim.remainder
+        from infinity.numerics.kernels import kernels  # late, see infinity.optim.remainder
 
         self._is_decoupled = is_decoupled
         self._adam = kernels().adam
@@ -96,7 +96,7 @@ class FusedAdam:
 
         Args:
             group: hyperparameters for which `runs` holds.
-            weight, remainder: bf16 and int16, changed in place: see ``infinity.optim.remainder``.
+            weight, remainder: bf16 and int16, changed in place: see ``infinity.numerics.remainder``.
             gradient: float32 or bf16; not modified.
             scale: the gradient is multiplied with it first, in float32.
             state: float32 ``exp_avg`` and ``exp_avg_sq``, changed in place; zeros before the first step.
@@ -175,7 +175,7 @@ def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _has_multiply_add() -> bool:
     """Whether torch's code here has a fused multiply-add, as ours has. Without, ours would be slow besides."""
-    from infinity.optim.cpu_kernels import can_compile
+    from infinity.numerics.kernels import can_compile
 
     return can_compile() and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from infinity.numerics.remainder import join, split
 from infinity.optim.fused_adam import STATES, VECTOR_NUMEL, FusedAdam
-from infinity.optim.remainder import join, split
 
 _BLOCK_NUMEL = 1 << 18
 """Elements joined at a time on the CPU, without a kernel of ours: few enough to stay in the processor's cache."""

@@ -6,9 +6,9 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigValueError
+from infinity.numerics.state_format import StateFormat
 from infinity.optim.lion import Lion
 from infinity.optim.piece import PieceUpdater
-from infinity.optim.state_format import StateFormat
 from infinity.optim.template import Template
 
 _KEY = "infinity.state_dtype"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.device import Copy
+from infinity.device.compute import Copy
 from infinity.errors import ConfigValueError, NonFiniteLossWarning
 from infinity.telemetry.chrome_trace import KEY, check_writable
 from infinity.telemetry.clock import StepClock

@@ -4,7 +4,7 @@ Knows threads and messages; must not know models. [Note: baton] Each micro-batch
 its own (a `Lane`), because only a thread can be stopped in the middle of somebody else's function. The training thread
 gives the baton to one lane at a time and waits until the lane parks; so nothing ever runs beside anything else, and
 neither the model nor the engine needs a lock. A lane can park with an `Errand`: what takes long is computed fastest by a
-thread that keeps its workers (see [Note: one pool] in ``infinity.openmp``), and one thread can.
+thread that keeps its workers (see [Note: one pool] in ``infinity.threads.openmp``), and one thread can.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from infinity.denormals import flush_denormals, flushes_denormals
-from infinity.openmp import release_workers
-from infinity.vertical.errors import Abandoned
+from infinity.threads.denormals import flush_denormals, flushes_denormals
+from infinity.threads.openmp import release_workers
+from infinity.vertical.replay.refusal import Abandoned
 
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
@@ -188,7 +188,7 @@ class Lane:
             Abandoned: nobody will wait for this lane any more.
         """
         mailbox = self._mailbox
-        release_workers()  # see [Note: one pool] in infinity.openmp
+        release_workers()  # see [Note: one pool] in infinity.threads.openmp
         if not mailbox.is_abandoned:
             mailbox.message = message
             mailbox.parked.release()
@@ -267,7 +267,7 @@ class Lanes:
 
 
 def _stop_all(lanes: list[Lane]) -> None:
-    """The owner is garbage. Takes no lock and waits for nothing: see [Note: reaping] in ``infinity.shutdown``."""
+    """The owner is garbage. Takes no lock and waits for nothing: see [Note: reaping] in ``infinity.engine.shutdown``."""
     for lane in lanes:
         lane.stop()
 

@@ -15,14 +15,14 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import nn
 
-from infinity.unit import Unit
-from infinity.vertical.ambient import Ambient, RandomState
-from infinity.vertical.boundary import Boundary, Kept
-from infinity.vertical.caches import without_caches
-from infinity.vertical.effects import Buffers, BufferValues
-from infinity.vertical.errors import NotVertical
+from infinity.activations.boundary import Boundary, Kept
+from infinity.units.unit import Unit
 from infinity.vertical.glue import Edge, Glue, Returned, edge_of
-from infinity.vertical.tree import Built, Tree
+from infinity.vertical.replay.ambient import Ambient, RandomState
+from infinity.vertical.replay.caches import without_caches
+from infinity.vertical.replay.effects import Buffers, BufferValues
+from infinity.vertical.replay.refusal import NotVertical
+from infinity.vertical.replay.tree import Built, Tree
 
 T = TypeVar("T")
 

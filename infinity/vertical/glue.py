@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
-from infinity.vertical.errors import NotVertical
+from infinity.vertical.replay.refusal import NotVertical
 
 Edge = tuple[Any, int]
 """A node of autograd's graph and the number of one of its outputs in forward."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.holding import ModelHolding
-from infinity.unit import Unit
+from infinity.paging.module_hooks import ModelHolding
+from infinity.units.unit import Unit
 from infinity.vertical.call import Site
 
 Handler = Callable[[Site, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -13,15 +13,15 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from infinity.turn import Turn
-from infinity.vertical.ambient import Ambient, obstacle
+from infinity.activations.boundary import Boundary
+from infinity.threads.turn import Turn
 from infinity.vertical.baton import Errand, Lane
-from infinity.vertical.boundary import Boundary
 from infinity.vertical.call import Site, UnitCall
-from infinity.vertical.errors import Abandoned, NotVertical
 from infinity.vertical.glue import Glue
-from infinity.vertical.tree import tensors_in
-from infinity.vertical.watch import BufferWatch
+from infinity.vertical.replay.ambient import Ambient, obstacle
+from infinity.vertical.replay.buffer_watch import BufferWatch
+from infinity.vertical.replay.refusal import Abandoned, NotVertical
+from infinity.vertical.replay.tree import tensors_in
 
 T = TypeVar("T")
 

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.backwards import Backwards
 from infinity.errors import EngineClosedError
-from infinity.interrupts import surely
-from infinity.loop_guard import LoopGuard
+from infinity.loop.backward import Backwards
+from infinity.loop.phase import LoopGuard
+from infinity.threads.interrupts import surely
 from infinity.traffic import Traffic
-from infinity.vertical import ambient
 from infinity.vertical.baton import Lanes
-from infinity.vertical.effects import StepStart
-from infinity.vertical.errors import Abandoned, NotVertical
 from infinity.vertical.interception import Interception
+from infinity.vertical.replay import ambient
+from infinity.vertical.replay.buffer_watch import Key
+from infinity.vertical.replay.effects import StepStart
+from infinity.vertical.replay.refusal import Abandoned, NotVertical
 from infinity.vertical.step import Loop, Surroundings, VerticalStep
-from infinity.vertical.watch import Key
 from swapper import SwapperError
 
 

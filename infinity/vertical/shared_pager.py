@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import torch
 
 from infinity.errors import UnsupportedModelError
-from infinity.layout import Slot
-from infinity.pager import Pager
-from infinity.turn import in_backward
-from infinity.unit import Unit
-from infinity.vertical.errors import NotVertical
+from infinity.paging.pager import Pager
+from infinity.threads.turn import in_backward
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+from infinity.vertical.replay.refusal import NotVertical
 
 
 class SharedPager(Pager):

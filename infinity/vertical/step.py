@@ -11,27 +11,27 @@ from typing import Any
 
 import torch
 
-from infinity.backwards import Backwards
-from infinity.device import ComputeDevice
+from infinity.activations.boundary import Boundary
+from infinity.activations.spill_space import SpillSpace
+from infinity.device.compute import ComputeDevice
 from infinity.errors import ScheduleError
-from infinity.holding import ModelHolding
-from infinity.loop_guard import LoopGuard, Phase
-from infinity.stepper import Stepper
+from infinity.loop.backward import Backwards
+from infinity.loop.phase import LoopGuard, Phase
+from infinity.paging.module_hooks import ModelHolding
 from infinity.telemetry.clock import StepClock
-from infinity.unit import Unit
-from infinity.vertical.ambient import process_state
+from infinity.units.unit import Unit
+from infinity.updates.stepper import Stepper
 from infinity.vertical.baton import Failed, Finished, Lanes
-from infinity.vertical.boundary import Boundary
 from infinity.vertical.call import Site
-from infinity.vertical.effects import StepStart
-from infinity.vertical.errors import NotVertical
 from infinity.vertical.interception import Interception
 from infinity.vertical.microbatch import Arrived, Computed, MicroBatch, Tools, present
+from infinity.vertical.replay.ambient import process_state
+from infinity.vertical.replay.buffer_watch import BufferWatch, Key, has_own_writers
+from infinity.vertical.replay.effects import StepStart
+from infinity.vertical.replay.refusal import NotVertical
 from infinity.vertical.shared_pager import SharedPager
-from infinity.vertical.space import SpillSpace
 from infinity.vertical.suitability import Suitability
 from infinity.vertical.sums import UnitSums
-from infinity.vertical.watch import BufferWatch, Key, has_own_writers
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class VerticalStep:
             raise NotVertical(f"the model's forward changes {changed}")
 
     def _check_buffers(self, start: StepStart) -> None:
-        """See [Note: places] in `infinity.vertical.watch`."""
+        """See [Note: places] in `infinity.vertical.replay.buffer_watch`."""
         for key, name in start.written_buffers(is_thorough=self.is_trial).items():
             self.written.add(key)
             if self._watch is not None and not self._watch.is_used_at_one_place(key):

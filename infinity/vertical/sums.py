@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import torch
 
-from infinity.device import ComputeDevice
+from infinity.device.compute import ComputeDevice
 from infinity.errors import LateGradientError
-from infinity.gradient_sources import in_slot_order
-from infinity.layout import Slot
-from infinity.stepper import Stepper
-from infinity.unit import Unit
+from infinity.gradients.sources import in_slot_order
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+from infinity.updates.stepper import Stepper
 
 
 class UnitSums:

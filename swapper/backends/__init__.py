@@ -1,14 +1,14 @@
-"""Backends: one way of moving bytes per file, all behind :class:`swapper.backends.base.IOBackend`."""
+"""Backends: one way of moving bytes per file, all behind :class:`swapper.backend.IOBackend`."""
 
+from swapper.backend import CompletionCallback, CorruptedDataError, Direction, IOBackend, IORequest
 from swapper.backends.aio_files import AiofilesBackend
-from swapper.backends.base import CompletionCallback, CorruptedDataError, Direction, IOBackend, IORequest
-from swapper.backends.faults import FaultInjectingBackend, FaultRule
-from swapper.backends.integrity import IntegrityBackend
 from swapper.backends.memory import MemoryBackend
-from swapper.backends.rate_limit import RateLimitBackend
 from swapper.backends.threads import ThreadsBackend
-from swapper.backends.uring import UringBackend
-from swapper.backends.wrappers import BackendWrapper, LatencyBackend, LoggingBackend
+from swapper.backends.uring.backend import UringBackend
+from swapper.wrappers.base import BackendWrapper, LatencyBackend, LoggingBackend
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from swapper.wrappers.integrity import IntegrityBackend
+from swapper.wrappers.rate_limit import RateLimitBackend
 
 __all__ = [
     "AiofilesBackend",

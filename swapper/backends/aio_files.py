@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 import aiofiles.os
 
-from swapper.backends.base import Direction, IORequest
+from swapper.backend import Direction, IORequest
 from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.volume_backend import VolumeBackend
-from swapper.volume import Volume
+from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 

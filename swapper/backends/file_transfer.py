@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backends.base import Direction, IORequest
+from swapper.backend import Direction, IORequest
 from swapper.config import ALIGNMENT, round_up
-from swapper.region import AlignedRegion
-from swapper.volume import Volume
+from swapper.memory.region import AlignedRegion
+from swapper.volumes.volume import Volume
 
 
 class FileTransfer:

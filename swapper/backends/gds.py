@@ -1,7 +1,7 @@
 """Straight between drives and the memory of a GPU, through NVIDIA's cuFile. Experimental.
 
 It has been tested with a driver that stands in for cuFile, and not on a GPU. Bytes in host memory go through worker threads as
-they always do; only requests on :class:`swapper.device_bytes.DeviceBytes` go through cuFile.
+they always do; only requests on :class:`swapper.memory.device_bytes.DeviceBytes` go through cuFile.
 
 [Note: streams]
 cuFile knows nothing of CUDA streams. Whoever starts a read waits until no kernel uses the target any more, and starts
@@ -21,15 +21,15 @@ from typing import Any, Protocol
 
 import torch
 
-from swapper.backends.base import Direction, IORequest
+from swapper.backend import Direction, IORequest
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.workers import WorkerPool
-from swapper.backends.wrappers import BackendWrapper
 from swapper.config import ALIGNMENT
-from swapper.device_bytes import DeviceBytes
 from swapper.errors import BackendUnavailableError
-from swapper.region import AlignedRegion
-from swapper.volume import Volume
+from swapper.memory.device_bytes import DeviceBytes
+from swapper.memory.region import AlignedRegion
+from swapper.volumes.volume import Volume
+from swapper.wrappers.base import BackendWrapper
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from swapper.backends.base import Direction, IORequest
+from swapper.backend import Direction, IORequest
 from swapper.backends.workers import WorkerPool
 from swapper.config import round_up
-from swapper.region import AlignedRegion
+from swapper.memory.region import AlignedRegion
 from swapper.uncopyable import Uncopyable
 
 

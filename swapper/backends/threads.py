@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 
-from swapper.backends.base import IORequest
+from swapper.backend import IORequest
 from swapper.backends.volume_backend import VolumeBackend
 from swapper.backends.workers import WorkerPool
-from swapper.volume import Volume
+from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 

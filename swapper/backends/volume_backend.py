@@ -7,7 +7,7 @@ import logging
 from swapper.backends.file_transfer import FileTransfer
 from swapper.config import ALIGNMENT
 from swapper.uncopyable import Uncopyable
-from swapper.volume import Volume
+from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from typing import Protocol
 
-from swapper.backends.base import Direction, IORequest
+from swapper.backend import Direction, IORequest
 from swapper.uncopyable import Uncopyable
 
 

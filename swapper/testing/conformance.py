@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backends.base import Direction, IOBackend, IORequest
+from swapper.backend import Direction, IOBackend, IORequest
 from swapper.config import ALIGNMENT
-from swapper.region import AlignedRegion
+from swapper.memory.region import AlignedRegion
 
 _TIMEOUT_SECONDS = 30.0
 _CAPACITY_BYTES = 4 << 20
@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ConformanceError(Exception):
-    """A backend does not do what :class:`swapper.backends.base.IOBackend` promises."""
+    """A backend does not do what :class:`swapper.backend.IOBackend` promises."""
 
 
 def require(condition: object, message: str) -> None:

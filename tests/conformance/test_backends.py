@@ -7,21 +7,17 @@ from pathlib import Path
 import pytest
 
 from swapper import Directory
-from swapper.backends import (
-    AiofilesBackend,
-    FaultInjectingBackend,
-    IntegrityBackend,
-    IOBackend,
-    IORequest,
-    LatencyBackend,
-    LoggingBackend,
-    MemoryBackend,
-    RateLimitBackend,
-    ThreadsBackend,
-    UringBackend,
-)
+from swapper.backend import IOBackend, IORequest
+from swapper.backends.aio_files import AiofilesBackend
+from swapper.backends.memory import MemoryBackend
+from swapper.backends.threads import ThreadsBackend
+from swapper.backends.uring.backend import UringBackend
 from swapper.testing import BackendConformance, ConformanceError, run_conformance
-from swapper.volume import Volume
+from swapper.volumes.volume import Volume
+from swapper.wrappers.base import LatencyBackend, LoggingBackend
+from swapper.wrappers.faults import FaultInjectingBackend
+from swapper.wrappers.integrity import IntegrityBackend
+from swapper.wrappers.rate_limit import RateLimitBackend
 from tests.uring import needs_uring
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from unittest import mock
 
 import swapper.swapper
-from swapper.backends.base import IOBackend, IORequest
-from swapper.backends.faults import FaultInjectingBackend
-from swapper.backends.wrappers import BackendWrapper, DelayLine
+from swapper.backend import IOBackend, IORequest
+from swapper.wrappers.base import BackendWrapper, DelayLine
+from swapper.wrappers.faults import FaultInjectingBackend
 
 
 @contextmanager

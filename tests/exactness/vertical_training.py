@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infinity.wrapping import find_blocks
+from infinity.units.partition import find_blocks
 from tests.exactness.case import Case, Draw, PlannedFailure
 from tests.exactness.covering import covering_rows, pairs
 from tests.exactness.grid import MOVEMENT_AXES, Row

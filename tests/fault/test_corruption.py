@@ -26,17 +26,14 @@ from swapper import (
     SwapperError,
     TransferError,
 )
-from swapper.backends import (
-    Direction,
-    FaultInjectingBackend,
-    FaultRule,
-    IntegrityBackend,
-    MemoryBackend,
-    ThreadsBackend,
-)
-from swapper.checksum import PAGE_BYTES
-from swapper.scratch_file import ScratchFile
-from swapper.volume import Volume
+from swapper.backend import Direction
+from swapper.backends.memory import MemoryBackend
+from swapper.backends.threads import ThreadsBackend
+from swapper.volumes.scratch_file import ScratchFile
+from swapper.volumes.volume import Volume
+from swapper.wrappers.checksum import PAGE_BYTES
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from swapper.wrappers.integrity import IntegrityBackend
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.ticking import LONG_SECONDS, ticking

@@ -17,8 +17,8 @@ import torch
 import infinity
 from infinity.errors import InfinityError
 from swapper import StallError, SwapperError, TransferError
-from swapper.backends.base import Direction
-from swapper.backends.faults import FaultInjectingBackend, FaultRule
+from swapper.backend import Direction
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.faulty_drives import JitteringBackend, faulty_drives, wrapped_drives

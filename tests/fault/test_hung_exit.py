@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.shutdown import settle
+from infinity.engine.shutdown import settle
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.waiting import wait_until
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import infinity
-from infinity.device import ComputeDevice
+from infinity.device.compute import ComputeDevice
+from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, InfinityError
-from infinity.flat_pool import FlatPool
-from infinity.gradient_sources import GradientBuffer
-from infinity.gradients import GradientStore
-from infinity.update import UpdateStream
-from infinity.update_job import UpdateJob
+from infinity.gradients.main_grads import GradientStore
+from infinity.gradients.sources import GradientBuffer
+from infinity.updates.job import UpdateJob
+from infinity.updates.stream import UpdateStream
 from swapper import (
     ALIGNMENT,
     AlignedRegion,
@@ -32,9 +32,9 @@ from swapper import (
     SwapperConfig,
     SwapperError,
 )
-from swapper.backends import IOBackend
-from swapper.operation import Operation, OperationState, Transfer
-from swapper.scheduler import IOScheduler
+from swapper.backend import IOBackend
+from swapper.scheduling.operation import Operation, OperationState, Transfer
+from swapper.scheduling.scheduler import IOScheduler
 from tests.exactness.faulty_drives import wrapped_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
 from tests.late_backend import LateBackend, is_kept, stall, waits

@@ -18,11 +18,11 @@ import torch
 
 import infinity
 import swapper
-from infinity import update as update_module
 from infinity.errors import EngineBusyError, InfinityError
+from infinity.updates import stream as update_module
 from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
-from swapper.backends import IORequest
-from swapper.lane import Lane
+from swapper.backend import IORequest
+from swapper.scheduling.lane import Lane
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.interrupts import Visit, some_of
 from tests.manual_backend import ManualBackend

@@ -33,8 +33,9 @@ from swapper import (
     Volume,
     describe_drive,
 )
-from swapper.backends import FaultInjectingBackend, FaultRule, ThreadsBackend
-from swapper.scheduler import IOScheduler
+from swapper.backends.threads import ThreadsBackend
+from swapper.scheduling.scheduler import IOScheduler
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
 

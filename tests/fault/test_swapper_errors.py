@@ -26,9 +26,12 @@ from swapper import (
     SwapperError,
     TransferError,
 )
-from swapper.backends import Direction, FaultInjectingBackend, FaultRule, MemoryBackend, ThreadsBackend
+from swapper.backend import Direction
+from swapper.backends.memory import MemoryBackend
+from swapper.backends.threads import ThreadsBackend
 from swapper.errors import _CURES
-from swapper.volume import Volume
+from swapper.volumes.volume import Volume
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.manual_backend import ManualBackend
 
 _BLOCK = ALIGNMENT
@@ -305,7 +308,7 @@ def test_several_errors_come_one_by_one_in_order(swapper: Swapper, backend: Faul
 
 
 def _start_quietly(swapper: Swapper, extent: Extent) -> None:
-    from swapper.operation import Operation
+    from swapper.scheduling.operation import Operation
 
     operation = Operation(Direction.WRITE, extent, 0, _bytes(1), Priority.WRITE_BACK, _BLOCK)
     swapper._scheduler.submit(operation)

@@ -20,9 +20,9 @@ from swapper import (
     SwapperClosedError,
     SwapperConfig,
 )
-from swapper.backends import IORequest
-from swapper.lane import Lane
-from swapper.waiting import WaitingRoom
+from swapper.backend import IORequest
+from swapper.scheduling.lane import Lane
+from swapper.scheduling.waiting import WaitingRoom
 from tests.interrupts import Interrupt, is_cut_off
 from tests.late_backend import stall
 from tests.manual_backend import ManualBackend

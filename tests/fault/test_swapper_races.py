@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, Priority, StagingArena, Swapper, SwapperConfig
-from swapper.backends import IOBackend, IORequest, LatencyBackend, MemoryBackend
+from swapper.backend import IOBackend, IORequest
+from swapper.backends.memory import MemoryBackend
+from swapper.wrappers.base import LatencyBackend
 
 _BLOCK = ALIGNMENT
 _NUM_BLOCKS = 16

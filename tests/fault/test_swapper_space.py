@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from swapper import ArgumentError, Directory, Swapper, SwapperConfig, UnwritableDirectoryError, VolumeTooSmallError
-from swapper.backends import ThreadsBackend
+from swapper.backends.threads import ThreadsBackend
 from swapper.testing import run_conformance
-from swapper.volume import Volume
+from swapper.volumes.volume import Volume
 
 pytestmark = pytest.mark.root
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, Extent, Priority, StallError, Swapper, SwapperClosedError, SwapperConfig, SwapperError
-from swapper.backends import Direction, FaultInjectingBackend, FaultRule, MemoryBackend
-from swapper.watchdog import TICKS_PER_DEADLINE, tick_seconds
+from swapper.backend import Direction
+from swapper.backends.memory import MemoryBackend
+from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.manual_backend import ManualBackend
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from infinity.device import ComputeDevice, CudaDevice, CudaFlatBuffer, device_for, gradient_norm
-from infinity.layout import ParameterSpec, UnitLayout
-from infinity.unit import Unit
-from infinity.weights import WeightStore
+from infinity.device.compute import ComputeDevice, CudaDevice, CudaFlatBuffer, device_for, gradient_norm
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.layout import ParameterSpec, UnitLayout
+from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper
 
 pytestmark = pytest.mark.gpu

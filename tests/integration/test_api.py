@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError, StepError, StepOrderError
-from infinity.schedules import WarmupLR
+from infinity.optim.lr_schedules import WarmupLR
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 

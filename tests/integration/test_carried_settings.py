@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from infinity.batches import copied
-from infinity.denormals import flushes_denormals
+from infinity.loop.batches import copied
+from infinity.threads.denormals import flushes_denormals
 from tests.exactness.lockstep import Lockstep
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import checkpoint
+from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.errors import StorageError, UnsupportedModelError
 from tests.exactness.lockstep import everything_on_nvme
 
@@ -123,7 +123,7 @@ def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("large", [False, True], ids=["small", "in files"])
 def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr("infinity.copies._LEAST_BYTES", 0)
+        monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
         monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
     with _training(tmp_path / "drive", _BF16) as engine:
         _steps(engine, 0, 1)
@@ -158,7 +158,7 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
 
 
 def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swapper import publish
+    from swapper.volumes import publish
 
     images: list[Path] = []
 

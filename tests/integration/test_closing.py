@@ -72,7 +72,7 @@ def test_the_model_is_an_ordinary_one_after_the_with_block(
 def test_weights_that_find_no_room_are_told_of_and_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("infinity.leaving.free_bytes", lambda: 1000)
+    monkeypatch.setattr("infinity.engine.weights_at_close.free_bytes", lambda: 1000)
     (tmp_path / "drive").mkdir()
     for is_saved in (False, True):
         caplog.clear()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.device import SeparateHostDevice
+from infinity.device.compute import SeparateHostDevice
 from infinity.errors import StorageError
 from swapper.backends import gds
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme

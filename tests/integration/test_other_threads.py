@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-from infinity import turn
 from infinity.errors import BudgetTooSmallError, ForkedError, StepOrderError, TurnError
+from infinity.threads import turn
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep, make_batch
 from tests.exactness.shapes.blocks import Block, Net, token_batch

@@ -22,7 +22,7 @@ from torch import nn
 import infinity
 from bench.cgroup import why_unavailable
 from infinity.config import load_config
-from infinity.optim import StateFormat
+from infinity.numerics.state_format import StateFormat
 from io_profile.model import facts_of
 from tests.waiting import wait_until
 
@@ -238,7 +238,7 @@ def test_a_drive_that_gives_back_other_bytes_is_reported(small_tmpfs: Callable[[
         "class Finder:\n"
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == 'io_profile.program':\n"
-        "            from swapper.measurement import DriveTest\n"
+        "            from swapper.measure.measurement import DriveTest\n"
         "            DriveTest.prepare = spoil(DriveTest.prepare)\n"
         "import sys\n"
         "sys.meta_path.insert(0, Finder())\n"

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from infinity import placement
+from infinity.engine.resources import Storage
 from infinity.errors import BudgetTooSmallError
-from infinity.placement import Placement
-from infinity.prediction import best_placement
-from infinity.sizes import Request, UnitSize
-from infinity.storage import Storage
-from infinity.vertical import worth
+from infinity.planning import placement
+from infinity.planning.cost_model import best_placement
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.placement import Placement
+from infinity.vertical import eligibility as worth
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
 from tests.exactness.shapes import SHAPES

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError
-from swapper.mapped import mapped_file
+from swapper.volumes.mapped import mapped_file
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, everything_on_nvme
 
 _BF16: dict[str, Any] = {"bf16": {"enabled": True}}
@@ -24,7 +24,7 @@ _BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 @pytest.fixture(params=["in memory", "in files"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "in files":
-        monkeypatch.setattr("infinity.copies._LEAST_BYTES", 0)
+        monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
     return str(request.param)
 
 
@@ -120,7 +120,7 @@ def test_a_part_of_the_model_has_a_state_dict_too(started: tuple[Any, nn.Sequent
 def test_copies_in_files_go_through_pickle_and_leave_nothing(
     started: tuple[Any, nn.Sequential], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.copies._LEAST_BYTES", 0)
+    monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
     engine, model = started
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.device import SeparateHostDevice
+from infinity.device.compute import SeparateHostDevice
 from infinity.errors import ConfigValueError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.families import FAMILIES

@@ -9,8 +9,8 @@ import pytest
 
 import infinity
 from infinity.errors import BudgetTooSmallError
-from infinity.update import UpdateStream
-from infinity.update_job import UpdateJob
+from infinity.updates.job import UpdateJob
+from infinity.updates.stream import UpdateStream
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 

@@ -40,20 +40,16 @@ from swapper import (
     TransferError,
     UnwrittenExtentError,
 )
-from swapper.backends import (
-    AiofilesBackend,
-    Direction,
-    FaultInjectingBackend,
-    FaultRule,
-    IntegrityBackend,
-    IOBackend,
-    LatencyBackend,
-    MemoryBackend,
-    RateLimitBackend,
-    ThreadsBackend,
-    UringBackend,
-)
-from swapper.volume import Volume
+from swapper.backend import Direction, IOBackend
+from swapper.backends.aio_files import AiofilesBackend
+from swapper.backends.memory import MemoryBackend
+from swapper.backends.threads import ThreadsBackend
+from swapper.backends.uring.backend import UringBackend
+from swapper.volumes.volume import Volume
+from swapper.wrappers.base import LatencyBackend
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from swapper.wrappers.integrity import IntegrityBackend
+from swapper.wrappers.rate_limit import RateLimitBackend
 from tests.exactness.faulty_drives import JitteringBackend
 from tests.uring import needs_uring
 

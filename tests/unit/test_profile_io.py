@@ -31,9 +31,9 @@ from io_profile.session import Plan, Session
 from io_profile.spread import median_interval, spread_percent
 from io_profile.training import Outlook
 from swapper.errors import ArgumentError, WrongDataError
-from swapper.file_system import Drive, describe_drive
-from swapper.io_setting import IOSetting, Workload
-from swapper.measurement import Sample
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import Sample
+from swapper.volumes.file_system import Drive, describe_drive
 
 _MIB = 1 << 20
 _GRID = Grid.of((_MIB, 4 * _MIB), (4, 8))

@@ -7,7 +7,7 @@ from typing import Any
 
 from infinity.config import IOSection, load_config
 from infinity.errors import ConfigError
-from swapper.io_setting import IOSetting, Workload
+from swapper.measure.io_setting import IOSetting, Workload
 
 from .grid import WORKLOADS, is_large, size_words
 from .results import EQUAL, Results

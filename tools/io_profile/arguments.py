@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from infinity.config.quantities import parse_bytes
-from infinity.optim import StateFormat
+from infinity.config.schema.quantities import parse_bytes
+from infinity.numerics.state_format import StateFormat
 from swapper.config import ALIGNMENT, BackendName
 
 from . import config_file, picture, throttle

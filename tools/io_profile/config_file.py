@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config import load_config
-from infinity.config.blocks import InfinityBlock
-from infinity.config.offload_blocks import AioBlock
+from infinity.config.schema.blocks import InfinityBlock
+from infinity.config.schema.offload_blocks import AioBlock
 from infinity.config.text import blank_comments, read_text
 from infinity.errors import BatchSizeError, ConfigError
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swapper.io_setting import Workload
+from swapper.measure.io_setting import Workload
 
 from .grid import Point
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swapper.config import BackendName
-from swapper.io_setting import IOSetting, Workload
+from swapper.measure.io_setting import IOSetting, Workload
 
 from .effort import MIB
 

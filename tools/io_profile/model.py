@@ -1,6 +1,6 @@
 """The model that is to be trained: how many parameters it has, and how many bytes a step of it moves.
 
-The bytes come from the engine's own planner (`infinity.wrapping`, `infinity.layout`, `infinity.placement`), for a model
+The bytes come from the engine's own planner (`infinity.units.partition`, `infinity.units.layout`, `infinity.planning.placement`), for a model
 that has shapes and no data.
 """
 
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.device.host_memory import free_share
 from infinity.errors import BudgetTooSmallError
-from infinity.host_memory import free_share
-from infinity.layout import UnitLayout
-from infinity.optim import StateFormat
-from infinity.placement import place
-from infinity.prediction import best_placement, predict
-from infinity.sizes import Request, UnitSize
-from infinity.unit import spec_of
-from infinity.workspace import RecordFormat
-from infinity.wrapping import partition
+from infinity.numerics.chunk_format import RecordFormat
+from infinity.numerics.state_format import StateFormat
+from infinity.planning.cost_model import best_placement, predict
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.placement import place
+from infinity.units.layout import UnitLayout
+from infinity.units.partition import partition
+from infinity.units.unit import spec_of
 
 EXAMPLE = "7B"
 _COUNT = re.compile(r"([0-9][0-9_]*\.?[0-9]*(?:e[+]?[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)

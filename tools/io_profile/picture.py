@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swapper.measurement import Sample
+from swapper.measure.measurement import Sample
 
 from .fio import FioSample
 from .grid import WORKLOADS, Grid, Point, point_of, size_words

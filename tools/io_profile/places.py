@@ -11,7 +11,7 @@ import psutil
 
 from swapper.config import ALIGNMENT
 from swapper.errors import SwapperError
-from swapper.file_system import Drive, describe_drive
+from swapper.volumes.file_system import Drive, describe_drive
 
 from .grid import size_words
 

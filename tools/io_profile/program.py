@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from bench.machine import describe_machine
-from infinity.optim import StateFormat
+from infinity.numerics.state_format import StateFormat
 from swapper.errors import SwapperError, VolumeError
-from swapper.io_setting import Workload
-from swapper.measurement import STEP_READ_SHARE, DriveTest
+from swapper.measure.io_setting import Workload
+from swapper.measure.measurement import STEP_READ_SHARE, DriveTest
 
 from . import config_file, fio, picture, tables
 from .advice import Advice, advise

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swapper.io_setting import IOSetting
-from swapper.measurement import Sample
+from swapper.measure.io_setting import IOSetting
+from swapper.measure.measurement import Sample
 
 from .advice import Advice
 from .fio import FioSample

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from swapper.io_setting import IOSetting, Workload
-from swapper.measurement import Sample
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import Sample
 
 from .copies import CopySample
 from .fio import FioJob, FioSample

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from swapper.config import BackendName
 from swapper.errors import ArgumentError, SwapperError, TransferError, WrongDataError
-from swapper.io_setting import IOSetting, Workload
-from swapper.measurement import DriveTest
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import DriveTest
 
 from .copies import SIZES, measure_copies
 from .copies import why_not as why_no_copies

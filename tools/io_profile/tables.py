@@ -9,8 +9,8 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
-from swapper.io_setting import IOSetting, Workload
-from swapper.measurement import Sample
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import Sample
 
 from .advice import Advice
 from .fio import FioSample

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.config import InfinityConfig, load_config
-from infinity.config.block import Block, Keys
-from infinity.config.blocks import RootBlock
-from infinity.config.vocabulary import child_block
+from infinity.config.schema.block import Block, Keys
+from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.vocabulary import child_block
 from infinity.errors import ConfigError
 
 

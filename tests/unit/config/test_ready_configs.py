@@ -51,7 +51,7 @@ def test_readme_names_no_other_file() -> None:
 
 
 def test_readme_lists_our_keys_and_defaults() -> None:
-    from infinity.config.blocks import InfinityBlock
+    from infinity.config.schema.blocks import InfinityBlock
 
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", README, re.MULTILINE))
     shown = {None: '"auto"', (): "[]", True: "true", False: "false", 120.0: "120", "auto": '"auto"', "fp32": '"fp32"'}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from infinity.config import load_config
-from infinity.config.block import Block, Keys, NoEffect, Refused
-from infinity.config.blocks import RootBlock
-from infinity.config.vocabulary import child_block
+from infinity.config.schema.block import Block, Keys, NoEffect, Refused
+from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.vocabulary import child_block
 from infinity.errors import UnsupportedConfigError
 
 BASE: dict[str, Any] = {"train_batch_size": 1}

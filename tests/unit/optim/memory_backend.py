@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.optim import PIECE_ALIGNMENT, LooseParameters, PagedOptimizer, PieceUpdater, Template, build_template
-from infinity.optim.template import OptimizerSource
+from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
+from infinity.optim.template import OptimizerSource, Template, build_template
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim import PIECE_ALIGNMENT, Lion, PieceUpdater, build_template
+from infinity.optim.lion import Lion
+from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import is_known_elementwise
+from infinity.optim.template import build_template
 from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
 
 _NUM_STEPS = 3

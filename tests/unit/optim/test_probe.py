@@ -12,7 +12,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim import PieceUpdater, build_template
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.template import build_template
 
 
 class _Custom(Optimizer):

@@ -13,7 +13,7 @@ from infinity.errors import (
     UnknownConfigKeyError,
     UnsupportedConfigError,
 )
-from infinity.optim import Lion
+from infinity.optim.lion import Lion
 from infinity.optim.registry import OptimizerRecipe, resolve
 from tests.unit.optim.memory_backend import Section
 

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from infinity.optim import Lion, PieceUpdater, RemainderUpdater, Template, build_template
+from infinity.numerics.remainder import join, split
 from infinity.optim.fused_adam import FusedAdam
-from infinity.optim.remainder import join, split
+from infinity.optim.lion import Lion
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.remainder_updater import RemainderUpdater
+from infinity.optim.template import Template, build_template
 from tests.unit.optim.memory_backend import cut, equal_bits
 
 _REPOSITORY = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adagrad, AdamW
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
-from infinity.optim import Template, build_template
+from infinity.optim.template import Template, build_template
 from tests.unit.optim.memory_backend import Section
 
 

@@ -27,7 +27,7 @@ from swapper import (
     SwapperConfig,
     UnwrittenExtentError,
 )
-from swapper.backends import MemoryBackend
+from swapper.backends.memory import MemoryBackend
 from swapper.config import Priority
 from tests.open_files import open_files
 from tests.waiting import wait_until

@@ -1,0 +1,115 @@
+"""Single parameters' full fp32 values, states and gradients, under DeepSpeed's names.
+
+A parameter that no engine holds is treated as ordinary: its own data and gradient. Copies are on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import ModelError
+from infinity.paging.parameter_handler import Residence
+from infinity.units.parameter import host_of
+
+
+class _Engine(Protocol):
+    def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor: ...
+
+    def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]: ...
+
+    def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None: ...
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of the fp32 main weight, of the parameter's shape."""
+    engine = _engine_of(param)
+    return param.detach().float().cpu().clone() if engine is None else engine.gather_main_weight(param)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the fp32 main weight; the model weight becomes its cast.
+
+    Raises:
+        ValueError: ``value`` has another shape; nothing has been changed.
+    """
+    engine = _engine_of(param)
+    if engine is not None:
+        engine.load_main_weight(param, value.detach())
+        return
+    if value.shape != param.shape:
+        raise ValueError(f"value has shape {tuple(value.shape)}, but the parameter has shape {tuple(param.shape)}")
+    with torch.no_grad():
+        param.copy_(value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A copy of an element-wise state ("exp_avg"), fp32, of the parameter's shape; None before the first update."""
+    found = _needed(param).gather_state(param).get(optim_state_key)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace one element-wise state; the parameter's others stay as they are.
+
+    Raises:
+        ValueError: ``value`` has another shape, or the parameter has no such state yet; nothing has been changed.
+    """
+    engine = _needed(param)
+    state = engine.gather_state(param)
+    if optim_state_key not in state:
+        raise ValueError(f"the parameter has no state '{optim_state_key}'. It has {', '.join(state) or 'none yet'}")
+    engine.load_state(param, {**state, optim_state_key: value})
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """A copy of the gradient, fp32, between backward and step; None without one.
+
+    Raises:
+        GradientNotResidentError: as reading ``param.grad`` does.
+    """
+    gradient = param.grad
+    return None if gradient is None else gradient.detach().float().cpu().clone()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient between backward and step.
+
+    Raises:
+        GradientNotResidentError: as assigning ``param.grad`` does.
+        ValueError: ``value`` has another shape.
+    """
+    gradient = param.grad
+    dtype = torch.float32 if gradient is None else gradient.dtype
+    param.grad = value.detach().to(param.device if gradient is None else gradient.device, dtype, copy=True)
+
+
+def _engine_of(param: nn.Parameter) -> _Engine | None:
+    host = host_of(param)
+    if host is None:
+        return None
+    if not isinstance(host, Residence) or host.engine is None:
+        raise ModelError("the engine that holds this parameter is not ready")
+    engine: Any = host.engine
+    return engine  # type: ignore[no-any-return]
+
+
+def _needed(param: nn.Parameter) -> _Engine:
+    engine = _engine_of(param)
+    if engine is None:
+        raise ModelError("no engine holds this parameter, so nobody knows its optimizer state: look at optimizer.state")
+    return engine
+
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+]

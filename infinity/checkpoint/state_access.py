@@ -1,0 +1,488 @@
+"""Weights and optimizer state from outside the training loop: read, modified, exported.
+
+Knows units, records and weights at rest; must not be used while updates are pending (the engine flushes first).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.state_checks import check_state
+from infinity.device.compute import ComputeDevice
+from infinity.numerics.chunk_format import RECORD_GRANULE, MainWeight, RecordFormat, Workspace
+from infinity.numerics.remainder import split_bits
+from infinity.numerics.stamp import checksum
+from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.pager import Pager
+from infinity.threads.interrupts import surely
+from infinity.tiers.state_store import Lease, RecordStore
+from infinity.tiers.user_copies import Copies
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.layout import Chunk, Piece, Slot, round_up
+from infinity.units.parameter import let_go
+from infinity.units.unit import Unit
+from infinity.updates.job import ParameterState
+
+_PART_NUMEL = 1 << 20
+
+
+@dataclass
+class Gathered:
+    """A unit that is held open for the user, and what is needed to see what he changed."""
+
+    unit: Unit
+    checksums: dict[int, int]
+    """Of each slot's weights before."""
+    kept: torch.Tensor | None
+    """A copy of the trainable segment before, where it is needed."""
+
+
+class StateAccess:
+    """Reads and changes what rests in the tiers, parameter by parameter, in bounded memory."""
+
+    def __init__(
+        self,
+        holding: ModelHolding,
+        pager: Pager,
+        records: RecordStore,
+        weights: WeightStore | None,
+        device: ComputeDevice,
+        states: dict[tuple[int, int], ParameterState],
+        chunks: Sequence[Sequence[Chunk]],
+        record_format: RecordFormat,
+    ) -> None:
+        self._holding = holding
+        self._pager = pager
+        self._records = records
+        self._weights = weights
+        self._device = device
+        self._states = states
+        self._chunks = chunks
+        self.copies = Copies()
+        """Makes what is given out."""
+        self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
+        self._has_halves = record_format.main is MainWeight.REMAINDER
+
+    # ----------------------------------------------------------------------------------------------------- initialising
+
+    def store(self, unit: Unit, originals: Sequence[torch.Tensor]) -> None:
+        """Bring a unit under the engine: weights cast into its flat buffer and stored, main weights into the records.
+
+        Args:
+            unit: its ``flat`` is allocated and empty.
+            originals: the parameters' values as passed to `initialize`, one per slot.
+        """
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} has no flat buffer")
+        base = unit.flat.tensor()
+        base.zero_()
+        for slot, original in zip(unit.layout.slots, originals, strict=True):
+            unit.view(base, slot).copy_(original)
+        if self._has_main_in_records:
+            for chunk in self._chunks[unit.index]:
+                self._store_main(unit, chunk, originals)
+        self._write_weights(unit, base)
+
+    def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
+        """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""
+        with self._changing(unit, chunk, main_only=True) as workspace:
+            for piece in chunk.pieces:
+                original = _in_memory_order(originals[piece.slot.index], piece.slot)
+                workspace.write_main(_span(piece), original[piece.start : piece.stop])
+                if self._has_halves and unit.flat is not None:
+                    flat = unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
+                    flat[_span(piece)].copy_(workspace.weight[_span(piece)])
+
+    def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
+        """Store a whole flat buffer, or as much of it as holds these slots."""
+        if self._weights is None or unit.stays_resident:
+            return
+        start, stop = 0, base.numel()
+        if changed is not None:
+            start = min(slot.offset_bytes for slot in changed) // RECORD_GRANULE * RECORD_GRANULE
+            end = max(slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize for slot in changed)
+            stop = min(stop, round_up(end, RECORD_GRANULE))
+        written = self._weights.write_all(unit, base[start:stop].cpu(), start)
+        if written is not None:
+            written.wait()
+
+    @contextlib.contextmanager
+    def _changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[Workspace]:
+        """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
+        lease = self._lease(unit, chunk)
+        try:
+            lease.wait()
+            yield lease.workspace
+            lease.write_back([], main_only=main_only)
+        except BaseException:
+            lease.discard()
+            raise
+
+    @contextlib.contextmanager
+    def _reading(self, unit: Unit, chunk: Chunk) -> Iterator[Workspace]:
+        """A chunk in working memory, of which nothing is stored."""
+        lease = self._lease(unit, chunk)
+        try:
+            lease.wait()
+            yield lease.workspace
+        finally:
+            lease.discard()
+
+    def _lease(self, unit: Unit, chunk: Chunk) -> Lease:
+        lease = self._records.open(unit, chunk, is_blocking=True)
+        if lease is None:
+            raise RuntimeError("a blocking lease gave nothing")
+        return lease
+
+    # ---------------------------------------------------------------------------------------------------------- reading
+
+    def _pieces(self, unit: Unit, slot: Slot) -> Iterator[tuple[Chunk, Piece]]:
+        for chunk in self._chunks[unit.index]:
+            for piece in chunk.pieces:
+                if piece.slot.index == slot.index:
+                    yield chunk, piece
+
+    def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
+        unit, slot = self._holding.locate(parameter)
+        with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as result:
+            if not self._has_main_in_records or not slot.spec.is_trainable:
+                with self._pager.opened(unit):
+                    weight = _flat(unit.weight(slot))
+                    for start in range(0, slot.numel, _PART_NUMEL):
+                        result.write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
+                return result.finish()
+            for chunk, piece in self._pieces(unit, slot):
+                with self._reading(unit, chunk) as workspace, result.part(piece.start, piece.stop) as part:
+                    if self._has_halves:
+                        self._bring_weights(unit, chunk, workspace)
+                    workspace.read_main(_span(piece), part)
+            return result.finish()
+
+    def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: Workspace) -> None:
+        """The chunk's model weights, as they rest, into the workspace."""
+        if self._weights is not None and not unit.stays_resident:
+            read = self._weights.read_chunk(unit, chunk, workspace.weight)
+            if read is not None:
+                read.wait()
+        elif unit.flat is not None:
+            workspace.weight.copy_(unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop])
+        else:
+            raise RuntimeError(f"unit {unit.name} has no weights")
+
+    def has_place(self, parameter: torch.Tensor) -> bool:
+        """Whether there is room for optimizer state of the parameter."""
+        unit, slot = self._holding.locate(parameter)
+        return (unit.index, slot.index) in self._states
+
+    def has_state(self, parameter: torch.Tensor) -> bool:
+        """Whether an update or a load has given the parameter optimizer state."""
+        unit, slot = self._holding.locate(parameter)
+        state = self._states.get((unit.index, slot.index))
+        if state is not None and state.is_fresh:
+            self._pager.await_update(unit)  # its first may be pending
+        return state is not None and not state.is_fresh
+
+    def state_names(self, parameter: torch.Tensor) -> Sequence[str] | None:
+        """Names of the parameter's per-element states; None before its first update. Waits for nothing but that."""
+        if not self.has_state(parameter):
+            return None
+        unit, slot = self._holding.locate(parameter)
+        return self._names(unit, self._states[unit.index, slot.index])
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
+        unit, slot = self._holding.locate(parameter)
+        state = self._states.get((unit.index, slot.index))
+        if state is None or state.is_fresh:
+            return {}
+        tensors = self._collect(unit, slot, self._names(unit, state))
+        scalars = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
+        }
+        return {**scalars, **tensors}
+
+    def _names(self, unit: Unit, state: ParameterState) -> Sequence[str]:
+        return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
+
+    def _collect(self, unit: Unit, slot: Slot, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        with contextlib.ExitStack() as stack:
+            made = {
+                name: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
+                for name in names
+            }
+            for chunk, piece in self._pieces(unit, slot):
+                with self._reading(unit, chunk) as workspace:
+                    for name, copy in made.items():
+                        with copy.part(piece.start, piece.stop) as part:
+                            workspace.read_state(name, _span(piece), part)
+            return {name: copy.finish() for name, copy in made.items()}
+
+    # --------------------------------------------------------------------------------------------------------- modifying
+
+    def load_state(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state of a parameter. Per-element tensors have the parameter's shape; the rest is scalar.
+
+        Where states are stored rounded, what `state` gave is stored as it was. Random numbers go on from the state's "step".
+
+        Raises:
+            ValueError: they do not fit; nothing has been changed.
+        """
+        unit, slot = self._holding.locate(parameter)
+        state = self._states.get((unit.index, slot.index))
+        if state is None:
+            if values:
+                raise ValueError(f"'{slot.spec.fqn}' was frozen in infinity.initialize, so its state has no place")
+            return
+        names = self._records.names_of(unit)
+        if values:
+            check_state(slot, names, state, values)
+        num_updates = int(values.get("step", 0))
+        tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
+        state.scalars = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+            if name not in tensors
+        }
+        state.is_fresh = not values
+        state.num_updates = num_updates
+        state.names = tuple(tensors) if values else None
+        flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
+        for chunk, piece in self._pieces(unit, slot):
+            with self._changing(unit, chunk) as workspace:
+                for name, flat in flats.items():
+                    workspace.write_state(name, _span(piece), flat[piece.start : piece.stop])
+
+    @property
+    def has_main_weights(self) -> bool:
+        """Whether main weights are something else than model weights."""
+        return self._has_main_in_records
+
+    def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace a parameter's main weight (for a frozen one, its weight); the model weight becomes its cast.
+
+        Args:
+            parameter: which.
+            values: of the parameter's shape, any dtype.
+
+        Raises:
+            ValueError: another shape; nothing has been changed.
+        """
+        unit, slot = self._holding.locate(parameter)
+        if tuple(values.shape) != tuple(slot.spec.shape):
+            raise ValueError(
+                f"the main weight for '{slot.spec.fqn}' has shape {tuple(values.shape)}, not {tuple(slot.spec.shape)}"
+            )
+        with self._pager.opened(unit):
+            place = unit.weight(slot)
+            if not self._has_main_in_records or not slot.spec.is_trainable:
+                place.copy_(values)
+                self.store_modified(unit, [slot])
+                return
+            unit.version += 1
+            main = _in_memory_order(values, slot)
+            segment = unit.trainable_view(_base_of(unit))
+            for chunk, piece in self._pieces(unit, slot):
+                weights, span = segment[chunk.start : chunk.stop], _span(piece)
+                with self._changing(unit, chunk) as workspace:
+                    workspace.weight.copy_(weights)
+                    workspace.write_main(span, main[piece.start : piece.stop])
+                    workspace.cast_main()
+                    weights[span].copy_(workspace.weight[span])
+                self._write_chunk(unit, chunk, weights)
+
+    def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Take over a saved main weight where the parameter, as it came, is its cast; elsewhere it was changed since."""
+        _, slot = self._holding.locate(parameter)
+        if not self._has_main_in_records or tuple(values.shape) != tuple(slot.spec.shape):
+            return
+        came, main = self.main_weight(parameter), values.cpu()
+        casts = [main.to(slot.spec.dtype).float()]
+        if slot.spec.dtype == torch.bfloat16:
+            casts.append(split_bits(main.contiguous())[0].view(torch.bfloat16).float())
+        is_same = functools.reduce(torch.logical_or, [cast == came for cast in casts])
+        self.load_main_weight(parameter, torch.where(is_same, main, came))
+
+    def _write_chunk(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> None:
+        if self._weights is not None and not unit.stays_resident:
+            written = self._weights.write_chunk(unit, chunk, weights.cpu())
+            if written is not None:
+                written.wait()
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether the model weight is one half of the main weight."""
+        return self._has_halves
+
+    def store_modified(
+        self,
+        unit: Unit,
+        changed: Sequence[Slot],
+        before: torch.Tensor | None = None,
+        *,
+        is_outdating: bool = True,
+    ) -> None:
+        """The weights of ``changed`` were changed in the open flat buffer: store them, and their main weights.
+
+        A main weight whose model weight was not changed keeps its low bits; another becomes the new weight.
+
+        Args:
+            unit: whose.
+            changed: which of its parameters.
+            before: the trainable segment before the change, where it was kept.
+            is_outdating: a graph over the weights as they were is not to be used any more.
+        """
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} is not resident")
+        base = unit.flat.tensor()
+        unit.version += is_outdating
+        indices = {slot.index for slot in changed}
+        if self._has_main_in_records:
+            for chunk in self._chunks[unit.index]:
+                pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
+                if pieces:
+                    weights = unit.trainable_view(base)[chunk.start : chunk.stop]
+                    self._store_changed(unit, chunk, pieces, weights, before)
+        self._write_weights(unit, base, changed)
+
+    def _store_changed(
+        self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], weights: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        with self._changing(unit, chunk) as workspace:
+            if not self._has_halves:
+                workspace.cast_main()
+            elif before is not None:
+                workspace.weight.copy_(before[chunk.start : chunk.stop])
+            else:
+                self._bring_weights(unit, chunk, workspace)
+            for piece in pieces:
+                span = _span(piece)
+                new = weights[span].to(workspace.weight.device)
+                integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
+                is_kept = workspace.weight[span].view(integer) == new.view(integer)
+                main = torch.empty(piece.numel, dtype=torch.float32, device=new.device)
+                workspace.read_main(span, main)
+                workspace.write_main(span, torch.where(is_kept, main, new.float()))
+
+    def restore(self) -> None:
+        """Make the parameters ordinary again, with their weights in memory of their own."""
+        units = self._holding.units
+        copies = [[self._pager.copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
+
+        def give_back() -> None:
+            for unit, values in zip(units, copies, strict=True):
+                for slot, parameter, value in zip(unit.layout.slots, unit.parameters, values, strict=True):
+                    let_go([parameter])
+                    parameter.data = value
+                    unit.let_views_look_at(slot, value)
+
+        surely(give_back)
+
+    def stored(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype."""
+        unit, slot = self._holding.locate(parameter)
+        return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> list[Gathered]:
+        """Open the parameters' units and keep them open. Returns what `scatter` needs.
+
+        Raises:
+            BudgetTooSmallError: they do not fit into memory together.
+        """
+        units: dict[int, Unit] = {}
+        for parameter in parameters:
+            unit, _ = self._holding.locate(parameter)
+            units[unit.index] = unit
+        self._pager.check_room(units.values())
+        gathering: list[Gathered] = []
+        try:
+            for unit in units.values():
+                with self._pager.held([unit]):
+                    self.store_gathered(unit)  # by a block around this one: what it wrote so far is its own
+                    unit.num_active += 1  # held for longer than this block
+                    gathering.append(Gathered(unit, self._checksums(unit), self._kept(unit)))
+                    unit.gathered.append(gathering[-1])
+        except BaseException:
+            for gathered in gathering:
+                self._let_go(gathered)
+            raise
+        return gathering
+
+    def store_gathered(self, unit: Unit) -> None:
+        """Store what was written to a gathered unit so far, and let main weights follow: it is about to be updated."""
+        held = [gathered for gathered in unit.gathered if isinstance(gathered, Gathered)]
+        if held:
+            self._store_since(held[0])
+            self.note_updated(unit)
+
+    def note_updated(self, unit: Unit) -> None:
+        """A gathered unit holds other weights than when it was gathered, and those are stored."""
+        for gathered in unit.gathered:
+            if isinstance(gathered, Gathered):
+                gathered.checksums, gathered.kept = self._checksums(unit), self._kept(unit)
+        unit.accept_changes()
+
+    def _kept(self, unit: Unit) -> torch.Tensor | None:
+        """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""
+        if not self._has_halves or not unit.stays_resident or unit.flat is None or not unit.layout.trainable_numel:
+            return None
+        return unit.trainable_view(unit.flat.tensor()).clone()
+
+    def scatter(self, gathering: Sequence[Gathered]) -> None:
+        """The counterpart of `gather`."""
+        with contextlib.ExitStack() as rest:
+            for gathered in gathering:
+                rest.callback(self._let_go, gathered)
+            for gathered in gathering:
+                if self._store_since(gathered):
+                    self.note_updated(gathered.unit)  # whoever else has gathered it
+                gathered.unit.accept_changes()
+
+    def _store_since(self, gathered: Gathered) -> bool:
+        """Store what was written to a unit since its weights were noted; returns whether anything was."""
+        unit = gathered.unit
+        unit.take_rebound()
+        after = self._checksums(unit)
+        changed = [slot for slot in unit.layout.slots if gathered.checksums[slot.index] != after[slot.index]]
+        if changed:
+            self.store_modified(unit, changed, gathered.kept)
+        return bool(changed)
+
+    def _let_go(self, gathered: Gathered) -> None:
+        unit = gathered.unit
+        unit.gathered = [other for other in unit.gathered if other is not gathered]
+        unit.num_active = max(unit.num_active - 1, 0)
+        if not unit.num_active:
+            unit.close()
+
+    def _checksums(self, unit: Unit) -> dict[int, int]:
+        return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
+
+
+def _base_of(unit: Unit) -> torch.Tensor:
+    if unit.flat is None:
+        raise RuntimeError(f"unit {unit.name} is not resident")
+    return unit.flat.tensor()
+
+
+def _span(piece: Piece) -> slice:
+    return slice(piece.offset, piece.offset + piece.numel)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """1-D, the elements in the order in which the slot stores them."""
+    if tuple(tensor.stride()) == slot.spec.stride and tuple(tensor.shape) == slot.spec.shape:
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
+    return _flat(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))

@@ -1,0 +1,55 @@
+"""What others than the engine write into weights goes where those rest, and main weights follow.
+
+Knows which slots of a unit are dirty; must not know how that was noticed.
+"""
+
+from __future__ import annotations
+
+from infinity.checkpoint.state_access import StateAccess
+from infinity.errors import UnsupportedModelError
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+
+
+class WrittenWeights:
+    """The `WeightWriter` of an engine."""
+
+    def __init__(self, access: StateAccess) -> None:
+        self._access = access
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        """Whether only what the weights were before a write tells which elements it changed. See `Unit.before`."""
+        return self._access.has_halves and unit.stays_resident and slot.spec.is_trainable
+
+    def is_urgent(self, unit: Unit) -> bool:
+        """Whether main weights follow: which of them do must not depend on when the unit is paged out."""
+        return self._access.has_main_weights and any(unit.layout.slots[i].spec.is_trainable for i in unit.dirty)
+
+    def store_written(self, unit: Unit) -> None:
+        """Store the weights in ``unit.dirty`` from the unit's flat buffer, and let main weights follow.
+
+        It may be cut off anywhere and called again: what has been stored already is the same the second time.
+
+        Raises:
+            UnsupportedModelError: nobody knows which elements were changed, so which main weights keep their low bits.
+        """
+        changed = [unit.layout.slots[index] for index in sorted(unit.dirty)]
+        unknown = [slot for slot in changed if self.needs_before(unit, slot) and slot.index not in unit.before]
+        if unknown:
+            unit.dirty.difference_update(slot.index for slot in unknown)
+            raise UnsupportedModelError(
+                f"parameter '{unknown[0].spec.fqn}' was written to in forward in a way that is seen too late to tell which of "
+                "its fp32 main weights follow",
+                cure="Write to it by its own methods or by .data (p.mul_(...), p.data.copy_(...)), or set config key "
+                "'infinity.main_weights' to \"fp32\"",
+                fqn=unknown[0].spec.fqn,
+            )
+        before = None
+        if unit.before and unit.flat is not None and unit.layout.trainable is not None:
+            copy = unit.flat.tensor().clone()
+            for index, values in unit.before.items():
+                unit.view(copy, unit.layout.slots[index]).copy_(values)
+            before = unit.trainable_view(copy)
+        self._access.store_modified(unit, changed, before, is_outdating=False)
+        unit.dirty.clear()
+        unit.before.clear()

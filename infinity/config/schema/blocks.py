@@ -1,0 +1,266 @@
+"""The whole DeepSpeed config, and our own block `infinity`: models of the JSON.
+
+Every key that DeepSpeed 0.19 knows is here, and those of earlier versions that are still found in files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from infinity.config.schema.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
+from infinity.config.schema.offload_blocks import AioBlock, ZeroBlock
+from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block
+from infinity.config.schema.quantities import (
+    parse_bytes,
+    parse_count,
+    parse_flag,
+    parse_names,
+    parse_number,
+    parse_path,
+)
+from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
+
+DEFAULT_GRADIENT_CLIPPING = 1.0
+"""What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
+
+_ONE_PROCESS = "no effect: it concerns communication between processes, and there is one process"
+_TORCH_CHECKPOINT = (
+    "no effect: it concerns deepspeed.checkpointing only; switch activation checkpointing on in the model "
+    "(model.gradient_checkpointing_enable() or torch.utils.checkpoint)"
+)
+_CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
+_PROFILING = "no effect: there is no such profiler here; engine.report and torch.profiler tell where time goes"
+_MONITOR = "no effect: metrics are not sent anywhere; engine.report holds those of each step"
+_LOGGING = "no effect: use Python's logging, e.g. logging.getLogger('infinity').setLevel(...)"
+_EAGER = "no effect: the model runs as it is, uncompiled"
+_ANY_OPTIMIZER = "no effect: every optimizer that treats each element by itself is accepted, and checked at start"
+
+
+def _steps_per_print(value: object) -> object:
+    # accelerate writes Infinity to silence the line.
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    return parse_count(value) or None
+
+
+def _lower(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _autotune(value: object) -> bool:
+    try:
+        return parse_flag(value)
+    except ValueError:
+        raise ValueError('must be true (measure at every start), false, or "auto" (once per machine)') from None
+
+
+def _strictness(value: object) -> object:
+    return False if value == "warn" else value
+
+
+class OptimizerBlock(Block):
+    """`optimizer`."""
+
+    type: str
+    params: Untyped = None
+    legacy_fusion: Annotated[Flag, NoEffect(_ANY_OPTIMIZER, silent=(False,))] = False
+
+
+class SchedulerBlock(Block):
+    """`scheduler`."""
+
+    type: str
+    params: Untyped = None
+
+
+class InfinityBlock(Block):
+    """`infinity`: what DeepSpeed has no key for."""
+
+    host_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    page_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    prefetch: Flag = True
+    keep_in_memory: Flag = True
+    drive_tbw: Annotated[Number | None, Field(gt=0)] = None
+    units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
+    strict: Annotated[Flag, BeforeValidator(_strictness)] = True
+    update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
+    main_weights: Literal["auto", "remainder", "fp32"] = "auto"
+    gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    schedule: Literal["auto", "vertical", "ordinary"] = "auto"
+    io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
+    direct_io: Flag = True
+    io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"
+    autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
+    verify_checksums: Flag = False
+    timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
+
+
+_OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
+
+
+class TensorParallelSizeBlock(Block):
+    """`tensor_parallel.tp`."""
+
+    tp_size: _OneRank = 1
+    tp_grain_size: Annotated[Count, NoEffect(_ONE_PROCESS, silent=(1,))] = 1
+
+
+class TensorParallelBlock(Block):
+    """`tensor_parallel`."""
+
+    autotp_size: _OneRank = 1
+    tp_size: _OneRank = 1
+    tp: TensorParallelSizeBlock = TensorParallelSizeBlock()
+    dtype: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    tp_overlap_comm: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+    vocab_parallel_lm_head: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+    vocab_parallel_ce_backend: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    partition_config: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    preset_model: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    keep_module_on_host: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+
+
+class PipelineBlock(Block):
+    """`pipeline`."""
+
+    stages: Annotated[
+        Count, Refused("pipeline parallelism is not implemented", 'Set it to 1 or "auto"', allowed=(0, 1))
+    ] = 1
+    partition: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    seed_layers: Annotated[Flag, Refused("layers are initialised by the model itself", "Set it to false")] = False
+    activation_checkpoint_interval: Annotated[Count, NoEffect(_TORCH_CHECKPOINT, silent=(0,))] = 0
+    pipe_partitioned: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
+    grad_partitioned: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
+    use_reentrant: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT)] = True
+
+
+class RootBlock(Block):
+    """The top level."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
+
+    train_batch_size: Annotated[Count | None, Field(gt=0)] = None
+    train_micro_batch_size_per_gpu: Annotated[Count | None, Field(gt=0)] = None
+    gradient_accumulation_steps: Annotated[Count | None, Field(gt=0)] = None
+    optimizer: OptimizerBlock | None = None
+    scheduler: SchedulerBlock | None = None
+    gradient_clipping: Annotated[
+        float,
+        BeforeValidator(parse_number),
+        Field(ge=0),
+        NotNull(
+            "null does not say whether gradients are clipped", "Write 0 to switch clipping off, or the largest norm"
+        ),
+    ] = DEFAULT_GRADIENT_CLIPPING
+    bf16: Bf16Block = Bf16Block()
+    fp16: Fp16Block = Fp16Block()
+    torch_autocast: AutocastBlock = AutocastBlock()
+    data_types: DataTypesBlock = DataTypesBlock()
+    managed_gradient_accumulation: Flag = True
+    zero_optimization: ZeroBlock = ZeroBlock()
+    aio: AioBlock = AioBlock()
+    steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = None
+    wall_clock_breakdown: Flag = False
+    dataloader_drop_last: Flag = False
+    infinity: InfinityBlock = InfinityBlock()
+
+    # ---- what would change the numbers
+
+    amp: Annotated[
+        Untyped,
+        Refused("Apex mixed precision does not work with paged parameters", 'Use "bf16": {"enabled": true}'),
+    ] = None
+    sequence_parallel_size: Annotated[
+        Count, Refused("sequence parallelism is not implemented", "Set it to 1", allowed=(0, 1))
+    ] = 1
+    tensor_parallel: TensorParallelBlock = TensorParallelBlock()
+    pipeline: PipelineBlock = PipelineBlock()
+    expert_parallel: Annotated[Untyped, Refused("expert parallelism is not implemented", "Remove it")] = None
+    compression_training: Annotated[Untyped, Refused("compression is not implemented", "Remove it")] = None
+    weight_quantization: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
+    quantize_training: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
+    sparse_attention: Annotated[
+        Untyped, Refused("the model's own attention is used", "Remove it, and choose attention in the model")
+    ] = None
+    progressive_layer_drop: Annotated[
+        Untyped, Keys.of("enabled theta gamma"), Refused("layers are never dropped", "Remove it")
+    ] = None
+    curriculum_learning: Annotated[
+        Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
+    ] = None
+    data_efficiency: Annotated[
+        Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
+    ] = None
+    eigenvalue: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
+    elasticity: Annotated[Untyped, Refused("it would choose the batch size", "Remove it, and set train_batch_size")] = (
+        None
+    )
+
+    # ---- speed, memory, logging
+
+    activation_checkpointing: Annotated[
+        Untyped,
+        Keys.of(
+            "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "
+            "synchronize_checkpoint_boundary profile contiguous_checkpointing"
+        ),
+        NoEffect(_TORCH_CHECKPOINT),
+    ] = None
+    checkpoint: Annotated[
+        Untyped,
+        Keys.of(
+            "tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer "
+            "async_io"
+        ),
+        NoEffect(_CHECKPOINTS),
+    ] = None
+    nebula: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
+    datastates_ckpt: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
+    zero_allow_untested_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = True
+    zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = False
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(_ONE_PROCESS, silent=("mean",))] = "mean"
+    sparse_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    cuda_visible_devices: Annotated[
+        Any, NoEffect("no effect: set the environment variable CUDA_VISIBLE_DEVICES before Python starts")
+    ] = None
+    hybrid_engine: Annotated[Untyped, NoEffect("no effect: generate() is the model's own, during training as well")] = (
+        None
+    )
+    prescale_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    gradient_predivide_factor: Annotated[Number, NoEffect(_ONE_PROCESS, silent=(1.0,))] = 1.0
+    communication_data_type: Annotated[str, NoEffect(_ONE_PROCESS)] = "fp32"
+    seq_parallel_communication_data_type: Annotated[str, NoEffect(_ONE_PROCESS)] = "fp32"
+    fp32_allreduce: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    disable_allgather: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    use_data_before_expert_parallelism: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    comms_logger: Annotated[Untyped, Keys.of("enabled verbose prof_all debug prof_ops"), NoEffect(_ONE_PROCESS)] = None
+    compile: Annotated[Untyped, NoEffect(_EAGER)] = None
+    graph_harvesting: Annotated[Flag, NoEffect(_EAGER, silent=(False,))] = False
+    autotuning: Annotated[Untyped, NoEffect("no effect: nothing is tuned by trial runs")] = None
+    timers: Annotated[Untyped, Keys.of("throughput"), NoEffect(_PROFILING)] = None
+    flops_profiler: Annotated[
+        Untyped,
+        Keys.of("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+        NoEffect(_PROFILING),
+    ] = None
+    memory_breakdown: Annotated[Flag, NoEffect(_PROFILING, silent=(False,))] = False
+    dump_state: Annotated[Flag, NoEffect(_LOGGING, silent=(False,))] = False
+    log_level: Annotated[str, NoEffect(_LOGGING)] = ""
+    disable_python_gc: Annotated[
+        Flag, NoEffect("no effect: Python's garbage collector is left alone", silent=(False,))
+    ] = False
+    vocabulary_size: Annotated[Count, NoEffect("no effect: DeepSpeed uses it for a hint about alignment")] = 0
+    tensorboard: Annotated[Untyped, Keys.of("enabled output_path job_name"), NoEffect(_MONITOR)] = None
+    csv_monitor: Annotated[Untyped, Keys.of("enabled output_path job_name"), NoEffect(_MONITOR)] = None
+    wandb: Annotated[Untyped, Keys.of("enabled group team project"), NoEffect(_MONITOR)] = None
+    comet: Annotated[
+        Untyped,
+        Keys.of("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+        NoEffect(_MONITOR),
+    ] = None

@@ -1,0 +1,179 @@
+"""Directories for scratch files, as the config names them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path, PurePath
+
+from infinity.config.schema.quantities import is_auto, parse_bytes
+from infinity.errors import ConfigValueError, StorageError
+from swapper.config import ALIGNMENT
+from swapper.volumes.directory import Directory
+
+logger = logging.getLogger(__name__)
+
+_FIELDS = ("path", "capacity")
+
+
+@dataclass(frozen=True)
+class NamedDirectory:
+    """A directory as the config names it; `capacity_bytes` is None when all that is free may be used."""
+
+    path: str
+    capacity_bytes: int | None = None
+
+
+def parse_directories(value: object) -> tuple[NamedDirectory, ...]:
+    """A text (or path), an object `{"path": ..., "capacity": "400GB"}`, or a list of such, always as a tuple."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(_parse_directory(item) for item in values)
+
+
+def _parse_directory(value: object) -> NamedDirectory:
+    if isinstance(value, NamedDirectory):
+        return value
+    if not isinstance(value, Mapping):
+        return NamedDirectory(_parse_path(value))
+    for name in value:
+        if name not in _FIELDS:
+            near = get_close_matches(str(name), _FIELDS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else 'a directory has "path" and "capacity"'
+            raise ValueError(f"a directory has no '{name}': {hint}")
+    if "path" not in value:
+        raise ValueError('a directory without "path"; write {"path": "/mnt/nvme", "capacity": "400GB"}')
+    path = _parse_path(value["path"])
+    capacity = value.get("capacity")
+    if capacity is None or is_auto(capacity):
+        return NamedDirectory(path)
+    try:
+        capacity_bytes = parse_bytes(capacity)
+    except ValueError as error:
+        raise ValueError(f"capacity {capacity!r} of '{path}' {error}") from None
+    if capacity_bytes < ALIGNMENT:
+        raise ValueError(f"capacity {capacity!r} of '{path}' must be at least {ALIGNMENT} bytes")
+    return NamedDirectory(path, capacity_bytes)
+
+
+def _parse_path(value: object) -> str:
+    if not isinstance(value, str | PurePath) or not str(value):
+        raise ValueError('must be a text, an object {"path": ..., "capacity": ...}, or a list of those')
+    return str(value)
+
+
+def resolve_directories(named: Sequence[NamedDirectory], *, key: str) -> tuple[Directory, ...]:
+    """Absolute paths, with `~` and environment variables (`$NAME`, `${NAME}`) filled in.
+
+    Raises:
+        ConfigValueError: no path is given, one is given twice, or one names a variable that is not set.
+    """
+    if not named:
+        problem = 'the device is "nvme", and no directory is given'
+        raise ConfigValueError(key, None, problem, cure="Name a directory on a fast local drive, or a list of them")
+    directories = tuple(Directory(_resolve(each.path, key), each.capacity_bytes) for each in named)
+    paths = [os.path.realpath(directory.path) for directory in directories]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigValueError(key, path, "the directory is given twice", cure="Name each drive once")
+    return directories
+
+
+def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, key: str) -> None:
+    """See that a directory that two blocks share keeps to one capacity: blocks with the same list share their space.
+
+    Raises:
+        ConfigValueError: it would not.
+    """
+    if one == other:
+        return
+    limits = {os.path.realpath(each.path): each.capacity_bytes for each in one}
+    for each in other:
+        limit = limits.get(os.path.realpath(each.path), 0)
+        if limit != 0 and (limit, each.capacity_bytes) != (None, None):
+            problem = (
+                f"'{each.path}' has {_limit(each.capacity_bytes)} here and {_limit(limit)} in the other offload block"
+            )
+            cure = "A capacity holds for all that lies in a directory: give both blocks the same list of directories"
+            raise ConfigValueError(key, describe_directories(other), problem, cure=cure)
+
+
+def describe_directories(directories: Iterable[Directory]) -> str:
+    """The paths, and what may be used of each if not all."""
+    return ", ".join(
+        str(each.path) if each.capacity_bytes is None else f"{each.path} (at most {each.capacity_bytes} bytes)"
+        for each in directories
+    )
+
+
+def _limit(capacity_bytes: int | None) -> str:
+    return "no capacity" if capacity_bytes is None else f"a capacity of {capacity_bytes} bytes"
+
+
+def check_directories(directories: Sequence[Path], *, key: str) -> None:
+    """See that scratch files can be made there, without making any. One that is missing is made later.
+
+    Raises:
+        StorageError: one of them is not a directory, not writable, or missing in one that is not.
+    """
+    for wanted in directories:
+        directory = Path(wanted)
+        # isdir and exists never raise, also where a parent may not be entered.
+        while not os.path.lexists(directory) and directory != directory.parent:
+            directory = directory.parent
+        if not os.path.exists(directory):
+            cure = "It is a link to what does not exist: correct it"
+            raise StorageError(directory, "does not exist", cure=cure, key=key)
+        if not os.path.isdir(directory):
+            raise StorageError(directory, "is not a directory", cure="Set the key to the directory around it", key=key)
+        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            cure = "Change its permissions, or set the key to a directory that you own"
+            raise StorageError(directory, "is not writable", cure=cure, key=key)
+
+
+def make_directories(directories: Iterable[Path]) -> list[Path]:
+    """Make those that are missing, as DeepSpeed does, with their parents. Returns what was made, the innermost first.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    made: list[Path] = []
+    for directory in directories:
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            cure = "Make it yourself, or name one that exists"
+            raise StorageError(directory, f"cannot be made: {error.strerror}", cure=cure) from error
+        made = missing + made
+        if missing:
+            logger.warning("directory %s did not exist and was made: is its drive mounted?", directory)
+    return made
+
+
+def remove_empty(directories: Iterable[Path]) -> None:
+    """Remove those that are empty."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def resolve_file(name: str, *, key: str) -> Path:
+    """The absolute path of a file that is to be written; not looked at yet.
+
+    Raises:
+        ConfigValueError: it names a variable that is not set.
+    """
+    return _resolve(name, key)
+
+
+def _resolve(name: str, key: str) -> Path:
+    expanded = os.path.expandvars(name)
+    if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
+        cure = f"Set the environment variable {unset[1].strip('{}')}, or write the directory itself"
+        raise ConfigValueError(key, name, "it names an environment variable that is not set", cure=cure)
+    return Path(expanded).expanduser().absolute()

@@ -1,0 +1,111 @@
+"""The JSON's blocks about number formats: `fp16`, `bf16`, `data_types`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from infinity.config.schema.block import Block, Count, Flag, NoEffect, Number, Refused, Untyped
+from infinity.config.schema.quantities import parse_names
+
+_SCALING = "no effect: bf16 has the range of fp32, so no loss scaling is needed"
+_FLOAT_TYPES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+_WIDE = "no effect: main weights and sums of gradients are fp32, which loses nothing; what that takes is in the plan"
+
+
+def _float_type(value: object) -> str:
+    name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
+    if name is None:
+        raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")
+    return name
+
+
+def _half_type(value: object) -> str:
+    name = _float_type(value)
+    if name == "fp32":
+        raise ValueError("must be bfloat16 or float16")
+    return name
+
+
+class Fp16Block(Block):
+    """`fp16`, with its loss scaling."""
+
+    enabled: Flag = False
+    loss_scale: Number = 0
+    initial_scale_power: Number = 16
+    loss_scale_window: Count = 1000
+    hysteresis: Count = 2
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: Number = 1
+    auto_cast: Flag = False
+    fp16_master_weights_and_grads: Annotated[Flag, NoEffect(_WIDE, silent=(False,))] = False
+
+
+class Bf16Block(Block):
+    """`bf16`. Also takes the loss scaling keys of `fp16`, which many files repeat here."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
+
+    enabled: Flag = False
+    check_grad_overflow: Flag = False
+    immediate_grad_update: Annotated[
+        Flag, NoEffect("no effect: main gradients are always accumulated in fp32 as they arrive")
+    ] = True
+    bf16_master_weights_and_grads: Annotated[Flag, NoEffect(_WIDE, silent=(False,))] = False
+    bf16_optimizer_states: Annotated[
+        Flag,
+        NoEffect(
+            "no effect: rounded to the nearest bf16, second moments would stand still, so states are fp32; "
+            '"infinity": {"state_dtype": "bf16"} rounds stochastically',
+            silent=(False,),
+        ),
+    ] = False
+    auto_cast: Flag = False
+    loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
+    initial_scale_power: Annotated[Number, NoEffect(_SCALING)] = 0
+    loss_scale_window: Annotated[Number, NoEffect(_SCALING)] = 0
+    hysteresis: Annotated[Number, NoEffect(_SCALING)] = 0
+    consecutive_hysteresis: Annotated[Flag, NoEffect(_SCALING)] = False
+    min_loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
+
+
+class AutocastBlock(Block):
+    """`torch_autocast`."""
+
+    enabled: Flag = False
+    dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
+    lower_precision_safe_modules: Annotated[
+        Untyped | list[str],
+        NoEffect("no effect: it concerns gradients on their way between processes, and there is one process"),
+    ] = None
+
+
+class DataTypesBlock(Block):
+    """`data_types`. What does not fit the compute dtype is refused when that is known."""
+
+    grad_accum_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None,
+        BeforeValidator(_float_type),
+        NoEffect(
+            'no effect: gradients are accumulated in fp32; "infinity": {"gradient_dtype": "bf16"} rounds their sums',
+            silent=("fp32",),
+        ),
+    ] = None
+    param_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    buffer_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    keep_in_fp32_modules: Annotated[
+        tuple[str, ...],
+        BeforeValidator(parse_names),
+        Refused("all parameters get the compute dtype", "Remove it", allowed=((),)),
+    ] = ()

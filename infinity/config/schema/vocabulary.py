@@ -1,0 +1,65 @@
+"""Which key somebody may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_args
+
+from infinity.config.schema.block import Block, Keys
+from infinity.config.schema.blocks import RootBlock
+
+
+def child_block(annotation: Any) -> type[Block] | None:
+    """The block that a field holds, or None when it holds a value."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Block):
+            return candidate
+    return None
+
+
+def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
+    """What may have been meant by key `name`, found in the block at `path` ("" or ending in a dot).
+
+    A key that exists, but in another place, is more likely than a misspelt one; a misspelt one is looked for in its own
+    block first.
+    """
+    everywhere = known_keys()
+    if name in everywhere:
+        return _place(everywhere[name])
+    if (near := nearest(name, known_here)) is not None:
+        return path + near
+    if (near := nearest(name, everywhere, cutoff=0.8)) is not None:
+        return _place(everywhere[near])
+    return None
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that looks most like `name`, or None when none does."""
+    lowered = {key.lower(): key for key in known}
+    matches = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
+    return lowered[matches[0]] if matches else None
+
+
+@cache
+def known_keys() -> dict[str, str]:
+    """For each key that stands in some block, its dotted path: the one nearest to the top when there are several."""
+    paths: dict[str, str] = {}
+    for path in sorted(_paths(RootBlock, ""), key=lambda path: path.count(".")):
+        paths.setdefault(path.rpartition(".")[2], path)
+    return paths
+
+
+def _place(path: str) -> str:
+    return path if "." in path else f"{path} at the top level"
+
+
+def _paths(block: type[Block], path: str) -> Iterator[str]:
+    for name, field in block.model_fields.items():
+        yield path + name
+        if (child := child_block(field.annotation)) is not None:
+            yield from _paths(child, f"{path}{name}.")
+        for item in field.metadata:
+            if isinstance(item, Keys):
+                yield from (f"{path}{name}.{key}" for key in item.names)

@@ -1,0 +1,386 @@
+"""The compute device: flat buffers, copies between host and device, and the order between streams.
+
+Everything that only a GPU needs is in this file. On the CPU the same calls exist and do nothing, or copy at once.
+Knows bytes and streams; must not know units, parameters or files.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity.numerics.norms import narrow_norm
+from swapper import AlignedRegion, SwapperError, hang_of, is_held
+
+
+class FlatBuffer(Protocol):
+    """The memory of one unit. It stays allocated until the last tensor over it has died."""
+
+    num_bytes: int
+
+    def tensor(self) -> torch.Tensor:
+        """uint8 tensor of shape (num_bytes,) over the memory. Its storage keeps the memory alive."""
+        ...
+
+    @property
+    def has_views(self) -> bool:
+        """Whether anybody still holds a tensor over this memory, however derived (autograd's saved views included)."""
+        ...
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
+        ...
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a read or write still has memory of it, whatever became of whoever started that."""
+        ...
+
+    @property
+    def hang(self) -> SwapperError | None:
+        """The error of a read or write that has memory of it and hangs, if there is one."""
+        ...
+
+    def discard_front(self, num_bytes: int) -> int:
+        """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back; it goes when the last view has died."""
+        ...
+
+
+class _Addressed:
+    """What requests have of a buffer, which knows its address and size."""
+
+    num_bytes: int
+
+    @property
+    def address(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def is_held(self) -> bool:
+        return is_held(self.address, self.num_bytes)
+
+    @property
+    def hang(self) -> SwapperError | None:
+        return hang_of(self.address, self.num_bytes)
+
+
+class HostFlatBuffer(_Addressed):
+    """A page-aligned region of host memory.
+
+    [Note: counting views without private API] Every tensor over the region shares one storage, and that storage holds
+    one reference to the numpy array it was made from. A weak reference to the array therefore tells whether any
+    tensor over the region is alive, including the views that autograd keeps inside its graph.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._region = AlignedRegion(num_bytes)
+        self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
+
+    def tensor(self) -> torch.Tensor:
+        array = self._array() if self._array is not None else None
+        if array is None:
+            array = self._region.array()
+            self._array = weakref.ref(array)
+        return torch.from_numpy(array)
+
+    @property
+    def has_views(self) -> bool:
+        return self._array is not None and self._array() is not None
+
+    @property
+    def address(self) -> int:
+        return self._region.address
+
+    def discard_front(self, num_bytes: int) -> int:
+        return self._region.discard(num_bytes)
+
+    def release(self) -> None:
+        self._region.release()
+
+
+class _CudaExporter:
+    """Lends CUDA memory to torch through the CUDA array interface, so that a weak reference can count the borrowers."""
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self.base = base
+        self.__cuda_array_interface__ = {
+            "shape": (base.numel(),),
+            "typestr": "|u1",
+            "data": (base.data_ptr(), False),
+            "version": 3,
+        }
+
+
+class CudaFlatBuffer(_Addressed):
+    """A block of the caching allocator. Allocated and freed on the compute stream, so reuse follows its order."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._base: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._device = device
+        self._exporter: weakref.ref[_CudaExporter] | None = None
+        self._address = self._base.data_ptr()
+
+    def tensor(self) -> torch.Tensor:
+        exporter = self._exporter() if self._exporter is not None else None
+        if exporter is None:
+            if self._base is None:
+                raise RuntimeError("the flat buffer has been released")
+            exporter = _CudaExporter(self._base)
+            self._exporter = weakref.ref(exporter)
+        return torch.as_tensor(exporter, device=self._device)
+
+    @property
+    def has_views(self) -> bool:
+        return self._exporter is not None and self._exporter() is not None
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    def discard_front(self, num_bytes: int) -> int:
+        return 0  # a block of the allocator is given back as a whole
+
+    def release(self) -> None:
+        self._base = None
+
+
+Fence = Any
+"""What `upload`, `download` and `mark` return: a CUDA event on a GPU, None on the CPU."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy between host and device, with the points of its stream (`ComputeDevice.stamp`) at both ends."""
+
+    name: str
+    num_bytes: int
+    first: Any
+    last: Any
+
+
+_MOST_COPIES = 1 << 16
+"""Copies that wait to be told of: when nobody asks, the oldest are forgotten."""
+
+
+class ComputeDevice:
+    """The CPU as compute device: host memory is device memory, and every copy is complete when the call returns."""
+
+    shares_host_memory = True
+    """Whether the swapper can read straight into a flat buffer."""
+    pin: Callable[[int, int], Callable[[], None]] | None = None
+    """Registers host memory with the driver: ``pin(address, num_bytes)`` returns the function that undoes it."""
+
+    def __init__(self, torch_device: torch.device | None = None) -> None:
+        self.torch_device = torch_device or torch.device("cpu")
+        self._copies: deque[Copy] = deque(maxlen=_MOST_COPIES)
+
+    def allocate_flat(self, num_bytes: int) -> FlatBuffer:
+        """Uninitialised memory for one unit."""
+        return HostFlatBuffer(num_bytes)
+
+    def mark(self) -> Fence:
+        """A point in the compute stream: everything launched so far."""
+        return None
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        """Copy host to device without waiting, after ``after``; ``source`` must stay untouched until the fence is done."""
+        target.copy_(source)
+        return None
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
+        """Copy device to host, after ``after``; returns when ``target`` holds the data."""
+        target.copy_(source)
+
+    def is_done(self, fence: Fence) -> bool:
+        """Whether everything before the fence has finished."""
+        return True
+
+    def synchronize(self, fence: Fence) -> None:
+        """The calling thread waits for the fence. For background threads; never for the thread that trains."""
+
+    def compute_waits_for(self, fence: Fence) -> None:
+        """The compute stream waits for the fence; the host does not."""
+
+    def stamp(self) -> Any:
+        """A mark behind everything launched so far in the compute stream, of which `seconds_at` tells the time."""
+        return time.perf_counter()
+
+    def seconds_at(self, stamp: Any) -> float | None:
+        """When the device passed a mark, as ``time.perf_counter`` counts; None if it has not yet."""
+        seconds: float = stamp
+        return seconds
+
+    def take_copies(self) -> list[tuple[Copy, float, float]]:
+        """Copies that have ended since the last call, with begin and end in seconds. Any thread, one at a time."""
+        taken: list[tuple[Copy, float, float]] = []
+        while self._copies:
+            begin, end = self.seconds_at(self._copies[0].first), self.seconds_at(self._copies[0].last)
+            if begin is None or end is None:
+                break
+            taken.append((self._copies.popleft(), begin, end))
+        return taken
+
+
+class SeparateHostDevice(ComputeDevice):
+    """The CPU treated as if its memory were a GPU's: everything goes through pages. For tests of the staged path."""
+
+    shares_host_memory = False
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        first = self.stamp()
+        target.copy_(source)
+        self._copies.append(Copy("upload", source.nbytes, first, self.stamp()))
+        return None
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
+        first = self.stamp()
+        target.copy_(source)
+        self._copies.append(Copy("download", source.nbytes, first, self.stamp()))
+
+
+class CudaDevice(ComputeDevice):
+    """One GPU. Copies in each direction have a stream of their own; compute waits for events, the host does not."""
+
+    shares_host_memory = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device)
+        self._uploads = torch.cuda.Stream(torch_device)
+        self._downloads = torch.cuda.Stream(torch_device)
+        self._anchors = torch.cuda.Stream(torch_device)
+        self._anchor = self._new_anchor()
+        self.pin = _register_with_driver
+
+    def allocate_flat(self, num_bytes: int) -> FlatBuffer:
+        return CudaFlatBuffer(num_bytes, self.torch_device)
+
+    def mark(self) -> Fence:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        return self._copy(self._uploads, target, source, after)
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
+        self._copy(self._downloads, target, source, after).synchronize()
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Fence
+    ) -> torch.cuda.Event:
+        # Between two places on the GPU (an optimizer that runs there), one of them is working memory of the calling
+        # thread: its kernels have to have written the source, or left what was in the target's memory before.
+        here = self.mark() if source.is_cuda and target.is_cuda else None
+        with torch.cuda.stream(stream):
+            for fence in (after, here):
+                if fence is not None:
+                    stream.wait_event(fence)
+            begin = torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            target.copy_(source, non_blocking=True)
+            if source.is_cuda:
+                # The caching allocator must not hand the source's memory out again before this copy has run.
+                source.record_stream(stream)
+            # Blocking: background threads that wait leave the core to others.
+            event = torch.cuda.Event(blocking=True, enable_timing=True)
+            event.record(stream)
+        if source.is_cuda != target.is_cuda:
+            name = "upload" if target.is_cuda else "download"
+            self._copies.append(Copy(name, source.nbytes, (self._anchor, begin), (self._anchor, event)))
+        return event
+
+    def is_done(self, fence: Fence) -> bool:
+        return fence is None or bool(fence.query())
+
+    def synchronize(self, fence: Fence) -> None:
+        if fence is not None:
+            fence.synchronize()
+
+    def compute_waits_for(self, fence: Fence) -> None:
+        if fence is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(fence)
+
+    def stamp(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return self._anchor, event
+
+    def seconds_at(self, stamp: Any) -> float | None:
+        (anchor, anchor_seconds), event = stamp
+        return anchor_seconds + anchor.elapsed_time(event) * 1e-3 if event.query() else None
+
+    def take_copies(self) -> list[tuple[Copy, float, float]]:
+        taken = super().take_copies()
+        self._anchor = self._new_anchor()
+        return taken
+
+    def _new_anchor(self) -> tuple[torch.cuda.Event, float]:
+        """An event and its second on the host's clock, to which others are measured.
+
+        Of now: a GPU's clock drifts, and CUDA gives the time between two events in 32-bit milliseconds. On a stream that
+        does nothing else, so that nobody waits for it.
+        """
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._anchors)
+        event.synchronize()
+        return event, time.perf_counter()
+
+
+def _register_with_driver(address: int, num_bytes: int) -> Callable[[], None]:
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+
+    def unregister() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return unregister
+
+
+def device_for(torch_device: torch.device) -> ComputeDevice:
+    """The compute device of a torch device: CPU or CUDA."""
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device)
+    return ComputeDevice(torch_device)
+
+
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """2-norm of one whole gradient in fp32, as ``torch.nn.utils.get_total_norm`` takes it per tensor. 0-dim fp32 tensor.
+
+    A bf16 gradient gives the same bits as its fp32 copy would. It must have no gaps in memory: on the CPU there is no copy.
+    """
+    norm: torch.Tensor
+    if gradient.is_cuda:
+        norm = torch._foreach_norm([gradient.float()], 2.0)[0]
+    elif gradient.dtype == torch.bfloat16:
+        norm = narrow_norm(gradient)
+    else:
+        norm = torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32)
+    return norm
+
+
+def choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """What ``device`` says; None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU."""
+    if device is not None:
+        chosen = torch.device(device)
+    else:
+        chosen = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
+        if chosen.type == "cpu" and torch.cuda.is_available():
+            chosen = torch.device("cuda", torch.cuda.current_device())
+    if str(chosen) == "cuda":
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen

@@ -1,0 +1,133 @@
+"""Hands out flat buffers up to a fixed capacity.
+
+Knows sizes and free buffers; must not know which unit holds which. Units of one model mostly have one size, so a
+freed buffer is kept and handed out again: fresh memory would have to be zeroed by the kernel, page by page, every time.
+
+[Note: quarantine] A buffer may come back while a read or write still has it: an interrupt or an error has taken away
+whoever waited, or the transfer hangs. It counts as used, and is handed out when the backend has let go of it and not before.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+
+_PAUSE_SECONDS = 0.001
+
+
+class FlatPool:
+    """At most ``capacity_bytes`` of flat buffers, those in use and the free ones kept for reuse together."""
+
+    def __init__(self, device: ComputeDevice, capacity_bytes: int) -> None:
+        self._device = device
+        self._free: list[FlatBuffer] = []
+        self._lent: dict[weakref.ref[FlatBuffer], int] = {}
+        """Bytes of buffers in use: less than their size where they have lost some at their front. Weakly: an interrupt may
+        come before whoever asked for a buffer has it, and then nobody gives it back."""
+        self._quarantined: dict[FlatBuffer, None] = {}
+        """See [Note: quarantine]."""
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of buffers that are kept for reuse."""
+        return sum(buffer.num_bytes for buffer in self._free)
+
+    def allocate(self, num_bytes: int) -> FlatBuffer | None:
+        """A buffer of exactly ``num_bytes``, contents undefined, or None if the capacity does not allow it now."""
+        if self._quarantined:
+            self.reclaim()
+        if self.used_bytes + num_bytes > self.capacity_bytes:
+            return None
+        found = next((index for index, buffer in enumerate(self._free) if buffer.num_bytes == num_bytes), None)
+        if found is None:
+            while self._free and self.used_bytes + self.free_bytes + num_bytes > self.capacity_bytes:
+                self._free.pop(0).release()
+            buffer = self._device.allocate_flat(num_bytes)
+        else:
+            buffer = self._free.pop(found)
+        self._lent[weakref.ref(buffer)] = num_bytes
+        self.used_bytes += num_bytes
+        return buffer
+
+    def allocate_beyond(self, num_bytes: int) -> FlatBuffer:
+        """As `allocate`, whatever the capacity says: the user holds memory that would have been free otherwise."""
+        buffer = self._device.allocate_flat(num_bytes)
+        self._lent[weakref.ref(buffer)] = num_bytes
+        self.used_bytes += num_bytes
+        return buffer
+
+    def let_go(self, buffer: FlatBuffer) -> None:
+        """The buffer in use is none of the pool's any more: its memory goes with the last view of it."""
+        self.used_bytes -= self._lent.pop(weakref.ref(buffer), 0)
+        buffer.release()
+
+    def mark(self) -> Fence:
+        """The point in the compute stream from which on a buffer handed out now is free of its former use."""
+        return self._device.mark()
+
+    def give_back_front(self, buffer: FlatBuffer, num_bytes: int) -> bool:
+        """The first ``num_bytes`` of a buffer are unused from now on. Returns whether that makes room."""
+        left = self._lent[weakref.ref(buffer)]
+        known = buffer.num_bytes - left
+        more = buffer.discard_front(num_bytes) - known if num_bytes > known else 0
+        if more <= 0:
+            return False
+        self._lent[weakref.ref(buffer)] = left - more
+        self.used_bytes -= more
+        return True
+
+    def give_back(self, buffer: FlatBuffer) -> None:
+        """The buffer is unused from now on, but maybe for requests. It must not have views. Doing so again does nothing."""
+        reference = weakref.ref(buffer)
+        left = self._lent.get(reference)
+        if left is None:
+            return
+        if buffer.is_held:
+            self._quarantined[buffer] = None
+            return
+        del self._lent[reference]
+        self.used_bytes -= left
+        if left < buffer.num_bytes:
+            buffer.release()  # it would have to grow again, and there may be no room for that
+        else:
+            self._free.append(buffer)
+
+    def reclaim(self) -> bool:
+        """Take back what requests have let go of since it came back, and what nobody can give back any more.
+
+        Returns whether that makes room.
+        """
+        before = self.used_bytes
+        for buffer in [buffer for buffer in self._quarantined if not buffer.is_held]:
+            del self._quarantined[buffer]
+            self.give_back(buffer)
+        for reference in [reference for reference in self._lent if reference() is None]:
+            self._lent.pop(reference, None)
+        self.used_bytes = sum(self._lent.values())
+        return self.used_bytes < before
+
+    def awaits_requests(self) -> bool:
+        """Whether there will be more room soon, because requests end that have memory of it. Waits a moment if so.
+
+        Raises:
+            StallError: they hang, all of them.
+        """
+        hangs = [buffer.hang for buffer in self._quarantined]
+        if not hangs:
+            return False
+        error = hangs[0]
+        if error is not None and None not in hangs:
+            raise error.with_traceback(None)
+        time.sleep(_PAUSE_SECONDS)
+        return True
+
+    def close(self) -> None:
+        """Release the free buffers. Those in use are released by their holders, or by the requests that have them."""
+        for buffer in self._free:
+            buffer.release()
+        self._free.clear()
+        self._quarantined.clear()

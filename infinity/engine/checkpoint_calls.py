@@ -1,0 +1,171 @@
+"""What an engine saves and loads: ``save_16bit_model``, and checkpoints with DeepSpeed's arguments and results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint import training_checkpoint as checkpoint
+from infinity.checkpoint.safetensors_export import save_safetensors
+from infinity.engine.deepspeed_names import DeepSpeedNames
+from infinity.engine.parts import Parts
+from infinity.units.parameter import host_of
+
+logger = logging.getLogger(__name__)
+_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+
+
+class CheckpointCalls(DeepSpeedNames):
+    """Part of the engine. Knows what is needed of it; must not know formats."""
+
+    _parts: Parts
+
+    def flush(self) -> None:
+        """Return when all pending updates and writes are done; see the engine."""
+        raise NotImplementedError
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the trained weights (compute dtype) and buffers as sharded safetensors, in bounded memory; returns True.
+
+        The directory (made if missing) gets shards, ``model.safetensors.index.json`` and, for a Hugging Face model, its
+        config: ``from_pretrained(save_dir)`` loads it, and so does plain torch, shard by shard. ``save_filename`` gives the
+        shards' names; "pytorch_model.bin" means the default. Of a PEFT model, its adapters are written as PEFT does it.
+        The directory holds the old weights or the new ones, whole, whenever the process or the machine may go down.
+
+        Raises:
+            StorageError: the directory cannot take them; what was there before is still there.
+            UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
+        """
+        self.flush()
+        save_safetensors(
+            self._parts.holding,
+            self._parts.pager,
+            Path(save_dir),
+            save_filename,
+            trained_only=exclude_frozen_parameters,
+        )
+        self._num_saved_steps = self.global_steps
+        return True
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write all that the training goes on from, tensor by tensor, to ``save_dir``/``tag``; returns True.
+
+        Weights with every bit of their main weights, optimizer states, hyperparameters, the scheduler, the loss scale and the
+        counters; random generators and data loaders are the script's. Gradients of a step that has not ended are not in it.
+
+        Args:
+            save_dir: made if it is missing.
+            tag: name of the checkpoint; None: "global_step" and the number of steps.
+            client_state: whatever the script wants back from `load_checkpoint`; it is pickled.
+            save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
+            exclude_frozen_parameters: accepted for compatibility; frozen parameters are saved as well.
+
+        Raises:
+            StorageError: the directory cannot take it; what was there before is still there.
+        """
+        self.flush()
+        if self.micro_steps % self.gradient_accumulation_steps():
+            logger.warning(
+                "engine.save_checkpoint between the micro-batches of a step: the gradients so far are not saved. Call it at "
+                "engine.is_gradient_accumulation_boundary()"
+            )
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        checkpoint.save(self._training(), Path(save_dir), name, client_state or {}, is_latest=save_latest)
+        self._num_saved_steps = self.global_steps
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from what `save_checkpoint` wrote, under whatever budget, tiers and precision this engine has.
+
+        The file with the client state is unpickled: load only what you trust.
+
+        Args:
+            load_dir: where checkpoints are.
+            tag: which one; None: the latest.
+            load_module_strict: whether checkpoint and model must have the same parameters and buffers.
+            load_optimizer_states: whether to load states and hyperparameters.
+            load_lr_scheduler_states: whether to load the scheduler.
+            load_module_only: load weights and buffers only.
+            custom_load_fn: refused: there is no state dict to pass to it.
+
+        Returns:
+            The checkpoint's directory and the client state; (None, None) if there is no such checkpoint.
+
+        Raises:
+            UnsupportedModelError: it is of another model; nothing has been changed.
+            ValueError: the optimizer is of another kind, or has other groups; weights have been loaded.
+        """
+        if custom_load_fn is not None:
+            raise TypeError(
+                "custom_load_fn gets a state dict of the whole model, and there is none: load_state_dict takes one"
+            )
+        self.flush()
+        folder = checkpoint.find(Path(load_dir), None if tag is None else str(tag))
+        if folder is None:
+            logger.warning(
+                "there is no checkpoint %s in '%s': nothing was loaded", tag or "that is the latest", load_dir
+            )
+            return None, None
+        client_state = checkpoint.load(
+            self._training(),
+            folder,
+            is_strict=load_module_strict,
+            with_optimizer=load_optimizer_states,
+            with_scheduler=load_lr_scheduler_states,
+            only_module=load_module_only,
+        )
+        return str(folder), client_state
+
+    def _training(self) -> checkpoint.Training:
+        access = self._parts.access
+
+        def read(parameter: nn.Parameter) -> torch.Tensor:
+            if host_of(parameter) is None:
+                return parameter.detach()
+            return access.stored(parameter)
+
+        def write(parameter: nn.Parameter, values: torch.Tensor) -> None:
+            if host_of(parameter) is None:
+                with torch.no_grad():
+                    parameter.copy_(values)
+            else:
+                access.load_main_weight(parameter, values)
+
+        return checkpoint.Training(
+            self.module, self.optimizer, self.lr_scheduler, access.copies, read, write, self._counters, self._count_on
+        )
+
+    def _counters(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _COUNTERS} | {"loss_scale": self._parts.stepper.scaler.state()}
+
+    def _count_on(self, counters: Mapping[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        self._num_saved_steps = self.global_steps
+        self._parts.stepper.scaler.load_state(counters["loss_scale"])

@@ -1,0 +1,354 @@
+"""What DeepSpeed's engine answers, by the names that scripts for it use: sizes, ranks, and what the config says.
+
+Knows the config and counters; must not know how anything is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import InfinityConfig
+from infinity.engine.module_facade import ModuleFacade
+from infinity.errors import BatchSizeError, StepOrderError
+
+
+class DeepSpeedNames(ModuleFacade):
+    """One process: ranks are 0 and sizes 1. Batch sizes are the config's until they are set.
+
+    Attributes:
+        global_steps: Optimizer steps so far, skipped ones included.
+        micro_steps: Calls of `step` so far.
+        skipped_steps: Steps that changed nothing, because gradients were not finite.
+        global_samples: Samples of all steps so far; 0 as long as the config leaves the batch size to the data loader.
+    """
+
+    local_rank = 0
+    global_rank = 0
+    world_size = 1
+    dp_world_size = 1
+    mp_world_size = 1
+    seq_parallel_group = None
+    mpu = None
+    has_moe_layers = False
+    is_compiled = False
+
+    def __init__(self, module: nn.Module, config: InfinityConfig) -> None:
+        """``module``: the model; ``config``: as `infinity.load_config` gives it."""
+        super().__init__(module)
+        self.config = config
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.global_samples = 0
+        self._num_saved_steps = 0
+        self._train_batch_size = config.train_batch_size
+        self._micro_batch_size = config.train_micro_batch_size_per_gpu
+        self._accumulation_steps = config.gradient_accumulation_steps
+        self._boundary: bool | None = None
+        self._is_in_step = False
+        self._is_in_no_sync = False
+
+    # ---------------------------------------------------------------------------------------------------- batch sizes
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+        return self._accumulation_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples per micro-batch, if the config says so."""
+        return self._micro_batch_size
+
+    def train_batch_size(self) -> int | None:
+        """Samples per step, if the config says so."""
+        return self._train_batch_size
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Samples per step, samples per micro-batch, micro-batches per step."""
+        return self._train_batch_size, self._micro_batch_size, self._accumulation_steps
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Micro-batches per step from now on.
+
+        Raises:
+            BatchSizeError: fewer than one.
+            StepOrderError: the present step has begun.
+        """
+        if steps < 1:
+            raise BatchSizeError(f"{steps!r} micro-batches per step", cure="Take a whole number from 1 on")
+        if self._boundary is None and self.config.managed_gradient_accumulation and self.is_in_accumulation():
+            raise StepOrderError(
+                "setting the accumulation steps",
+                "some micro-batches of the present step have passed",
+                cure="Set them after the engine.step() that ends a step",
+                step=self.global_steps,
+            )
+        self._accumulation_steps = steps
+        if self._micro_batch_size is not None:
+            self._train_batch_size = self._micro_batch_size * steps
+        self.micro_steps = 0 if self.micro_steps % steps else self.micro_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Samples per step from now on, in micro-batches of the same size.
+
+        Raises:
+            BatchSizeError: it is no multiple of the micro-batch.
+        """
+        micro = self._micro_batch_size
+        if micro is None or train_batch_size % micro or train_batch_size < micro:
+            problem = (
+                f"a batch of {train_batch_size} cannot be divided into micro-batches of {micro or 'unknown'} samples"
+            )
+            raise BatchSizeError(problem, cure='Take a multiple of "train_micro_batch_size_per_gpu"')
+        self.set_gradient_accumulation_steps(train_batch_size // micro)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Samples per micro-batch from now on; the number of micro-batches stays."""
+        self._micro_batch_size = micro_batch_size
+        self._train_batch_size = micro_batch_size * self._accumulation_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return self._is_in_step
+        return (self.micro_steps + 1) % self._accumulation_steps == 0
+
+    def is_in_accumulation(self) -> bool:
+        """Whether some, but not all, micro-batches of the present step have passed."""
+        return self.micro_steps % self._accumulation_steps != 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next backward is the last of its step, instead of counting; None counts again.
+
+        Raises:
+            StepOrderError: with ``managed_gradient_accumulation: false`` every `step` is a boundary.
+        """
+        if not self.config.managed_gradient_accumulation:
+            raise StepOrderError(
+                "engine.set_gradient_accumulation_boundary()",
+                "the config says that every engine.step() is a boundary",
+                cure='Remove "managed_gradient_accumulation": false',
+                step=self.global_steps,
+            )
+        self._boundary = is_boundary
+        if is_boundary is None:
+            self.micro_steps -= self.micro_steps % self._accumulation_steps
+
+    def _check_counts(self, call: str) -> None:
+        """Raise if micro-batches are not counted, for a call that takes a whole step of them."""
+        if self._boundary is not None:
+            problem, cure = "the boundary is set by hand", "Call engine.set_gradient_accumulation_boundary(None) before"
+        elif not self.config.managed_gradient_accumulation and self._accumulation_steps > 1:
+            problem, cure = "every engine.step() is a boundary", 'Remove "managed_gradient_accumulation": false'
+        else:
+            return
+        raise StepOrderError(call, problem, cure=cure, step=self.global_steps)
+
+    def _check_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            problem = "the engine has no optimizer: it evaluates only"
+            raise StepOrderError(call, problem, cure='Add "optimizer" to the config, or pass optimizer= to initialize')
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Without effect, as there is no other process; `step` is refused inside, as in DeepSpeed."""
+        was_inside, self._is_in_no_sync = self._is_in_no_sync, True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = was_inside
+
+    # ------------------------------------------------------------------------------------------------------ the config
+
+    def zero_optimization_stage(self) -> int:
+        """As the config says; all stages run in the same way."""
+        return self.config.zero_stage
+
+    def zero_optimization(self) -> bool:
+        """Whether the stage is above 0."""
+        return self.config.zero_stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether the stage is at least 2."""
+        return self.config.zero_stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the stage is 3."""
+        return self.config.zero_stage >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: whole weights are always saved."""
+        return True
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer states rest in host memory."""
+        return self.config.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether optimizer states rest on NVMe."""
+        return self.config.offload_optimizer.device == "nvme"
+
+    def fp16_enabled(self) -> bool:
+        """Whether the compute dtype is fp16."""
+        return self.config.compute_dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the compute dtype is bf16."""
+        return self.config.compute_dtype == torch.bfloat16
+
+    def amp_enabled(self) -> bool:
+        """False: there is no Apex."""
+        return False
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether the model runs under ``torch.autocast``."""
+        return self.config.autocast_dtype is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """Of ``torch.autocast``; bf16 without."""
+        return self.config.autocast_dtype or torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """Largest global norm; 0 for no clipping."""
+        return self.config.gradient_clipping
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the steps."""
+        scaling = self.config.loss_scaling
+        return scaling is not None and scaling.is_dynamic
+
+    def initial_dynamic_scale(self) -> float:
+        """The loss scale of the first step; 1 without scaling."""
+        scaling = self.config.loss_scaling
+        return 1.0 if scaling is None else scaling.initial
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's type in the config; None if it names none."""
+        return None if self.config.optimizer is None else self.config.optimizer.type
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """A copy of the optimizer's parameters in the config."""
+        return None if self.config.optimizer is None else dict(self.config.optimizer.params)
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's type in the config; None if it names none."""
+        return None if self.config.scheduler is None else self.config.scheduler.type
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """A copy of the schedule's parameters in the config."""
+        return None if self.config.scheduler is None else dict(self.config.scheduler.params)
+
+    def steps_per_print(self) -> int | None:
+        """A progress line every so many steps."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the time of each step is logged."""
+        return self.config.wall_clock_breakdown
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether the loader drops the last, smaller batch."""
+        return self.config.dataloader_drop_last
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches."""
+        return self.config.managed_gradient_accumulation
+
+    # ----------------------------------------------------------------------------------------------- the optimizer's groups
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [float(value) for value in self._of_groups("lr")]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in self._groups():
+            if isinstance(group.get("lr"), torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each parameter group, or its betas."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """What each parameter group has as ``type``; 0 without."""
+        return self._of_groups("type")
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def _of_groups(self, key: str) -> list[Any]:
+        return [group.get(key, 0.0) for group in self._groups()]
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """As ``state_dict``, without frozen parameters if that is asked for."""
+        found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
+                if not parameter.requires_grad:
+                    found.pop(name, None)
+        return found
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+    ) -> None:
+        """Load weights: a state dict, or a mapping that has it as "module".
+
+        Args:
+            checkpoint: what to load.
+            strict: whether all names have to match.
+            custom_load_fn: called with ``src`` and ``dst`` instead.
+        """
+        inner = checkpoint.get("module")
+        weights = inner if isinstance(inner, Mapping) else checkpoint
+        if custom_load_fn is not None:
+            custom_load_fn(src=weights, dst=self.module)
+        else:
+            self.module.load_state_dict(weights, strict=strict)
+
+    # ------------------------------------------------------------------------------------------------------------ others
+
+    def get_data_parallel_rank(self) -> int:
+        """0: there is one process."""
+        return 0
+
+    def get_model_parallel_rank(self) -> int:
+        """0: there is one process."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile each block of the model by itself: what is not in memory all at once cannot be one graph.
+
+        Args:
+            backend, compile_kwargs: for ``torch.compile``.
+            schedule, compiled_autograd_enabled: taken as DeepSpeed takes them, without effect.
+        """
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True

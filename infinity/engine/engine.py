@@ -1,0 +1,476 @@
+"""The engine: one object that a training loop talks to.
+
+Decides when: it turns calls of the user and events of the model into work for pager, stepper and update stream. It moves
+no bytes itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from infinity.config import InfinityConfig
+from infinity.engine.checkpoint_calls import CheckpointCalls
+from infinity.engine.optimizer_bridge import EngineBackend
+from infinity.engine.parts import Parts
+from infinity.engine.shutdown import Shutdown, finish_pending
+from infinity.engine.train_batch import LossFunction, TrainBatch
+from infinity.engine.weights_at_close import leave
+from infinity.errors import StepOrderError
+from infinity.loop.backward import Backwards
+from infinity.loop.grad_access import ParameterGradients
+from infinity.loop.model_call import ModelCall
+from infinity.loop.phase import LoopGuard, Phase
+from infinity.loop.style import LoopStyle
+from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.paging.watched_memory import WatchedMemory
+from infinity.planning.plan import Plan
+from infinity.telemetry import StepReport
+from infinity.threads.interrupts import refuse_in_between, surely
+from infinity.threads.turn import take_turns
+from infinity.torch_internals.foreign_writes import unwatch, watch
+from infinity.vertical.schedule import VerticalSchedule
+
+
+class Engine(CheckpointCalls):
+    """Trains a model whose states are paged. Made by `infinity.initialize`.
+
+    ``engine(**batch)`` runs the model, ``engine.backward(loss)`` the backward of one micro-batch, ``engine.step()`` the
+    optimizer at every gradient accumulation boundary. It is a context manager; leaving it closes it. It is an
+    ``nn.Module``, too, with the parameters, names and attributes of the model (see `infinity.engine.module_facade`).
+
+    The plain loop works too: ``loss.backward(); optimizer.step(); optimizer.zero_grad()`` on the model and the optimizer
+    that came back. There, ``step`` is the boundary, nothing is divided, and gradients stay until ``zero_grad``.
+    """
+
+    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+        """Not meant to be called: see `infinity.initialize`."""
+        super().__init__(parts.holding.model, config)
+        backend = EngineBackend(self)
+        mains = backend if parts.access.has_main_weights else None
+        self._paged = PagedOptimizer(parts.template, parts.updater, backend, parts.groups.loose, mains)
+        self.optimizer = self._paged if parts.template.param_groups else None
+        self.run_module = ModelCall(self.module, config, parts.device)
+        self.report: StepReport | None = None
+        self._parts = parts
+        self._pager = parts.pager
+        self._stepper = parts.stepper
+        self._reporter = parts.reporter
+        self._is_in_step = False
+        self._was_applied = False
+        self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
+        self._style = LoopStyle(self.gradient_accumulation_steps)
+        self._backwards = Backwards(
+            parts.holding,
+            parts.pager,
+            parts.stepper,
+            self._guard,
+            style=self._style,
+            is_boundary=self.is_gradient_accumulation_boundary,
+            step=lambda: self.global_steps,
+        )
+        self._vertical = VerticalSchedule(
+            parts.vertical, self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss
+        )
+        self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
+        self._gradients = ParameterGradients(parts.holding, self._pager, self._stepper, self._backwards)
+        parts.residence.gradients = self._gradients
+        parts.residence.engine = self
+        self._pager.check = self._check_usable
+        self._pager.on_forward = self._before_forward
+        self._pager.on_settled_read = self._guard.check_settled
+        self._pager.turn.is_whole = lambda: not parts.stepper.is_between_steps
+        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
+        self._watched = WatchedMemory(self._pager)
+        watch(self._watched)
+        parts.holding.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
+
+    # ------------------------------------------------------------------------------------------------ the training loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. Arguments and result are those of ``module.forward``."""
+        self._check_usable()
+        if self._pager.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
+            self._abandon_forward()
+        return self.run_module(*args, **kwargs)
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        """Backward of one micro-batch: gradients of ``loss / gradient_accumulation_steps`` are accumulated.
+
+        Args:
+            loss: tensor with one element and a graph. With fp16 it is multiplied by `loss_scale` before.
+            retain_graph: as torch means it: another backward of the same micro-batch is to come.
+            scale_wrt_gas: whether to divide at all; False for a loss that is divided already.
+
+        Returns:
+            The loss, divided like its gradients.
+
+        Raises:
+            StepOrderError: the step before was not finished with `step`, or ``loss`` is no such tensor.
+            LateGradientError: a parameter got a gradient after its update had begun.
+        """
+        self._check_usable()
+        self._check_optimizer("engine.backward()")
+        self._guard.check_backward(loss)
+        self._paged.settle_states()
+        self._backwards.collect()
+        self._vertical.note_ordinary()
+        self._reporter.note_loss(loss, self.global_steps)
+        if self._boundary is None or self._boundary:
+            self._style.note_backward()
+        divisor = self._style.begin_backward(divides=scale_wrt_gas)
+        self._backwards.run(self._stepper.scaler.share_of(loss, divisor), retain_graph=retain_graph)
+        num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        return loss if num_parts == 1 else loss.detach() / num_parts
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss for a ``loss.backward()`` of one's own before `step`: with fp16, times the loss scale.
+
+        It is not divided here: `step` divides the gradients by the accumulation steps, as it does without this call.
+        """
+        self._check_usable()
+        self._guard.check_backward(loss)
+        return self._backwards.scale(loss)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the gradient accumulation boundary, update the weights.
+
+        Gradients of a ``loss.backward()`` of one's own are divided by the accumulation steps here. ``lr_kwargs`` are passed
+        to ``lr_scheduler.step``.
+
+        The update may still run when this returns. Whatever looks at weights or states waits for it. With fp16, or
+        ``bf16.check_grad_overflow``, a step whose gradients are not finite changes nothing, and `lr_scheduler` stays.
+
+        Raises:
+            StepOrderError: there was no backward since the last one, or it was cut off.
+            LossScaleError: gradients are not finite even with the smallest loss scale allowed.
+        """
+        self._check_usable()
+        self._check_optimizer("engine.step()")
+        if self._is_in_no_sync:
+            raise StepOrderError("engine.step()", "it is inside engine.no_sync()", cure="Call it after that block")
+        self._guard.check_step()
+        self._was_applied = False
+        is_boundary = not self.config.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
+        if is_boundary:
+            self._is_in_step = True
+            try:
+                self.optimizer.step()  # so that its hooks run, and schedulers see it
+                self._parts.groups.loose.zero_grad(set_to_none=True)
+            finally:
+                self._is_in_step = False
+        self.micro_steps += 1
+        self._guard.has_backward = False
+        self._style.note_engine_step()
+        if is_boundary:
+            self.global_samples += self.train_batch_size() or 0
+            self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
+            # One on a plateau needs a metric: in lr_kwargs, or its owner steps it.
+            is_left_alone = self.lr_scheduler is None or (
+                isinstance(self.lr_scheduler, ReduceLROnPlateau) and not lr_kwargs
+            )
+            if self.was_step_applied() and not is_left_alone:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed weights.
+
+        False off the gradient accumulation boundary, and if gradients were not finite and the config checks that.
+        """
+        return self._was_applied
+
+    def was_step_skipped(self) -> bool:
+        """Whether the last update changed nothing, because its gradients were not finite."""
+        return self._stepper.is_skipped
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
+        return self._stepper.scaler.scale
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """Run all micro-batches of one step, forward, backward and step.
+
+        With several of them the step goes unit by unit over all micro-batches, if config and model allow (see
+        ``infinity.schedule``); ``report.schedule`` says how it went.
+
+        Args:
+            data_iter: gives one batch per micro-batch; a mapping is passed as keyword arguments, a tuple or list as
+                arguments. None: the loader made from ``training_data``, epoch after epoch.
+            loss_fn: takes the model's output and the batch, and gives the loss. None: the loss is in the output.
+
+        Returns:
+            The mean of the micro-batches' losses: 0-dim fp32 tensor, detached.
+
+        If it raises, because the iterator ended or from the model's code, the step has not begun: gradients of its first
+        micro-batches are forgotten. Only if updates had begun, the next call says that `reset` is needed.
+        """
+        self._check_usable()
+        self._check_counts("engine.train_batch()")
+        self._guard.check_whole()
+        return self._train_batch(data_iter, loss_fn)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Training mode, as ``module.train``."""
+        if not mode and self._guard.is_settled:
+            self.flush()
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Evaluation mode, as ``module.eval``; pending updates are finished first."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all accumulated gradients."""
+        (self.optimizer or self.module).zero_grad(set_to_none)
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of all gradients of the last step, before clipping; None before the first step."""
+        norm = self._stepper.grad_norm
+        return None if norm is None else float(norm)
+
+    def optimizer_step(self) -> None:
+        """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
+        self._check_usable()
+        self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
+        self._reporter.begin()
+        self._backwards.collect()
+        self._stepper.divisor = self._style.divisor(is_engine_step=self._is_in_step)
+        self._gradients.take_in()
+        if not self._is_in_step:
+            self._style.note_plain_step()
+            self._vertical.note_ordinary()
+        is_complete = False
+        self._guard.move_to(Phase.STEPPING)
+        try:
+            self._parts.clock.begin_compute("step")
+            self._stepper.apply(self.global_steps, keeps=not self._is_in_step)
+            is_complete = True
+        finally:
+            self._parts.clock.end_compute()
+            self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
+        self._backwards.end_step()
+        if not self._is_in_step:  # whatever was accumulated with `backward` went into it
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            self._guard.has_backward = False
+        self.global_steps += 1
+        is_skipped = self._stepper.is_skipped
+        self._was_applied = not is_skipped
+        self.skipped_steps += is_skipped
+        self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm(), is_skipped=is_skipped)
+        self._parts.forecast.note(self.report)
+
+    def optimizer_zero_grad(self, *, set_to_none: bool = True) -> None:
+        """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
+
+        Raises:
+            PartialUpdateError: some of them were already used up in backward.
+        """
+        self._guard.check_not_partial("gradients were dropped before engine.step()")
+        kept = self._stepper.ungrouped()
+        if kept or not set_to_none:
+            self._backwards.collect()
+        if set_to_none:
+            self._forget_gradients(kept)
+        else:
+            self._gradients.zero(kept)
+            self._note_forgotten()
+
+    def _forget_gradients(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        self._backwards.drop(kept)
+        self._stepper.clear(kept)
+        self._note_forgotten()
+
+    def _note_forgotten(self) -> None:
+        self._reporter.forget_losses()
+        if self._guard.phase is Phase.BROKEN:
+            self._guard.move_to(Phase.READY)
+
+    # ------------------------------------------------------------------------------------------------- weights and state
+
+    def flush(self) -> None:
+        """Return when all pending updates and writes are done; raises what went wrong in them."""
+        self._check_usable()
+        self._guard.check_settled()
+        self._parts.holding.settle_loads()
+        with self._parts.clock.waiting("update"):
+            self._parts.stream.drain(self._pager.attach_wanted)
+        with self._parts.clock.waiting("write"):
+            self._parts.storage.flush()
+        self._pager.collect_all()
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""
+        self._paged.settle_states()
+        self.flush()
+        return {**self._parts.access.state(parameter), "weight": self._parts.access.main_weight(parameter)}
+
+    def has_place(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter can have optimizer state: it was trainable in `initialize`."""
+        return self._parts.access.has_place(parameter)
+
+    def has_state(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has optimizer state. Waits for nothing but its first update."""
+        return self._parts.access.has_state(parameter)
+
+    def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Copies of a parameter's optimizer state, as torch keeps it."""
+        self.flush()
+        return self._parts.access.state(parameter)
+
+    def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
+        """Replace a parameter's optimizer state. Raises ValueError, and changes nothing, where that does not fit."""
+        self.flush()
+        self._parts.access.load_state(parameter, values)
+
+    def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of a parameter's fp32 main weight, on the CPU; of a frozen one, its weight as fp32."""
+        self.flush()
+        return self._parts.access.main_weight(parameter)
+
+    def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace a parameter's main weight; its model weight becomes the cast of it.
+
+        Raises:
+            ValueError: ``values`` has another shape; nothing has been changed.
+        """
+        self.flush()
+        self._parts.access.load_main_weight(parameter, values)
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> Any:
+        """Make the parameters hold their full weights until `scatter`. See `infinity.GatheredParameters`."""
+        with self._pager.gathering():
+            self.flush()
+            return self._parts.access.gather(parameters), self._pager.save_gathered()
+
+    def scatter(self, gathering: Any) -> None:
+        """The counterpart of `gather`: store what was changed."""
+        gathered, is_saving = gathering
+        with self._pager.scattering(is_saving=is_saving):
+            self._parts.access.scatter(gathered)
+
+    # ------------------------------------------------------------------------------------------------------- life cycle
+
+    @property
+    def plan(self) -> Plan:
+        """What rests where and what a step moves; predictions follow the recorded trace."""
+        return self._parts.forecast.plan(self._pager.training_trace, self._vertical.traffic)
+
+    @property
+    def waiting_for(self) -> str:
+        """What the training thread waits for right now; empty while it computes."""
+        return self._parts.clock.waiting_for
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Write who was busy when, so far, as a trace for ui.perfetto.dev. The config's `infinity.timeline` asks for one."""
+        self._reporter.save_timeline(Path(path))
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self._parts.device
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an exception cut off, and the gradients of its step; then train on.
+
+        After an update in backward was cut off, weights are between two steps; this accepts them as they are.
+        """
+        self._abandon_forward()
+        self._stepper.clear()
+        self._guard.cut_off()
+        self._forget_gradients()
+        self.micro_steps -= self.micro_steps % self._accumulation_steps
+
+    def forget_step(self) -> None:
+        """As `reset`, unless weights have been updated already: then the next call raises."""
+        if not self._shutdown.is_over and not self._stepper.is_between_steps:
+            self.reset()
+
+    def _abandon_forward(self) -> None:
+        self._parts.holding.forget_calls()
+        self._pager.abandon_forward()
+
+    def destroy(self) -> None:
+        """As `close`."""
+        self.close()
+
+    def close(self, *, restore_weights: bool | None = None) -> None:
+        """Finish pending updates, then release memory, files and threads.
+
+        Args:
+            restore_weights: leave the model as an ordinary one on the compute device, with the trained weights in the
+                compute dtype. None: if they take half of the free memory at most, and no step was cut off. False: never;
+                touching a parameter raises then.
+        """
+        if self._shutdown.is_over:
+            return
+        refuse_in_between("engine.close()")
+        with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
+            rest.callback(self._shutdown.now)
+            rest.callback(self._stepper.gradients.close)
+            rest.callback(self._pager.close)
+            rest.callback(unwatch, self._watched)
+            rest.callback(self._parts.stream.close)
+            rest.callback(self._pager.abandon_forward)
+            rest.callback(self._vertical.close)
+            rest.callback(self._parts.holding.uninstall)
+            rest.callback(self._backwards.collector.close)
+            rest.callback(self._guard.move_to, Phase.CLOSED)
+            if self._guard.phase is Phase.CLOSED:
+                rest.callback(self._shutdown.hurry)  # an interrupt has cut off an attempt to close
+            elif restore_weights:
+                self.flush()
+                self._parts.access.restore()
+            elif self._guard.is_settled and restore_weights is None:
+                leave(
+                    self._parts.holding.units,
+                    self._parts.device,
+                    self.flush,
+                    self._parts.access.restore,
+                    has_unsaved=self.global_steps > self._num_saved_steps,
+                )
+            elif self._guard.is_settled:
+                finish_pending(self.flush)
+            else:
+                rest.callback(self._shutdown.hurry)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine cannot be copied or pickled, its states lie in scratch files: copy engine.module")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self._guard.is_settled:
+            self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing
+        surely(self.close)
+
+    # --------------------------------------------------------------------------------------------------------- checking
+
+    def _check_usable(self) -> None:
+        refuse_in_between("this call")
+        self._guard.check_open()
+        self._backwards.raise_deferred()
+        self._parts.stream.raise_error()
+        self._parts.storage.raise_pending()
+
+    def _before_forward(self) -> None:
+        self._reporter.begin()
+        self._guard.check_settled()
+        self._parts.holding.settle_loads()
+        self._backwards.collect()
+        self._paged.settle_states()
+        if torch.is_grad_enabled() and self._parts.groups.before_forward():
+            self._backwards.collector.forget_history()
+
+
+take_turns(Engine)

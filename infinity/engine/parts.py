@@ -1,0 +1,43 @@
+"""What an engine works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infinity.checkpoint.state_access import StateAccess
+from infinity.engine.resources import Storage
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.template import Template
+from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.parameter_handler import Residence
+from infinity.planning.plan_tracker import Forecast
+from infinity.telemetry import Recording, Reporter, StepClock
+from infinity.updates.step_groups import StepGroups
+from infinity.updates.stepper import Stepper
+from infinity.updates.stream import UpdateStream
+from infinity.vertical.shared_pager import SharedPager
+from infinity.vertical.step import Surroundings
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Made by `infinity.initialize`, held by `infinity.engine.engine.Engine`."""
+
+    holding: ModelHolding
+    residence: Residence
+    pager: SharedPager
+    storage: Storage
+    stream: UpdateStream
+    stepper: Stepper
+    groups: StepGroups
+    access: StateAccess
+    template: Template
+    updater: PieceUpdater
+    clock: StepClock
+    reporter: Reporter
+    recording: Recording | None
+    forecast: Forecast
+    device: torch.device
+    vertical: Surroundings

@@ -1,0 +1,292 @@
+"""The tiers of one engine: swappers, arenas and pools, opened together and closed together.
+
+Knows what the config and the placement ask for; must not know modules or when anything is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from infinity.config import InfinityConfig, IOSection
+from infinity.device.compute import ComputeDevice
+from infinity.device.flat_pool import FlatPool
+from infinity.errors import BudgetTooSmallError, StorageError
+from infinity.numerics.chunk_format import MainWeight
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.placement import HOST_KEY, Placement
+from infinity.telemetry.counters import DriveCounters
+from infinity.tiers.state_store import PagedRecords, RecordStore, ResidentRecords
+from infinity.tiers.weight_store import WeightStore
+from swapper import (
+    BackendUnavailableError,
+    BusyTimes,
+    StagingArena,
+    Swapper,
+    SwapperConfig,
+    TransferRecord,
+    VolumeError,
+)
+from swapper.volumes.directory import Directory
+
+logger = logging.getLogger(__name__)
+_FP32_BYTES = 4
+_TierKey = tuple[str, tuple[Directory, ...]]
+"""A tier and, on NVMe, its directories: what has the same key shares one swapper."""
+
+
+class Storage:
+    """Opens what the placement asks for. Nothing is written before all of it could be opened."""
+
+    def __init__(
+        self,
+        config: InfinityConfig,
+        device: ComputeDevice,
+        placement: Placement,
+        request: Request,
+        sizes: Sequence[UnitSize],
+    ) -> None:
+        """
+        Args:
+            config: tiers, directories and I/O settings.
+            device: the compute device.
+            placement: the division of the budget.
+            request: what the placement was asked, for predictions.
+            sizes: all units.
+
+        Raises:
+            StorageError: a directory cannot be used, or is too small. Nothing is left behind.
+        """
+        self._config = config
+        self._device = device
+        self._placement = placement
+        self._request = request
+        self._sizes = list(sizes)
+        self._swappers: dict[_TierKey, Swapper] = {}
+        self._more: list[Swapper] = []
+        self._arenas: list[StagingArena] = []
+        self._busy = BusyTimes()
+        self._resting = rest(sizes, request, placement)
+        # Sums that are too wide to stay in RAM are spilled, too.
+        widens = request.gradient_itemsize < _FP32_BYTES and not request.rounds_gradients
+        self.gradient_bytes = sum(
+            s.trainable_numel * (_FP32_BYTES if widens else request.gradient_itemsize)
+            for index, s in enumerate(sizes)
+            if index not in placement.gradients_in_memory or (widens and placement.gradient_scratch_bytes)
+        )
+        needed: dict[_TierKey, int] = {}
+        param_key: _TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
+        state_key: _TierKey = (config.offload_optimizer.device, config.offload_optimizer.nvme_directories)
+        self._spill_key = next((key for key in (state_key, param_key) if key[0] == "nvme"), None)
+        if param_key[0] == "nvme":
+            needed[param_key] = self._resting["nvme"]["weights"]
+        if state_key[0] == "nvme":
+            needed[state_key] = needed.get(state_key, 0) + sum(
+                size for kind, size in self._resting["nvme"].items() if kind != "weights"
+            )
+        if self._spill_key is not None:
+            needed[self._spill_key] += self.gradient_bytes
+        try:
+            for key, num_bytes in needed.items():
+                self._swappers[key] = self._open(key, num_bytes)
+            self.weights, self.records = self._build(device, param_key, state_key)
+            self.pool = FlatPool(device, placement.weights_bytes)
+            self.gradient_pool = FlatPool(ComputeDevice(), placement.gradient_bytes)
+        except BaseException:
+            self._close_swappers()
+            raise
+
+    def _open(self, key: _TierKey, num_bytes: int) -> Swapper:
+        _, directories = key
+        settings = _swapper_config(self._config.io)
+        capacity = max(num_bytes, 4096)  # even if nothing is to rest there: a directory that cannot be used is told
+        try:
+            if self._config.io.use_gds and not self._device.shares_host_memory:
+                try:
+                    return Swapper.open(
+                        directories, capacity, dataclasses.replace(settings, backend="gds"), busy=self._busy
+                    )
+                except BackendUnavailableError as error:
+                    logger.warning("aio.use_gds has no effect, data goes through host memory: %s", error.reason)
+            return Swapper.open(directories, capacity, settings, busy=self._busy)
+        except VolumeError as error:
+            raise StorageError(
+                _names(directories),
+                f"cannot hold the states: {error}",
+                cure="Choose another nvme_path, or give several as a list",
+            ) from error
+        except BackendUnavailableError as error:
+            raise StorageError(
+                _names(directories),
+                f"cannot be used with the backend '{error.backend}': {error.reason}",
+                cure=f'To use it, {error.cure}; or set infinity.io_backend to "auto", which takes one that works',
+                key="infinity.io_backend",
+            ) from error
+
+    def _build(
+        self, device: ComputeDevice, param_key: _TierKey, state_key: _TierKey
+    ) -> tuple[WeightStore | None, RecordStore]:
+        placement = self._placement
+        deadline = self._config.io.deadline_seconds
+        weights: WeightStore | None = None
+        if len(placement.resident_units) < len(self._sizes):
+            arena = None
+            if placement.num_upload_pages:
+                arena = StagingArena(
+                    placement.upload_page_bytes, placement.num_upload_pages, device.pin, deadline_seconds=deadline
+                )
+                self._arenas.append(arena)
+                arena.register_with(self._swappers[param_key].register_memory)
+            weights = WeightStore(self._swappers.get(param_key), device, arena)
+        if state_key[0] == "none" and not device.shares_host_memory:
+            return weights, ResidentRecords(device.torch_device, self._request.record_format)
+        arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)
+        self._arenas.append(arena)
+        if state_key in self._swappers:
+            arena.register_with(self._swappers[state_key].register_memory)
+        return weights, PagedRecords(self._swappers.get(state_key), arena, self._request.record_format)
+
+    def spill_swapper(self) -> Swapper:
+        """Where gradients are spilled.
+
+        Raises:
+            BudgetTooSmallError: there is no NVMe tier to spill to.
+        """
+        if self._spill_key is None:
+            raise BudgetTooSmallError(
+                HOST_KEY,
+                budget_bytes=self._request.budget_bytes,
+                minimum_bytes=self._request.budget_bytes + self.gradient_bytes,
+                reason="All gradients have to wait in RAM for optimizer.step(), and no NVMe tier takes them",
+            )
+        return self._swappers[self._spill_key]
+
+    def open_more(self, num_bytes: int) -> Swapper:
+        """Open another volume in the directories to which gradients are spilled.
+
+        Raises:
+            BudgetTooSmallError: there is no NVMe tier.
+            StorageError: there is no room.
+        """
+        self.spill_swapper()
+        if self._spill_key is None:
+            raise RuntimeError("there is a swapper for spilling, but it has no key")
+        self._more.append(self._open(self._spill_key, num_bytes))
+        return self._more[-1]
+
+    def close_more(self, swapper: Swapper) -> None:
+        """Release what `open_more` gave."""
+        self._more.remove(swapper)
+        swapper.close()
+
+    def _all(self) -> list[Swapper]:
+        return [*self._swappers.values(), *self._more]
+
+    def _on_drives(self) -> list[Swapper]:
+        return [swapper for key, swapper in self._swappers.items() if key[0] == "nvme"] + self._more
+
+    def counters(self) -> DriveCounters:
+        """What the NVMe tier has done so far."""
+        found = [swapper.statistics() for swapper in self._on_drives()]
+        return DriveCounters(sum(s.read_bytes for s in found), sum(s.write_bytes for s in found), *self._busy.seconds())
+
+    def observe(self, observer: Callable[[TransferRecord], None]) -> None:
+        """Tell ``observer`` of every transfer of the NVMe tier from now on."""
+        for swapper in self._on_drives():
+            swapper.observe(observer)
+
+    def flush(self) -> None:
+        """Wait for all writes."""
+        for swapper in self._all():
+            swapper.flush()
+
+    def raise_pending(self) -> None:
+        """Raise the first error of a request that nobody waited for."""
+        for swapper in self._all():
+            swapper.raise_pending()
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes that rest on NVMe, or may be spilled to it."""
+        return sum(self.resting_bytes()["nvme"].values())
+
+    def resting_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes at rest per tier and kind."""
+        spilled = self.gradient_bytes if self._spill_key is not None else 0
+        return {**self._resting, "nvme": {**self._resting["nvme"], "gradients": spilled}}
+
+    def give_up(self, patience_seconds: float) -> None:
+        """Whoever waits for a drive or for memory, or will, gets an error after so many seconds at the latest.
+
+        `close` has still to be called. What has not been written is lost.
+        """
+        deadline = time.monotonic() + patience_seconds
+        for arena in self._arenas:
+            arena.turn_away()
+        for swapper in self._all():
+            try:
+                swapper.close(max(0.0, deadline - time.monotonic()))
+            except Exception:
+                logger.warning("closing a swapper failed", exc_info=True)
+
+    def close(self) -> None:
+        """Release files, threads and memory. Does not raise what failed writes had to say."""
+        if self.weights is not None:
+            self.weights.close()
+        self._close_swappers()
+        self.records.close()
+        self.pool.close()
+        self.gradient_pool.close()
+
+    def _close_swappers(self) -> None:
+        for swapper in self._all():
+            try:
+                swapper.close()
+            except Exception:
+                logger.warning("closing a swapper failed", exc_info=True)
+        for arena in self._arenas:
+            arena.close()
+
+
+def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
+    """Bytes that rest in each tier, by kind: "weights", what the main weights need besides those, "states"."""
+    flat_tier = "host" if request.shares_host_memory else "device"
+    form = request.record_format
+    main = "remainders" if form.main is MainWeight.REMAINDER else "main weights"
+    tiers = {tier: dict.fromkeys(("weights", main, "states"), 0) for tier in ("device", "host", "nvme")}
+
+    def add_records(tier: str, numel: int, num_states: int) -> None:
+        num_bytes = form.record_bytes(numel, num_states)
+        if tier == "nvme":
+            num_bytes = form.stored_bytes(numel, num_states, placement.chunk_numel)
+        tiers[tier][main] += form.main_bytes(numel)
+        tiers[tier]["states"] += num_bytes - form.main_bytes(numel)
+
+    for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
+        is_hosted = index in placement.hosted_units
+        tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
+        tiers[tier]["weights"] += size.weight_bytes
+        if request.optimizer_tier == "none" and not request.shares_host_memory:
+            add_records("device", size.trainable_numel, size.num_states)
+        else:
+            add_records("host", kept, size.num_states)
+            add_records("nvme", size.trainable_numel - kept, size.num_states)
+    return tiers
+
+
+def _names(directories: Sequence[Directory]) -> str:
+    return ", ".join(str(directory.path) for directory in directories)
+
+
+def _swapper_config(io: IOSection) -> SwapperConfig:
+    return SwapperConfig(
+        request_bytes=io.request_bytes,
+        num_threads=io.num_threads,
+        max_inflight=io.max_inflight,
+        deadline_seconds=io.deadline_seconds,
+        direct=io.direct,
+        backend=io.backend,
+        verify_checksums=io.verify_checksums,
+    )

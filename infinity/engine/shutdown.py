@@ -1,0 +1,140 @@
+"""Ends threads and releases files with the engine: when it is closed, collected, or when the interpreter ends.
+
+[Note: reaping]
+An engine that nobody closed becomes garbage at any moment and on any thread: on one that it would have to join, or that has a
+lock which it would have to take. So its finalizer only tells a thread that waits for that, and the thread shuts down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+from infinity.engine.resources import Storage
+from infinity.telemetry import Recording
+from infinity.updates.stream import UpdateStream
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 2.0
+"""How long to wait for drives when nothing depends on them any more."""
+_REAP_SECONDS = 10.0
+
+
+def finish_pending(flush: Callable[[], None]) -> None:
+    """Let ``flush`` finish what is pending before an engine is closed. What fails then is logged: the states go anyway."""
+    try:
+        flush()
+    except Exception:
+        logger.warning("an update or write that was still pending failed while the engine was closed", exc_info=True)
+
+
+class Shutdown:
+    """Shuts an engine's background work down once, whichever occasion comes first.
+
+    Attributes:
+        is_over: It has been shut down by `now`.
+    """
+
+    def __init__(
+        self, owner: object, stream: UpdateStream, storage: Storage, recording: Recording | None = None
+    ) -> None:
+        """``owner``: when it is garbage, the shutdown is due."""
+        self._parts = _Parts(stream, storage, recording)
+        self.is_over = False
+        self._finalizer = weakref.finalize(owner, self._parts.tell)
+        self._finalizer.atexit = False
+        # At exit it must come before the swapper's own hook, which ends the threads that the stream writes with; and an
+        # update that still computes while the interpreter goes down would abort the process. Hooks run last in, first out.
+        atexit.register(self._parts.end_at_exit)
+
+    def now(self) -> None:
+        """Shut down, unless that has happened. What an exception cuts off can be done again."""
+        if not self.is_over:
+            self._parts.end()
+            self._finalizer.detach()
+            self._parts.dismiss()
+            self.is_over = True
+
+    def hurry(self) -> None:
+        """Nothing depends on the drives any more: whoever waits for one that hangs gets an error soon."""
+        self._parts.hurry()
+
+
+class _Parts:
+    """What is to be shut down, and the thread that does it when the owner is garbage: see [Note: reaping]."""
+
+    def __init__(self, stream: UpdateStream, storage: Storage, recording: Recording | None) -> None:
+        self._stream = stream
+        self._storage = storage
+        self._recording = recording
+        self._pid = os.getpid()
+        self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
+        self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
+        self._thread.start()
+
+    def tell(self) -> None:
+        """The owner is garbage. Takes no lock and waits for nothing."""
+        _due.append(self)
+        self._told.put(True)
+
+    def dismiss(self) -> None:
+        """There is nothing to reap any more."""
+        atexit.unregister(self.end_at_exit)
+        self._told.put(False)
+        self.settle()
+
+    def hurry(self) -> None:
+        """Wait no longer than a moment for drives."""
+        if os.getpid() == self._pid:
+            self._stream.stop()
+            self._storage.give_up(_EXIT_SECONDS)
+
+    def end(self) -> None:
+        """Shut down. May be called again."""
+        if os.getpid() == self._pid:  # a forked child has neither the threads nor the right to the files
+            try:
+                self._stream.close()
+                self._storage.close()
+            finally:
+                if self._recording is not None:
+                    self._recording.save_at_end()
+
+    def settle(self) -> None:
+        """Return when the thread has ended, or does not."""
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._thread.join(_REAP_SECONDS)
+
+    def end_at_exit(self) -> None:
+        """The interpreter ends: what lies in scratch files goes with it, so a drive that hangs is not waited for."""
+        if self in _due:
+            self.settle()
+        elif os.getpid() == self._pid:
+            self.hurry()
+            self.end()
+
+    def _reap(self) -> None:
+        if self._told.get():
+            try:
+                self.hurry()
+                self.end()
+            except Exception:
+                logger.exception("an engine that nobody closed could not be shut down")
+            finally:
+                atexit.unregister(self.end_at_exit)
+                _due.remove(self)
+
+
+_due: list[_Parts] = []
+"""What belongs to garbage and is not shut down yet."""
+
+
+def settle() -> None:
+    """Return when engines that became garbage have given back their space, their memory and their threads."""
+    for parts in list(_due):
+        parts.settle()

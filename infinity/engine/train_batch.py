@@ -1,0 +1,124 @@
+"""``engine.train_batch``: all micro-batches of a step, in the order that moves fewest bytes.
+
+Knows batches, losses and the two orders; must not know how either works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import StepOrderError
+from infinity.loop.batches import call_with, copied, endless, loss_of, move
+from infinity.vertical.schedule import VerticalSchedule
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""Takes what the model returned and the batch, and gives the loss."""
+
+
+class Loop(Protocol):
+    """The engine's loop, as far as it is needed here."""
+
+    micro_steps: int
+    training_dataloader: Any
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def run_module(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def backward(self, loss: Any) -> Any: ...
+
+    def step(self) -> None: ...
+
+    def forget_step(self) -> None: ...
+
+
+class TrainBatch:
+    """Runs whole steps."""
+
+    def __init__(self, loop: Loop, vertical: VerticalSchedule, note_schedule: Callable[[str, str], None]) -> None:
+        """
+        Args:
+            loop: the engine.
+            vertical: the schedule over all micro-batches.
+            note_schedule: called with the order of the present step, and why it is not the vertical one.
+        """
+        self._loop = loop
+        self._vertical = vertical
+        self._note_schedule = note_schedule
+        self._own: Iterator[Any] | None = None
+
+    def __call__(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> torch.Tensor:
+        """See `Engine.train_batch`."""
+        loop = self._loop
+        iterator = data_iter if data_iter is not None else self._own_iterator()
+        num_micro_batches = loop.gradient_accumulation_steps()
+        taken: list[Any] = []
+        reason = self._obstacle()
+        if reason is None:
+            for _ in range(num_micro_batches):
+                batch = move(next(iterator), loop.device)
+                taken.append(copied(batch) if num_micro_batches > 1 else batch)
+            found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken])
+            if isinstance(found, list):
+                self._note_schedule("vertical", "")
+                loop.micro_steps += num_micro_batches - 1
+                loop.step()
+                return torch.stack([loss.float() for loss in found]).mean()
+            reason = found
+        taken_anew = bool(taken)
+        self._note_schedule("ordinary", reason)
+        losses: list[torch.Tensor] = []
+        try:
+            self._run_in_order(iterator, taken, loss_fn, losses)
+        except Exception:
+            if taken_anew:
+                self._vertical.forgive()  # it was not the order's fault
+            raise
+        return torch.stack(losses).mean()
+
+    def _run_in_order(
+        self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]
+    ) -> None:
+        loop = self._loop
+        begins_step = loop.micro_steps % loop.gradient_accumulation_steps() == 0
+        for _ in range(loop.gradient_accumulation_steps()):
+            try:
+                batch = taken.pop(0) if taken else move(next(iterator), loop.device)
+                loss = _loss(call_with(loop, batch), batch, loss_fn)
+                losses.append(loss.detach().float())
+                loop.backward(loss)
+            except BaseException:
+                if begins_step:
+                    loop.forget_step()
+                raise
+            loop.step()
+
+    def _obstacle(self) -> str | None:
+        if self._loop.micro_steps % self._loop.gradient_accumulation_steps():
+            return "the step was begun with engine.backward"
+        return self._vertical.obstacle()
+
+    def _run_of(self, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
+        return lambda: _loss(call_with(self._loop.run_module, batch), batch, loss_fn)
+
+    def _own_iterator(self) -> Iterator[Any]:
+        if self._loop.training_dataloader is None:
+            raise StepOrderError(
+                "engine.train_batch()",
+                "there is no data iterator",
+                cure="Pass one, or give training_data to infinity.initialize",
+            )
+        self._own = self._own or endless(self._loop.training_dataloader)
+        return self._own
+
+
+def _loss(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    return loss_of(output) if loss_fn is None else loss_fn(output, batch)

@@ -1,0 +1,262 @@
+"""Notices when a unit's gradients are complete in backward.
+
+Counts calls of modules and firings of autograd's hooks; must not know what happens to the gradients.
+
+[Note: complete]
+Outside of reentrant checkpointing autograd adds up all contributions to a leaf and fires its hook once per backward. A
+reentrant checkpoint runs a backward of its own inside the backward, so a parameter that is used in several of them fires
+several times, and only ``p.grad`` holds the sum, rounded the way autograd rounds it. So: a unit is complete when every
+parameter that is expected to fire has fired, where
+  * expected are those that fired in the micro-batch before (all, in the first one);
+  * the rule holds only if each can fire just once: its module was called once in this forward and nobody else owns the
+    parameter, or it fired once in the micro-batch before, with the same number of calls.
+  * no backward used the unit's weights after its gradients were complete (a recomputation may, without a gradient).
+All others are complete when backward ends. A parameter that fires though it was not expected is delivered at the end
+too. One that fires after it was delivered is an error: the gradient that was delivered was not whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import LateGradientError, LateUseError, SparseGradientWarning
+from infinity.torch_internals.modes import outside_modes
+from infinity.units.layout import Slot
+from infinity.units.parameter import plain_grad, set_plain_grad
+from infinity.units.unit import Unit
+
+Key = tuple[int, int]
+"""Unit index, slot index."""
+
+
+class GradientCollector:
+    """Delivers each unit's gradients of one micro-batch, at most twice: when it is complete, and leftovers at the end."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        num_owners: Mapping[Key, int],
+        deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None],
+        keep: Callable[[Unit, dict[Slot, torch.Tensor]], None],
+        notice: Callable[[], None],
+        step: Callable[[], int],
+        handles: list[Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            units: all units, by index.
+            num_owners: (unit, slot) -> number of modules that have the parameter as their own.
+            deliver: takes a unit and the gradients of some of its parameters, which it owns from then on.
+            keep: takes gradients that are looked at before their unit is complete.
+            notice: called with every gradient, inside backward.
+            step: the number of the present step, for messages.
+            handles: where the hooks' handles are put.
+        """
+        self._units = list(units)
+        self._num_owners = num_owners
+        self._deliver = deliver
+        self._keep = keep
+        self._notice = notice
+        self._step = step
+        self._calls: dict[Key, int] = {}
+        self._fired: dict[int, dict[int, int]] = {}
+        self._delivered: set[Key] = set()
+        self._complete_units: set[int] = set()
+        self._history: dict[Key, tuple[int, int]] | None = None
+        self._never_early: set[Key] = set()
+        self._expected: dict[int, frozenset[int] | None] = {}
+        self._used_late: set[int] = set()
+        self._has_warned_of_sparse = False
+        self.hands_out = False
+        """Gradients are not delivered: somebody takes them with `take`."""
+        self.on_graph: Callable[[Unit, Slot, torch.Tensor], None] = lambda unit, slot, gradient: None
+        """Called with each gradient that has a graph of its own, before it is delivered."""
+        self._handles: list[Any] = [] if handles is None else handles
+        for unit in self._units:
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                if slot.spec.is_trainable:
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(unit, slot)))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, unit: Unit, slot: Slot) -> Callable[[torch.Tensor], None]:
+        # Weak: the hook lives as long as the parameter, and must not keep the engine alive.
+        collector = weakref.ref(self)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            present = collector()
+            if present is not None:
+                present._on_gradient(unit, slot)
+
+        return on_gradient
+
+    def note_call(self, unit: Unit, slots: Sequence[Slot]) -> None:
+        """A module that owns these parameters is called in a training forward."""
+        for slot in slots:
+            key = (unit.index, slot.index)
+            self._calls[key] = self._calls.get(key, 0) + 1
+
+    @property
+    def has_history(self) -> bool:
+        """Whether a whole micro-batch has been seen, so that it is known what to expect."""
+        return self._history is not None
+
+    def forget_history(self) -> None:
+        """Other parameters are frozen than before: what to expect is not known until another micro-batch has been seen."""
+        self._history = None
+
+    def note_use(self, unit: Unit, *, is_saved: bool, is_updated: bool) -> None:
+        """Backward uses the unit's weights.
+
+        Args:
+            unit: which.
+            is_saved: forward saved them for this, so the unit could not be updated yet; otherwise a recomputation asks.
+            is_updated: the unit's update has begun nevertheless.
+
+        Raises:
+            LateUseError: the weights needed are gone.
+        """
+        if unit.index in self._complete_units and not is_saved:
+            self._used_late.add(unit.index)
+        if is_updated:
+            self._used_late.add(unit.index)
+            raise LateUseError(unit.name, step=self._step())
+
+    @outside_modes
+    def _on_gradient(self, unit: Unit, slot: Slot) -> None:
+        if plain_grad(unit.parameters[slot.index]) is None:
+            return  # the function that got the parameter has no gradient for it
+        self._notice()
+        key = (unit.index, slot.index)
+        fired = self._fired.setdefault(unit.index, {})
+        fired[slot.index] = fired.get(slot.index, 0) + 1
+        if self.hands_out:
+            return
+        if key in self._delivered:
+            self._never_early.add(key)
+            raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
+        if has_hooks_of_others(unit.parameters[slot.index]):
+            self.hand_in(unit, slot)  # they run after this, and see the whole gradient
+            return
+        if unit.index not in self._expected:
+            self._expected[unit.index] = self._expect(unit)
+        expected = self._expected[unit.index]
+        if expected is not None and slot.index in expected and expected <= fired.keys():
+            self._complete_units.add(unit.index)
+            self._complete(unit)
+
+    def hand_in(self, unit: Unit, slot: Slot) -> None:
+        """Somebody looks at a parameter's gradient, or replaces it, inside backward: deliver what has come so far.
+
+        The unit is then complete when backward ends, not before.
+        """
+        if (unit.index, slot.index) not in self._delivered:
+            self._expected[unit.index] = None
+            gradients = self._take_from(unit, [slot.index])
+            if gradients:
+                self._keep(unit, gradients)
+
+    def _expect(self, unit: Unit) -> frozenset[int] | None:
+        """The slots that will fire, each once; None if one of them may fire more often."""
+        if unit.index in self._used_late:
+            return None
+        expected: list[int] = []
+        for slot in unit.layout.slots:
+            if not slot.spec.is_trainable or slot.numel == 0:
+                continue
+            key = (unit.index, slot.index)
+            calls = self._calls.get(key, 0)
+            if self._history is None:
+                fires_once = calls == 1 and self._num_owners.get(key, 0) == 1
+            else:
+                fires, calls_then = self._history.get(key, (0, 0))
+                if fires == 0:
+                    continue
+                # Called several times, it may fire several times: whether it does depends on the checkpointing.
+                fires_once = fires == 1 and calls == calls_then and calls <= 1
+            if not fires_once or key in self._never_early:
+                return None
+            expected.append(slot.index)
+        return frozenset(expected)
+
+    def take(self) -> list[tuple[Unit, dict[Slot, torch.Tensor]]]:
+        """The gradients that have come since the last time, by unit. They belong to the caller."""
+        fired, self._fired = self._fired, {}
+        return [(self._units[unit], self._take_from(self._units[unit], slots)) for unit, slots in fired.items()]
+
+    def _take_from(self, unit: Unit, slots: Iterable[int]) -> dict[Slot, torch.Tensor]:
+        gradients: dict[Slot, torch.Tensor] = {}
+        for index in slots:
+            gradient = plain_grad(unit.parameters[index])
+            if gradient is not None:
+                if gradient.requires_grad:
+                    self.on_graph(unit, unit.layout.slots[index], gradient)
+                if gradient.is_sparse and not self._has_warned_of_sparse:
+                    self._has_warned_of_sparse = True
+                    warnings.warn(SparseGradientWarning(unit.layout.slots[index].spec.fqn), stacklevel=2)
+                gradients[unit.layout.slots[index]] = gradient.detach()
+                set_plain_grad(unit.parameters[index], None)
+        return gradients
+
+    def _complete(self, unit: Unit) -> None:
+        gradients = self._take_from(unit, self._fired.get(unit.index, {}))
+        if gradients:
+            self._delivered.update((unit.index, slot.index) for slot in gradients)
+            self._deliver(unit, gradients)
+
+    @property
+    def has_fired(self) -> bool:
+        """Whether any gradient has come since the last `finish` or `reset`."""
+        return bool(self._fired)
+
+    def finish(self) -> None:
+        """Backward has ended: deliver what is left, and expect the same the next time."""
+        for index in list(self._fired):
+            self._complete(self._units[index])
+        if self._fired:
+            self._history = {
+                (unit, slot): (fires, self._calls.get((unit, slot), 0))
+                for unit, slots in self._fired.items()
+                for slot, fires in slots.items()
+            }
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new micro-batch; gradients not yet delivered stay in ``p.grad``."""
+        self._calls.clear()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._complete_units.clear()
+        self._fired.clear()
+        self._delivered.clear()
+        self._expected.clear()
+
+    def drop(self, kept: Container[Key] = ()) -> None:
+        """Drop what autograd has accumulated, but for ``kept``. Calls still count: their backward may be yet to come."""
+        self.hands_out = False
+        self._forget_gradients()
+        for unit in self._units:
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                if (unit.index, slot.index) not in kept:
+                    _clear(parameter)
+
+
+def _clear(parameter: nn.Parameter) -> None:
+    if plain_grad(parameter) is not None:
+        set_plain_grad(parameter, None)
+
+
+def has_hooks_of_others(parameter: torch.Tensor) -> bool:
+    """Whether hooks besides the collector's run when the parameter's gradient has been accumulated."""
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1

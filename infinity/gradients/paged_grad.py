@@ -1,0 +1,134 @@
+"""A gradient that is a tensor like any other to look at, and is fetched when something is computed with it.
+
+Knows tensors and functions on them; must not know units, files or when gradients come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from infinity.torch_internals.operations import AS_ARRAY, EXPOSING, METADATA, leaves, name_of, writes_unseen
+
+
+class PagedGradient(torch.Tensor):
+    """What ``parameter.grad`` is while the gradient lies elsewhere than in memory, or nobody may write to it yet.
+
+    Metadata is answered at once. Any other operation gets the values, as an ordinary tensor over the memory into which they
+    were fetched; what it changes there is the gradient from then on. Lists of gradients (``torch._foreach_norm`` and the
+    like, which clipping uses) are gone through one by one, so that they need not be in memory together: that gives the same
+    bits, as those functions treat every tensor by itself.
+    """
+
+    _fetch: Callable[[], torch.Tensor]
+    _note_change: Callable[[], None]
+
+    @staticmethod
+    def of(
+        shape: Sequence[int], dtype: torch.dtype, fetch: Callable[[], torch.Tensor], note_change: Callable[[], None]
+    ) -> PagedGradient:
+        """
+        Args:
+            shape, dtype: of the gradient, which is on the CPU.
+            fetch: gives a tensor over the values, of the parameter's strides, which stays valid as long as it is held.
+            note_change: the values have been changed, or may be without anybody noticing.
+        """
+        nothing = torch.full((), float("nan"), dtype=dtype, device="cpu").expand(tuple(shape))
+        gradient = torch.Tensor._make_subclass(PagedGradient, nothing)
+        gradient._fetch = fetch
+        gradient._note_change = note_change
+        return gradient
+
+    def settle(self, values: torch.Tensor) -> None:
+        """From now on this is ``values``, whatever becomes of the parameter's gradient."""
+        self._fetch = lambda: values
+        self._note_change = lambda: None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == _ASSIGNING_DATA:
+            _replace(*args)
+            return None
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+        if name_of(func).startswith(("_foreach_", "_amp_foreach_")) and lists and len(lists[0]) > 1:
+            return _one_by_one(func, args, kwargs, len(lists[0]))
+        return _with_values(func, args, kwargs)
+
+
+_ASSIGNING_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _replace(gradient: PagedGradient, values: torch.Tensor) -> None:
+    """``gradient.data = values``."""
+    if values.shape != gradient.shape:
+        raise ValueError(f"a gradient of shape {tuple(gradient.shape)} cannot get data of shape {tuple(values.shape)}")
+    gradient.detach().copy_(values)
+
+
+def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> Any:
+    def item(value: Any, index: int) -> Any:
+        return [value[index]] if isinstance(value, list | tuple) and len(value) == length else value
+
+    found: list[Any] = []
+    for index in range(length):
+        result = func(*(item(value, index) for value in args), **{k: item(v, index) for k, v in kwargs.items()})
+        found += [] if result is None else result
+    return found or None
+
+
+def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    opened: dict[int, tuple[PagedGradient, torch.Tensor, int]] = {}
+
+    def values_of(leaf: Any) -> Any:
+        if not isinstance(leaf, PagedGradient):
+            return leaf
+        if id(leaf) not in opened:
+            values = leaf._fetch()
+            opened[id(leaf)] = leaf, values, values._version
+        return opened[id(leaf)][1]
+
+    args, kwargs = _mapped(args, values_of), _mapped(kwargs, values_of)
+    result = None
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        places = {values.untyped_storage().data_ptr() for _, values, _ in opened.values()}
+        is_exposed = (
+            name_of(func) in EXPOSING | AS_ARRAY
+            or writes_unseen(func)
+            or any(_lies_in(leaf, places) for leaf in leaves(result))
+        )
+        for gradient, values, version in opened.values():
+            if is_exposed or values._version != version:
+                gradient._note_change()
+    originals = {id(values): gradient for gradient, values, _ in opened.values()}
+    if any(id(leaf) in originals for leaf in leaves(result)):  # an operation in place gives back what it got
+        return _mapped(result, lambda leaf: originals.get(id(leaf), leaf))
+    return result
+
+
+def _lies_in(value: Any, addresses: set[int]) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not isinstance(value, PagedGradient)
+        and value.untyped_storage().data_ptr() in addresses
+    )
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_mapped(item, function) for item in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(_mapped(item, function) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(item, function) for key, item in tree.items()}
+    return function(tree)

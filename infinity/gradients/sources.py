@@ -1,0 +1,244 @@
+"""Where an update finds its gradients: in RAM, on NVMe, or still on the device.
+
+Knows one unit's gradients; must not know how many there are or what becomes of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+from infinity.units.layout import Chunk, Piece, Slot
+from infinity.units.unit import Unit
+from swapper import Extent, Handle, Priority, Swapper
+
+FP32_BYTES = 4
+_BLOCK_NUMEL = 1 << 20
+
+
+def in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The gradient with the strides of its parameter, so that both have one order in memory."""
+    if tuple(gradient.stride()) == slot.spec.stride and not gradient.is_sparse:
+        return gradient
+    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=gradient.dtype, device=gradient.device)
+    return ordered.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+
+
+class Gradients:
+    """Common to all sources: which parameters have a gradient, and whether the update has used them up."""
+
+    needs_scratch = True
+    """See `GradientSource.needs_scratch`."""
+    is_kept = False
+    """See `GradientSource.is_kept`."""
+    is_lent = False
+    """See `GradientSource.is_lent`."""
+
+    def __init__(self, slots: Sequence[Slot], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.used_bytes = 0
+        """Bytes of their memory, from its beginning, that the update has used up."""
+        self._slots = list(slots)
+        self._is_released = False
+        self._on_release: Callable[[], None] = lambda: None
+
+    def slots(self) -> Sequence[Slot]:
+        """The parameters that have a gradient."""
+        return self._slots
+
+    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        """See `GradientSource.prepare`."""
+        return None
+
+    def note_used(self, chunk: Chunk) -> None:
+        """See `GradientSource.note_used`."""
+
+    def release(self) -> None:
+        """The update has used them up, or failed."""
+        self._is_released = True
+        self._on_release()
+
+    def is_released(self) -> bool:
+        """Whether the memory is free."""
+        return self._is_released
+
+    def tell(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, when the memory is free, or more of it."""
+        self._on_release = on_release
+
+
+class DeviceGradients(Gradients):
+    """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them piece by piece."""
+
+    def __init__(self, gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice, after: Fence) -> None:
+        """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
+        dtypes = {gradient.dtype for gradient in gradients.values()}
+        super().__init__(list(gradients), dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32)
+        self._gradients = {slot.index: _flat(gradient) for slot, gradient in gradients.items()}
+        self._device = device
+        self._after = after
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        source = self._gradients[piece.slot.index][piece.start : piece.stop]
+        if source.device == scratch.device:
+            return scratch.copy_(source)
+        if source.dtype == scratch.dtype:
+            self._device.download(scratch, source, self._after)
+            return scratch
+        landing = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        self._device.download(landing, source, self._after)
+        return scratch.copy_(landing)
+
+    def release(self) -> None:
+        self._gradients.clear()
+        super().release()
+
+
+class Loan(Protocol):
+    """Memory in use by something that ends by itself."""
+
+    @property
+    def used_bytes(self) -> int:
+        """So much of it, from its beginning, is not in use any more."""
+        ...
+
+    def is_released(self) -> bool: ...
+
+    def tell(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, at the end, and when `used_bytes` has grown."""
+        ...
+
+
+class SpillingWrite:
+    """Gradients on their way to NVMe."""
+
+    used_bytes = 0
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def is_released(self) -> bool:
+        return self._handle.done()
+
+    def tell(self, on_release: Callable[[], None]) -> None:
+        self._handle.add_done_callback(lambda _: on_release())
+
+
+class GradientBuffer:
+    """The main gradients of one unit in host memory, fp32 or bf16, element for element like the trainable segment."""
+
+    def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
+        self.flat = flat
+        self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
+        self._lent: weakref.ref[Any] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """fp32 or bf16."""
+        return self.values.dtype
+
+    def fill(self, read: Callable[[torch.Tensor], Handle], stored: torch.dtype) -> None:
+        """Let ``read`` bring values of dtype ``stored`` into the memory, which then become this buffer's.
+
+        Args:
+            read: starts a read into a tensor.
+            stored: the buffer's dtype, or bf16 for a buffer of fp32.
+        """
+        landing = self.values if stored == self.dtype else self.values.view(stored)[: self.values.numel()]
+        read(landing).wait()
+        if stored != self.dtype:
+            # From the end: what is written there lies behind all that is yet to be read.
+            numel = landing.numel()
+            for start in range((numel - 1) // _BLOCK_NUMEL * _BLOCK_NUMEL, -1, -_BLOCK_NUMEL):
+                stop = min(start + _BLOCK_NUMEL, numel)
+                self.values[start:stop] = landing[start:stop].clone()
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The main gradient of one parameter, with its shape and strides."""
+        return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
+
+    def lend(self, slot: Slot) -> torch.Tensor:
+        """As `view`, for others to keep: `is_lent` as long as they hold it, or anything that looks at the same memory."""
+        array = self._lent() if self._lent is not None else None
+        if array is None:
+            array = self.flat.tensor().numpy()
+            self._lent = weakref.ref(array)
+        values = torch.from_numpy(array)[: self.values.numel() * self.dtype.itemsize].view(self.dtype)
+        return values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody holds what `lend` gave."""
+        return self._lent is not None and self._lent() is not None
+
+    def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], device: ComputeDevice) -> None:
+        """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet."""
+        known = set(present)
+        for slot, gradient in gradients.items():
+            source = _flat(in_slot_order(gradient.detach(), slot))
+            if source.device.type != "cpu":
+                landing = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+                device.download(landing, source, device.mark())
+                source = landing
+            target = self.values[slot.start : slot.stop]
+            if slot.index not in known:
+                target.copy_(source)
+                continue
+            for start in range(0, source.numel(), _BLOCK_NUMEL):
+                # torch adds bf16 and fp32 in fp32. It converts an operand as a whole: block by block that is bounded.
+                target[start : start + _BLOCK_NUMEL].add_(source[start : start + _BLOCK_NUMEL])
+
+
+class MemoryGradients(Gradients):
+    """Main gradients in RAM, for an update."""
+
+    needs_scratch = False
+
+    def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> None:
+        super().__init__(slots, buffer.values.dtype)
+        self.is_lent = buffer.is_lent
+        self._values: torch.Tensor | None = buffer.values
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        if self._values is None:
+            raise RuntimeError("the gradients have been released")
+        start = piece.slot.start + piece.start
+        values = self._values[start : start + piece.numel]
+        return values if values.device == scratch.device else scratch.copy_(values)
+
+    def note_used(self, chunk: Chunk) -> None:
+        self.used_bytes = chunk.stop * self.dtype.itemsize
+        self._on_release()
+
+    def release(self) -> None:
+        self._values = None  # a view would keep the memory from being unmapped
+        super().release()
+
+
+class SpilledGradients(Gradients):
+    """Main gradients on NVMe, for an update."""
+
+    def __init__(self, swapper: Swapper, extent: Extent, slots: Sequence[Slot], dtype: torch.dtype) -> None:
+        super().__init__(slots, dtype)
+        self._swapper = swapper
+        self._extent = extent
+
+    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        offset = chunk.start * self.dtype.itemsize
+        if scratch.device.type == "cpu":
+            return self._swapper.read(self._extent, scratch, offset=offset, priority=Priority.PREFETCH)
+        landing = torch.empty(scratch.shape, dtype=scratch.dtype, device="cpu")
+        self._swapper.read(self._extent, landing, offset=offset).wait()
+        scratch.copy_(landing)
+        return None
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        return scratch

@@ -1,0 +1,209 @@
+"""Backwards, from their first gradient to their last: those of ``engine.backward`` and those that the user runs himself.
+
+Knows the phase of the loop, the collector and the stepper; must not know the user's calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+import torch
+
+from infinity.errors import GradientNotResidentError, StepOrderError
+from infinity.gradients.collector import GradientCollector, has_hooks_of_others
+from infinity.loop.phase import LoopGuard, Phase
+from infinity.loop.style import LoopStyle
+from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.pager import Pager
+from infinity.threads.interrupts import refuse_in_between
+from infinity.threads.turn import in_backward
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+from infinity.updates.stepper import Stepper
+
+
+class Backwards:
+    """Leads gradients from autograd to the stepper, micro-batch by micro-batch."""
+
+    def __init__(
+        self,
+        holding: ModelHolding,
+        pager: Pager,
+        stepper: Stepper,
+        guard: LoopGuard,
+        *,
+        style: LoopStyle,
+        is_boundary: Callable[[], bool],
+        step: Callable[[], int],
+    ) -> None:
+        """
+        Args:
+            holding, pager, stepper, guard: whom it works with.
+            style: what the user's loop shows of itself.
+            is_boundary: whether the present micro-batch of ``engine.backward`` is the last of its step.
+            step: the number of the present step, for messages.
+        """
+        self._pager = pager
+        self._stepper = stepper
+        self._guard = guard
+        self._style = style
+        self._is_boundary = is_boundary
+        self._step = step
+        self._is_retained = False
+        self._has_hooks = False
+        self._is_own_scaled = False
+        self._deferred_error: Exception | None = None
+        self.on_delivery: Callable[[Unit, dict[Slot, torch.Tensor]], None] = lambda unit, gradients: None
+        """Called before gradients are added to those that are there."""
+        self.collector = GradientCollector(
+            holding.units,
+            holding.num_owners(),
+            self._deliver,
+            self._keep,
+            self._notice,
+            step,
+            handles=holding.handles_of_others,
+        )
+        pager.on_backward_use = self._note_use
+        pager.on_backward_end = self._end_own_of_user
+
+    def run(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Backward of a micro-batch of the engine's loop, with everything that follows from it.
+
+        ``retain_graph``: as torch means it; another backward is to come, so nothing is updated in this one.
+        """
+        self._guard.move_to(Phase.BACKWARD)
+        self._is_retained = retain_graph
+        self._has_hooks = any(
+            has_hooks_of_others(parameter) for unit in self._stepper.units for parameter in unit.parameters
+        )
+        updates_now = self._updates_now()
+        if updates_now:
+            self._stepper.divisor = self._style.divisor(is_engine_step=True)
+        is_complete = False
+        self._pager.clock.begin_compute("backward")
+        try:
+            with self._style.running():
+                loss.backward(retain_graph=retain_graph)
+            self.collector.finish()
+            self._stepper.finish_backward(updates_now=updates_now)
+            is_complete = True
+        finally:
+            self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
+            # Before a step that changes all weights, nothing is worth fetching.
+            steps_next = self._is_boundary() and not updates_now
+            self._pager.end_backward(is_complete=is_complete, fetches=is_complete and not steps_next)
+            if not is_complete:
+                self.collector.drop()
+
+    def _updates_now(self) -> bool:
+        if self._guard.phase is not Phase.BACKWARD or self._is_retained or not self._is_boundary():
+            return False
+        if self._has_hooks:  # they may look at any gradient
+            return False
+        return self._stepper.rules.updates_in_backward and self._style.updates_in_backward
+
+    def _notice(self) -> None:
+        is_scaled = self._is_own_scaled or self._guard.phase is Phase.BACKWARD
+        if self._stepper.scaler.is_active and not is_scaled:
+            raise StepOrderError(
+                "loss.backward()",
+                "with fp16 the loss has to be scaled, and the step undoes that",
+                cure="Call engine.backward(loss), or engine.scale(loss).backward(), and engine.step()",
+                step=self._step(),
+            )
+        self._pager.note_backward()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as a backward of the user's own needs it: multiplied by the loss scale, if there is one (then fp32)."""
+        self._is_own_scaled = True
+        return self._stepper.scaler.share_of(loss, 1) if self._stepper.scaler.is_active else loss
+
+    def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
+        gradients = self._as_parts(unit, gradients)
+        # Without a history it is not known whether backward will still need the weights: see `infinity.gradients.collector`.
+        self._stepper.deliver(unit, gradients, updates_now=self._updates_now() and self.collector.has_history)
+
+    def _keep(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
+        self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)
+
+    def _as_parts(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        if self._guard.phase is not Phase.BACKWARD:
+            gradients = dict(self._style.take_own(gradients))
+        self.on_delivery(unit, gradients)
+        return gradients
+
+    def _note_use(self, unit: Unit, is_saved: bool) -> None:
+        self.collector.note_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
+
+    def _end_own_of_user(self) -> None:
+        """Autograd tells that a backward has ended. An error raised here would be lost: the next call raises it."""
+        if self._guard.phase is Phase.READY and self.collector.has_fired:
+            try:
+                self._finish_own_of_user()
+            except Exception as error:
+                self._deferred_error = error
+
+    def collect(self) -> None:
+        """Take note of what a ``loss.backward()`` of the user left."""
+        if self._guard.phase is Phase.READY and self.collector.has_fired and not in_backward():
+            refuse_in_between("taking in gradients")
+            self._finish_own_of_user()
+
+    def _finish_own_of_user(self) -> None:
+        is_whole = False
+        self._guard.has_backward = True
+        try:
+            self.collector.finish()
+            is_whole = True
+        finally:
+            self._is_own_scaled = False
+            if not is_whole:
+                self._guard.move_to(Phase.BROKEN)
+            self._pager.end_backward(is_complete=is_whole, fetches=False)
+
+    def before_gradient_access(self, unit: Unit, slot: Slot, *, assigns: bool = False) -> None:
+        """A parameter's gradient is looked at or replaced: take in what autograd has of it.
+
+        Args:
+            unit, slot: whose.
+            assigns: it gets a gradient that is not autograd's.
+
+        Raises:
+            GradientNotResidentError: it is one of several micro-batches' that go through backward together.
+        """
+        if not in_backward():
+            self.collect()
+            if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
+                self._style.note_look()
+        elif self.collector.hands_out:
+            raise GradientNotResidentError(
+                slot.spec.fqn,
+                reason="in this backward, which goes unit by unit over all micro-batches, nobody has their sum",
+                cure='Set "infinity.schedule": "ordinary" to look at gradients in backward',
+            )
+        else:
+            self.collector.hand_in(unit, slot)
+        self._guard.has_backward |= assigns
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        self._style.end_step()
+
+    def note_drop(self) -> None:
+        """A gradient was dropped, as ``module.zero_grad()`` does with one after the other."""
+        if not self._stepper.gradients.has_any:
+            self._style.end_step()
+
+    def drop(self, kept: Container[tuple[int, int]] = ()) -> None:
+        """Forget the gradients that came since the last step, but for those ``kept``, by (unit index, slot index)."""
+        self._is_own_scaled = False
+        self._style.end_step()
+        self._style.forget_backwards()
+        self.collector.drop(kept)
+
+    def raise_deferred(self) -> None:
+        """Raise what went wrong where it could not be raised."""
+        error, self._deferred_error = self._deferred_error, None
+        if error is not None:
+            raise error

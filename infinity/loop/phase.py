@@ -1,0 +1,150 @@
+"""The phases of a training loop, and which calls make sense in them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from infinity.errors import EngineClosedError, PartialUpdateError, StepOrderError
+from infinity.updates.stepper import Stepper
+
+
+class Phase(enum.Enum):
+    """Where the loop is. Legal transitions: READY <-> BACKWARD or STEPPING, these and READY -> BROKEN -> READY, all -> CLOSED."""
+
+    READY = "ready"
+    """Between calls; gradients of whole micro-batches may be held."""
+    BACKWARD = "backward"
+    """Inside ``engine.backward``; the gradients of one micro-batch are held in part."""
+    STEPPING = "stepping"
+    """Inside the optimizer's step; some units may be updated and others not."""
+    BROKEN = "broken"
+    """A backward or a step was cut off; what is held of it is held until it is dropped."""
+    CLOSED = "closed"
+    """Nothing is held."""
+
+
+_TRANSITIONS = {
+    Phase.READY: {Phase.BACKWARD, Phase.STEPPING, Phase.BROKEN, Phase.CLOSED},
+    Phase.BACKWARD: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
+    Phase.STEPPING: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
+    Phase.BROKEN: {Phase.READY, Phase.CLOSED},
+    Phase.CLOSED: {Phase.CLOSED},
+}
+
+
+class LoopGuard:
+    """Knows the phase and refuses calls that make no sense in it, with the cure. Must not do anything else."""
+
+    def __init__(self, stepper: Stepper, step: Callable[[], int]) -> None:
+        """``step`` gives the number of the present step, for messages."""
+        self.phase = Phase.READY
+        self.has_backward = False
+        """Whether there was a backward since the last ``engine.step()``."""
+        self._stepper = stepper
+        self._step = step
+
+    def move_to(self, phase: Phase) -> None:
+        """Enter a phase."""
+        if phase not in _TRANSITIONS[self.phase]:
+            raise RuntimeError(f"the training loop cannot go from {self.phase.value} to {phase.value}")
+        self.phase = phase
+        self.has_backward |= phase is Phase.BACKWARD
+
+    def cut_off(self) -> None:
+        """Whatever was under way will not go on."""
+        self.has_backward = False
+        if self.phase in (Phase.BACKWARD, Phase.STEPPING):
+            self.move_to(Phase.BROKEN)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all weights belong to one step, and nothing was cut off."""
+        return self.phase is Phase.READY and not self._stepper.is_between_steps
+
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` after ``close()``."""
+        if self.phase is Phase.CLOSED:
+            raise EngineClosedError("this call")
+
+    def check_whole(self) -> None:
+        """Raise if a backward or step was cut off and what is left of it has not been dropped."""
+        if self.phase is Phase.BROKEN:
+            self.check_not_partial("it was cut off by an exception")
+            raise StepOrderError(
+                "engine",
+                "the last backward was cut off by an exception, its gradients are not whole",
+                cure="Call engine.reset() to drop them, then train on",
+                step=self._step(),
+            )
+
+    def check_step(self) -> None:
+        """Raise if ``engine.step()`` makes no sense now."""
+        self.check_whole()
+        if not self.has_backward and not self._stepper.gradients.has_any:  # gradients may have been assigned
+            raise StepOrderError(
+                "engine.step()",
+                "there was no backward since the last one",
+                cure="Call engine.backward(loss) for each micro-batch before it",
+                step=self._step(),
+            )
+
+    def check_settled(self) -> None:
+        """Raise if weights of two steps lie side by side: an update ran in backward, and ``step`` was not called."""
+        if self._stepper.is_between_steps:
+            raise StepOrderError(
+                "reading weights",
+                "some of them were already updated in backward, and engine.step() has not been called",
+                cure='Call engine.step() first, or set "infinity.update": "step"',
+                step=self._step(),
+            )
+
+    def check_not_partial(self, problem: str) -> None:
+        """Raise if some units were updated in backward; ``problem`` says what happened then."""
+        if self._stepper.updated:
+            raise PartialUpdateError(
+                step=self._step(),
+                num_updated=len(self._stepper.updated),
+                num_units=len(self._stepper.units),
+                problem=problem,
+            )
+
+    def check_backward(self, loss: Any) -> None:
+        """Raise if ``engine.backward(loss)`` makes no sense now."""
+        self.check_whole()
+        if self._stepper.is_between_steps:
+            raise StepOrderError(
+                "engine.backward()",
+                "the weights were already updated in the backward before this one, and engine.step() was not called",
+                cure='Call engine.step() after each gradient accumulation boundary, or set "infinity.update": "step"',
+                step=self._step(),
+            )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise StepOrderError(
+                "engine.backward()",
+                f"the loss must be a tensor with one element, got {what}",
+                cure="Reduce it first, e.g. loss.mean()",
+                step=self._step(),
+            )
+
+    def check_optimizer_step(self, *, is_engine_step: bool) -> None:
+        """Raise if the optimizer's step makes no sense now."""
+        self.check_whole()
+        if self._stepper.scaler.is_active and not is_engine_step:
+            raise StepOrderError(
+                "optimizer.step()",
+                "with fp16 the loss scale has to follow each step",
+                cure="Call engine.step() with engine.backward(loss)",
+                step=self._step(),
+            )
+        if self._stepper.is_between_steps and not is_engine_step:
+            raise StepOrderError(
+                "optimizer.step()",
+                "the update already ran in engine.backward()",
+                cure="Call engine.step() with engine.backward(), or optimizer.step() with loss.backward()",
+                step=self._step(),
+            )

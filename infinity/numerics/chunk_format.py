@@ -1,0 +1,240 @@
+"""The working memory of one chunk: what of it is stored as the chunk's record, and where the main weight is.
+
+Pure layout: knows bytes and dtypes; must not know where records rest or what an optimizer does with them.
+
+    one chunk's working memory, n elements (a page, or resident memory)
+    | main weight or remainder | state 0: 4n | state 1: 4n | ... | gradient: 4n | model weight: n * itemsize |
+    |<----------- record as stored ----------------------------->|
+States may be smaller than 4n: see ``infinity.numerics.state_format``. On a drive, a record fills blocks of `RECORD_GRANULE` bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.numerics.remainder import REMAINDER_DTYPE, join, split
+from infinity.numerics.state_codec import decode, encode
+from infinity.numerics.state_format import StateFormat
+
+RECORD_GRANULE = 4096
+"""Direct I/O moves whole blocks of so many bytes."""
+_FP32_BYTES = 4
+
+
+class MainWeight(enum.Enum):
+    """How the fp32 main weight is kept."""
+
+    MODEL_WEIGHT = "model weight"
+    """The model weight is fp32 and is the main weight: the record begins after it."""
+    FP32 = "fp32"
+    """In the record, beside a model weight of another dtype."""
+    REMAINDER = "remainder"
+    """As bf16 model weight and, in the record, a 16-bit remainder: see ``infinity.numerics.remainder``."""
+
+
+_MAIN_BYTES = {MainWeight.MODEL_WEIGHT: 0, MainWeight.FP32: _FP32_BYTES, MainWeight.REMAINDER: REMAINDER_DTYPE.itemsize}
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Views of one chunk's working memory, each 1-D and, states in ``INT8`` aside, with the chunk's number of elements."""
+
+    main: torch.Tensor | None
+    """fp32 main weight; None where it is kept in two halves."""
+    remainder: torch.Tensor | None
+    """int16 remainder, where the main weight is kept in two halves."""
+    states: Mapping[str, torch.Tensor]
+    """Optimizer state by name, as it is stored."""
+    gradient: torch.Tensor
+    """fp32 scratch for the gradient."""
+    weight: torch.Tensor
+    """Model weight in the compute dtype; with fp32 compute it is ``main`` itself."""
+    record: torch.Tensor
+    """uint8 view of what is stored."""
+    state_format: StateFormat
+    """How ``states`` are stored."""
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether the model weight is a part of the main weight, so that an update needs it from where weights rest."""
+        return self.main is None or self.main is self.weight
+
+    def read_main(self, span: slice, target: torch.Tensor) -> None:
+        """Copy main weights into ``target``: fp32, 1-D without gaps. ``weight`` must hold the model weights if needed."""
+        if self.remainder is None:
+            target.copy_(_present(self.main)[span])
+        elif target.device == self.weight.device:
+            join(self.weight[span], self.remainder[span], target)
+        else:
+            joined = torch.empty(target.shape, dtype=torch.float32, device=self.weight.device)
+            join(self.weight[span], self.remainder[span], joined)
+            target.copy_(joined)
+
+    def write_main(self, span: slice, values: torch.Tensor) -> None:
+        """Replace main weights by ``values`` (1-D), and the model weights where those are a part of them."""
+        if self.remainder is None:
+            _present(self.main)[span].copy_(values)
+        else:
+            main = values.to(self.weight.device, torch.float32).contiguous()
+            split(main, self.weight[span], self.remainder[span])
+
+    def stored_states(self, names: Iterable[str], span: slice) -> dict[str, torch.Tensor]:
+        """What is stored of the states of elements ``span``, the first of which is a parameter's or begins a block."""
+        return {name: self.state_format.part(self.states[name], span) for name in names}
+
+    def read_state(self, name: str, span: slice, target: torch.Tensor) -> None:
+        """Copy a state of elements ``span`` into ``target``: fp32, 1-D without gaps."""
+        stored = self.state_format.part(self.states[name], span)
+        if target.device == stored.device:
+            decode(self.state_format, name, stored, target)
+        else:
+            decoded = torch.empty(target.shape, dtype=torch.float32, device=stored.device)
+            decode(self.state_format, name, stored, decoded)
+            target.copy_(decoded)
+
+    def write_state(self, name: str, span: slice, values: torch.Tensor) -> None:
+        """Replace a state of elements ``span`` by ``values`` (1-D), rounded to what can be stored."""
+        stored = self.state_format.part(self.states[name], span)
+        encode(self.state_format, name, values.to(stored.device, torch.float32).contiguous(), stored, None)
+
+    def cast_main(self) -> None:
+        """Make ``weight`` the cast of ``main``, if they are two."""
+        if self.main is not None and self.main is not self.weight:
+            self.weight.copy_(self.main)
+
+    def landing(self, dtype: torch.dtype) -> torch.Tensor:
+        """Where gradients of ``dtype`` (fp32 or bf16) may be put before they are used: 1-D, one element each."""
+        if dtype == self.gradient.dtype:
+            return self.gradient
+        if self.remainder is None:
+            return self.weight  # it gets its values only after the update
+        return self.gradient.view(dtype)[: self.weight.numel()]
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """What a record holds per element."""
+
+    weight_dtype: torch.dtype
+    """Compute dtype: that of the model weight."""
+    main: MainWeight
+    states: StateFormat = StateFormat.FP32
+    """How the optimizer's states are stored."""
+
+    @classmethod
+    def of(
+        cls, weight_dtype: torch.dtype, *, has_remainder: bool, states: StateFormat = StateFormat.FP32
+    ) -> RecordFormat:
+        """The format for a compute dtype. With fp32, main weights leave nothing to choose."""
+        if weight_dtype == torch.float32:
+            return cls(weight_dtype, MainWeight.MODEL_WEIGHT, states)
+        return cls(weight_dtype, MainWeight.REMAINDER if has_remainder else MainWeight.FP32, states)
+
+    @property
+    def needs_weight(self) -> bool:
+        """See `Workspace.needs_weight`."""
+        return self.main is not MainWeight.FP32
+
+    def main_bytes(self, numel: int) -> int:
+        """Bytes of a record before its first state."""
+        return numel * _MAIN_BYTES[self.main]
+
+    def record_bytes(self, numel: int, num_states: int) -> int:
+        """Bytes of a record of ``numel`` elements, as it lies in memory."""
+        return self.main_bytes(numel) + self.states.num_bytes(numel) * num_states
+
+    def stored_bytes(self, numel: int, num_states: int, chunk_numel: int | None = None) -> int:
+        """Bytes on a drive for ``numel`` elements in chunks of ``chunk_numel``, or in one."""
+        num_chunks, rest = divmod(numel, chunk_numel or max(numel, 1))
+        whole = _to_granule(self.record_bytes(chunk_numel or numel, num_states))
+        return num_chunks * whole + _to_granule(self.record_bytes(rest, num_states))
+
+    def workspace_bytes(self, numel: int, num_states: int) -> int:
+        """Bytes of the working memory for one chunk of ``numel`` elements."""
+        # With fp32 compute the model weight lies before the record, otherwise after the gradient.
+        return self.stored_bytes(numel, num_states) + numel * (_FP32_BYTES + self.weight_dtype.itemsize)
+
+    def numel_in(self, num_bytes: int, num_states: int, granule: int) -> int:
+        """The most elements, a multiple of ``granule``, whose working memory fits."""
+        per_granule = self.workspace_bytes(granule, num_states) - self.stored_bytes(granule, num_states)
+        count = num_bytes // (per_granule + self.record_bytes(granule, num_states))
+        if count and self.workspace_bytes(count * granule, num_states) > num_bytes:
+            count -= 1  # for what fills up the record
+        return count * granule
+
+    def lay_out(
+        self, memory: torch.Tensor, numel: int, names: Sequence[str], weight: torch.Tensor | None = None
+    ) -> Workspace:
+        """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk.
+
+        ``weight``: where the model weight is, if it has memory of its own.
+        """
+        record_bytes = self.stored_bytes(numel, len(names))
+        if weight is not None:
+            return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)
+        if self.main is MainWeight.MODEL_WEIGHT:
+            weight_bytes = numel * _FP32_BYTES
+            weight, memory = memory[:weight_bytes].view(torch.float32), memory[weight_bytes:]
+            record = memory[:record_bytes]
+            gradient = memory[record.numel() : record.numel() + weight_bytes].view(torch.float32)
+            return self.over(record, numel, names, gradient, weight)
+        record = memory[:record_bytes]
+        gradient_end = record.numel() + numel * _FP32_BYTES
+        gradient = memory[record.numel() : gradient_end].view(torch.float32)
+        weight = memory[gradient_end : gradient_end + numel * self.weight_dtype.itemsize].view(self.weight_dtype)
+        return self.over(record, numel, names, gradient, weight)
+
+    def over_scratch(
+        self,
+        record: torch.Tensor,
+        numel: int,
+        names: Sequence[str],
+        scratch: torch.Tensor,
+        weight: torch.Tensor | None,
+    ) -> Workspace:
+        """A workspace over a record that lies elsewhere (uint8), and maybe a model weight that does.
+
+        Args:
+            record: uint8.
+            numel: elements of the chunk.
+            names: of the states.
+            scratch: uint8: memory for what is missing; may be empty if there is a weight and the gradient needs none.
+            weight: 1-D in the compute dtype, or None.
+        """
+        gradient_bytes = numel * _FP32_BYTES
+        gradient = scratch[:gradient_bytes].view(torch.float32)
+        if weight is None:
+            weight = scratch[gradient_bytes:][: numel * self.weight_dtype.itemsize].view(self.weight_dtype)
+        return self.over(record, numel, names, gradient, weight)
+
+    def over(
+        self, record: torch.Tensor, numel: int, names: Sequence[str], gradient: torch.Tensor, weight: torch.Tensor
+    ) -> Workspace:
+        """A workspace whose record (uint8), scratch for the gradient and model weight lie in these tensors."""
+        start, state_bytes = self.main_bytes(numel), self.states.num_bytes(numel)
+        states = {
+            name: record[start + i * state_bytes : start + (i + 1) * state_bytes].view(self.states.dtype)
+            for i, name in enumerate(names)
+        }
+        head = record[:start]
+        main = weight if self.main is MainWeight.MODEL_WEIGHT else None
+        remainder = None
+        if self.main is MainWeight.FP32:
+            main = head.view(torch.float32)
+        elif self.main is MainWeight.REMAINDER:
+            remainder = head.view(REMAINDER_DTYPE)
+        return Workspace(main, remainder, states, gradient, weight, record, self.states)
+
+
+def _to_granule(num_bytes: int) -> int:
+    return -(-num_bytes // RECORD_GRANULE) * RECORD_GRANULE
+
+
+def _present(main: torch.Tensor | None) -> torch.Tensor:
+    if main is None:
+        raise RuntimeError("the workspace has no main weight")
+    return main

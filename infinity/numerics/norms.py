@@ -1,0 +1,106 @@
+"""The 2-norm of a bf16 tensor, with the bits of its fp32 copy's but without that copy.
+
+Pure: knows values; must not know what they are.
+
+[Note: norms as torch sums them] torch knows no norm of a bf16 tensor in fp32 on the CPU: it makes a copy of twice the size,
+and on fresh memory that takes ten times as long as the norm. Its norm of a tensor without gaps goes through memory once,
+with as many sums as the processor's vectors have elements: the square of element i goes into sum i modulo their number.
+In the end it adds up the sums, then the squares of the elements left over, and takes the root. All of it is fp32, where
+the square of a bf16 is exact. The same order gives the same bits, on however little memory; that torch does it this way is
+found out on the processor at hand. Where it does not, torch takes the norm, with the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_NUMEL = 1 << 15
+_NUM_SUMS = (8, 16, 4)
+"""Elements of a vector, the most frequent first."""
+_PROBE_NUMELS = (5, 1000, 2 * _BLOCK_NUMEL + 13)
+
+AddSquares = Callable[[torch.Tensor, "np.ndarray[Any, Any]"], None]
+"""Adds the squares of bf16 values (1-D, a multiple of the sums' number) to sums (fp32), in turn."""
+
+
+def narrow_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """2-norm of all elements.
+
+    Args:
+        tensor: bf16, on the CPU, its elements in whatever order of dimensions but without gap or overlap in memory.
+
+    Returns:
+        0-dim fp32 tensor: the bits of ``torch.linalg.vector_norm(tensor.float(), 2.0)``.
+    """
+    num_sums = _torchs_num_sums()
+    if num_sums == 0:
+        copied: torch.Tensor = torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32)
+        return copied
+    return _norm(tensor, num_sums, _choose(num_sums))
+
+
+def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch.Tensor:
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    sums = np.zeros(num_sums, np.float32)
+    end = flat.numel() // num_sums * num_sums
+    with np.errstate(all="ignore"):  # an infinite norm is the caller's business
+        if end:
+            add_squares(flat[:end], sums)
+        rest = flat[end:].float().numpy()
+        total = np.float32(0.0)
+        for value in (*sums, *(rest * rest)):
+            total = total + value
+        return torch.tensor(np.sqrt(total), dtype=torch.float32, device="cpu")
+
+
+def _choose(num_sums: int) -> AddSquares:
+    """numba's loop where numba has been loaded for something else: for this alone it would be too large."""
+    kernels: Any = sys.modules.get("infinity.numerics.kernels")
+    if not getattr(kernels, "IS_LOADED", False) or not kernels.can_compile() or num_sums != kernels.NUM_SUMS:
+        return _add_squares
+    return _add_squares_by_kernel
+
+
+def _add_squares_by_kernel(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:
+    from infinity.numerics.kernels import kernels  # late, see infinity.optim.remainder
+
+    kernels().add_squares(values.view(torch.int16).numpy(), sums)
+
+
+def _add_squares(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:
+    rows = torch.empty(1 + min(values.numel(), _BLOCK_NUMEL) // len(sums), len(sums), dtype=torch.float32, device="cpu")
+    for start in range(0, values.numel(), _BLOCK_NUMEL):
+        block = values[start : start + _BLOCK_NUMEL].view(-1, len(sums))
+        squares = rows[: 1 + len(block)]
+        squares[0] = torch.from_numpy(sums)
+        torch.mul(squares[1:].copy_(block), squares[1:], out=squares[1:])
+        np.add.reduce(squares.numpy(), axis=0, out=sums)  # row by row: over the first axis numpy adds in sequence
+
+
+@functools.cache
+def _torchs_num_sums() -> int:
+    """How many sums torch has here; 0 if it goes another way."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [_draw(numel, generator) for numel in _PROBE_NUMELS]
+    wanted = [torch.linalg.vector_norm(values.float(), 2.0) for values in drawn]
+    for num_sums in _NUM_SUMS:
+        found = [_norm(values, num_sums, _add_squares) for values in drawn]
+        if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+            return num_sums
+    logger.info("norms of bf16 gradients are taken of fp32 copies: torch adds in an order of its own on this processor")
+    return 0
+
+
+def _draw(numel: int, generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
+    decades = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu")
+    return (values * 10.0 ** (-6 * decades)).bfloat16()

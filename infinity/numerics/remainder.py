@@ -1,0 +1,78 @@
+"""A float32 main weight as a bf16 model weight and a 16-bit remainder, and back, without losing a bit.
+
+Pure: knows bit patterns; must not know optimizers, pages or files.
+
+    bits of a float32    | sign, exponent, 7 bits of fraction | 16 more bits of fraction |
+    model weight (bf16)  = (bits + 0x8000) >> 16                rounded to nearest, halves away from zero
+    remainder (int16)    = bits - (model weight << 16)          how far the main weight is from the model weight
+
+Torch rounds halves to even instead; that is the only difference between its cast and the model weight here. Everything
+but NaN comes back exactly, infinities, subnormals and the sign of zero included; the largest finite numbers have an
+infinite model weight and a negative remainder. Every NaN becomes the one NaN 0x7fc00000: the bits of some others would
+wrap into those of a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.torch_internals.foreign_writes import plain_array
+
+REMAINDER_DTYPE = torch.int16
+"""dtype of remainders."""
+_NAN_BITS = 0x7FC00000
+
+
+def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Write the two halves of ``main``.
+
+    Args:
+        main: float32, 1-D without gaps, on any device.
+        weight: bf16, of the same shape and device, without gaps; receives the model weight.
+        remainder: int16, likewise; receives the remainder.
+    """
+    if _has_kernels(main):
+        _kernels().split(main.numpy(), _bits(weight), remainder.numpy())
+        return
+    high, low = split_bits(main)
+    weight.view(torch.int16).copy_(high)
+    remainder.copy_(low)
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor, main: torch.Tensor) -> None:
+    """The inverse of `split`: write ``main`` from its halves."""
+    if _has_kernels(main):
+        _kernels().join(_bits(weight), remainder.numpy(), main.numpy())
+        return
+    main.view(torch.int32).copy_(join_bits(weight.view(torch.int16), remainder))
+
+
+def split_bits(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of the model weight and the remainder of ``main`` (float32), both int16, by torch's integer operations."""
+    bits = torch.where(main.isnan(), _NAN_BITS, main.view(torch.int32))
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+
+
+def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The inverse of `split_bits`: the bits of the main weight, int32."""
+    return (high.to(torch.int32) << 16) + low
+
+
+def _bits(weight: torch.Tensor) -> Any:
+    return plain_array(weight.view(torch.int16))
+
+
+def _has_kernels(tensor: torch.Tensor) -> bool:
+    # Late: numba costs half a second and 60 MB, and only trainings with remainders need it.
+    from infinity.numerics.kernels import can_compile
+
+    return tensor.device.type == "cpu" and can_compile()
+
+
+def _kernels() -> Any:
+    from infinity.numerics.kernels import kernels
+
+    return kernels()

@@ -1,0 +1,171 @@
+"""Encodes optimizer states for storage and decodes them: bf16, or one byte per element, both rounded stochastically.
+
+Knows values and stored bytes; must not know optimizers, pages or files.
+
+[Note: rounding] A second moment changes by a thousandth in a step, and the next number that can be stored lies further away:
+rounded to nearest it would stand still. So a value is rounded up with the probability that keeps its mean, which needs a
+random number per value. Those come from no generator: they are a function of the parameter's name, the state's name, the
+number of the update and the index of the element in the parameter (`Noise`). So neither the order of updates nor pages,
+budgets or threads change a bit, a run can be repeated, and the user's generators are left alone. State that is loaded is
+rounded to nearest, and what was read from here is stored as the very same bytes again (subnormal numbers aside).
+
+[Note: levels] `StateFormat.INT8` follows the block-wise dynamic quantization of "8-bit Optimizers via Block-wise Quantization"
+(Dettmers et al., 2021): a code stands for a level between 0 and 1, a level times the largest magnitude of the block is the value,
+and levels lie the closer, the larger they are. Here an octave is a factor of 8. The topmost has 64 evenly spaced levels, the
+next 32, and so on; the least level is 8 ** -6, below it comes 0, and the eighth bit is the sign. Of second moments the roots
+have such levels, twice as many, down to 8 ** -7, for they have no sign. A step is divided by them, and one that became zero
+would make it a leap: so what is not zero becomes the least level at least. A block belongs to one parameter. Where a value is
+not finite, its whole block becomes NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES, StateFormat
+
+_SQUARES = frozenset({"exp_avg_sq"})
+"""States that are never negative."""
+_WORD = 0xFFFFFFFF
+_NAN_BITS = 0x7FC00000
+_SIGNED_OCTAVES, _SQUARE_OCTAVES = 7, 8
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Which random numbers round the elements of a piece."""
+
+    key: int
+    """32 bits, different for each parameter, state and update."""
+    first: int
+    """Index of the piece's first element in the parameter."""
+
+    @classmethod
+    def of(cls, fqn: str, state: str, num_updates: int, first: int) -> Noise:
+        """For the elements from ``first`` on, in the parameter's ``num_updates``-th update (counted from 1)."""
+        text = f"{fqn}\n{state}\n{num_updates}"
+        return cls(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"), first)
+
+    def words(self, numel: int, device: torch.device) -> Tensor:
+        """32 random bits for each element, as int64: the finalizer of MurmurHash3 (Appleby) of key and index."""
+        word = (torch.arange(self.first, self.first + numel, device=device, dtype=torch.int64) & _WORD) ^ self.key
+        word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD
+        word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD
+        return word ^ (word >> 16)
+
+
+def encode(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
+    """Store ``values``.
+
+    Args:
+        form: how.
+        state: its name, which tells what values there may be.
+        values: float32, 1-D without gaps, beginning with a block.
+        stored: `StateFormat.part` for them, on the same device; written.
+        noise: None rounds to nearest.
+    """
+    if form is StateFormat.FP32 or (form is StateFormat.BF16 and noise is None):
+        stored.copy_(values)
+    elif _has_kernels(values):
+        _encode_by_kernel(form, state, values, stored, noise)
+    elif form is StateFormat.BF16 and noise is not None:
+        bits = torch.where(values.isnan(), _NAN_BITS, values.view(torch.int32)).to(torch.int64)
+        stored.view(torch.int16).copy_((bits + (noise.words(values.numel(), values.device) >> 16)) >> 16)
+    else:
+        _encode_blocks(state, values, stored, noise)
+
+
+def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> None:
+    """The inverse of `encode`: write ``values``."""
+    if form is not StateFormat.INT8:
+        values.copy_(stored)
+        return
+    levels = _code_values(state in _SQUARES)
+    if _has_kernels(values):
+        codes = stored.numpy()
+        _kernels().decode(codes, codes.view("float32"), levels.numpy(), values.numpy())
+        return
+    blocks = stored.view(-1, STATE_BLOCK_BYTES)
+    decoded = levels.to(stored.device)[blocks[:, :STATE_BLOCK].int()] * _scales(blocks)
+    values.copy_(decoded.view(-1)[: values.numel()])
+
+
+def _encode_by_kernel(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
+    import numpy  # late, as numba
+
+    key, first = (0, 0) if noise is None else (noise.key, noise.first & _WORD)
+    where = numpy.uint32(key), numpy.uint32(first)
+    if form is StateFormat.BF16:
+        _kernels().round_halves(values.numpy(), stored.view(torch.int16).numpy(), *where)
+        return
+    run = _kernels().encode_squares if state in _SQUARES else _kernels().encode_signed
+    codes = stored.numpy()
+    run(values.numpy(), codes, codes.view("float32"), *where, noise is not None)
+
+
+def _encode_blocks(state: str, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
+    """`StateFormat.INT8` in torch's operations: what the kernels do."""
+    numel, device = values.numel(), values.device
+    blocks = stored.view(-1, STATE_BLOCK_BYTES)
+    padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=device)
+    padded[:numel] = values
+    sizes = padded.abs().view(-1, STATE_BLOCK)
+    largest = sizes.amax(1, keepdim=True)
+    is_usable = (largest > 0) & (largest < torch.inf)
+    sizes = torch.where(is_usable, sizes / largest, 0.0)
+    levels = _levels(state in _SQUARES).to(device)
+    codes = torch.bucketize(sizes, levels, right=True) - 1
+    above = torch.cat([levels[1:], levels.new_full((1,), torch.inf)])
+    fraction: Any = 0.5
+    if noise is not None:
+        fraction = ((noise.words(padded.numel(), device) >> 8).to(torch.float32) * 2.0**-24).view_as(sizes)
+    is_up = sizes - levels[codes] > fraction * (above[codes] - levels[codes])
+    if state in _SQUARES:
+        codes = codes + (is_up | ((codes == 0) & (sizes > 0)))
+    else:
+        codes = codes + is_up + 128 * (padded.signbit().view_as(sizes) & is_usable)
+    blocks[:, :STATE_BLOCK] = codes.to(torch.uint8)
+    _scales(blocks).copy_(torch.where(is_usable | (largest == 0), largest, torch.nan))
+
+
+def _scales(blocks: Tensor) -> Tensor:
+    """The scale of each block, with shape (number of blocks, 1)."""
+    return blocks.view(torch.float32)[:, STATE_BLOCK // 4 :]
+
+
+@functools.cache
+def _levels(is_square: bool) -> Tensor:
+    """What codes stand for, without the sign: increasing, from 0 to 1, float32 (exactly)."""
+    num_octaves = _SQUARE_OCTAVES if is_square else _SIGNED_OCTAVES
+    levels = [0.0, 8.0 ** (1 - num_octaves)]
+    for exponent in range(1, num_octaves):
+        start, num_steps = levels[-1], 2**exponent
+        levels += [start + 7 * start * step / num_steps for step in range(1, num_steps + 1)]
+    exact = torch.tensor(levels, dtype=torch.float64, device="cpu")
+    return (exact**2 if is_square else exact).to(torch.float32)
+
+
+@functools.cache
+def _code_values(is_square: bool) -> Tensor:
+    """What all 256 codes stand for."""
+    levels = _levels(is_square)
+    return levels if is_square else torch.cat([levels, -levels])
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    # Late, see infinity.numerics.remainder.
+    from infinity.numerics.kernels import can_compile
+
+    return tensor.device.type == "cpu" and can_compile()
+
+
+def _kernels() -> Any:
+    from infinity.numerics.state_kernels import state_kernels
+
+    return state_kernels()

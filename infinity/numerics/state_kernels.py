@@ -1,0 +1,158 @@
+"""Loops that encode and decode optimizer states, compiled by numba when they are first wanted.
+
+Knows arrays of bits; must not know optimizers or where states are stored. What the loops compute is defined, in torch's own
+operations, by ``infinity.numerics.state_codec``.
+
+[Note: no branches] All elements of a block take the same way, and what does not hold for one of them is discarded in the end:
+so the compiler makes vector code of the loops, which is ten times as fast. Levels are not looked up but computed. An octave
+here is a factor of 8; in the one of values from ``8**-(d+1)`` to ``8**-d`` there are ``2**(bits-1-d)`` steps of equal size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+
+from infinity.numerics.kernels import Kernel, bits_of, compiled, float_of
+from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES
+
+
+class StateKernels(NamedTuple):
+    """Compiled functions over 1-D arrays without gaps. ``key`` and ``first`` (uint32) choose the noise.
+
+    Attributes:
+        round_halves: `(values: float32, stored: int16, key, first)`: writes the bits of bf16.
+        encode_signed: `(values: float32, codes: uint8, scales: float32, key, first, is_stochastic: int32)`: writes blocks.
+            ``codes`` and ``scales`` are the same memory.
+        encode_squares: the same for values that are not negative.
+        decode: `(codes: uint8, scales: float32, levels: float32, values: float32)`: writes ``values``.
+    """
+
+    round_halves: Kernel
+    encode_signed: Kernel
+    encode_squares: Kernel
+    decode: Kernel
+
+
+@functools.cache
+def state_kernels() -> StateKernels:
+    """The kernels, compiled for this processor, or read from numba's cache."""
+    halves, floats, codes, word = types.int16[::1], types.float32[::1], types.uint8[::1], types.uint32
+    encode = [types.void(floats, codes, floats, word, word, types.int32)]
+    return StateKernels(
+        round_halves=compiled(_round_halves, [types.void(floats, halves, word, word)]),
+        encode_signed=compiled(_encode_signed, encode),
+        encode_squares=compiled(_encode_squares, encode),
+        decode=compiled(_decode, [types.void(codes, floats, floats, floats)]),
+    )
+
+
+_BLOCK, _BLOCK_BYTES = STATE_BLOCK, STATE_BLOCK_BYTES
+_BLOCK_WORDS = STATE_BLOCK_BYTES // 4
+_NAN = np.int32(0x7FC00000)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_ZERO, _ONE = np.int32(0), np.int32(1)
+_NONE = np.float32(0.0)
+
+
+@numba.njit(inline="always")
+def _noise(key: Any, index: Any) -> Any:
+    word = np.uint32(index ^ key)
+    word = np.uint32((word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    word = np.uint32((word ^ (word >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    return np.uint32(word ^ (word >> np.uint32(16)))
+
+
+@numba.njit(inline="always")
+def _fraction(key: Any, index: Any, is_stochastic: Any) -> Any:
+    noise = np.float32(np.int32(_noise(key, index) >> np.uint32(8))) * np.float32(2.0**-24)
+    return noise if is_stochastic else np.float32(0.5)
+
+
+def _round_halves(values: Any, stored: Any, key: Any, first: Any) -> None:
+    for i in range(values.size):
+        value = values[i]
+        bits = bits_of(value)
+        if value != value:
+            bits = _NAN
+        noise = np.int32(_noise(key, np.uint32(first + np.uint32(i))) >> np.uint32(16))
+        stored[i] = np.int16(np.int32(bits + noise) >> np.int32(16))
+
+
+@numba.njit(inline="always")
+def _open_block(values: Any, codes: Any, scales: Any, block: Any) -> Any:
+    """The block's largest magnitude, written as its scale; or 0 if nothing is left to be done."""
+    begin, end = block * _BLOCK, min((block + 1) * _BLOCK, values.size)
+    bits = _ZERO
+    for i in range(begin, end):
+        bits = max(bits, np.int32(bits_of(values[i]) & _MAGNITUDE))  # magnitudes have the order of their bits
+    largest = float_of(bits)
+    is_usable = largest > _NONE and largest < np.float32(np.inf)
+    scales[block * _BLOCK_WORDS + _BLOCK // 4] = largest if largest == _NONE or is_usable else np.float32(np.nan)
+    if not is_usable or end - begin < _BLOCK:
+        for i in range(block * _BLOCK_BYTES, block * _BLOCK_BYTES + _BLOCK):
+            codes[i] = np.uint8(0)
+    return largest if is_usable else _NONE
+
+
+def _encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
+    for block in range(codes.size // _BLOCK_BYTES):
+        largest = _open_block(values, codes, scales, block)
+        if largest == _NONE:
+            continue
+        begin, origin = block * _BLOCK, block * _BLOCK_BYTES
+        for i in range(min(_BLOCK, values.size - begin)):
+            bits = bits_of(values[begin + i])
+            size = float_of(np.int32(bits & _MAGNITUDE)) / largest
+            octave = np.int32((np.int32(126) - np.int32(bits_of(size) >> np.int32(23))) * np.int32(11)) >> np.int32(5)
+            octave = min(max(octave, _ZERO), np.int32(6))
+            start = float_of(np.int32((np.int32(124) - np.int32(3) * octave) << np.int32(23)))
+            step = np.float32(7.0) * float_of(np.int32((np.int32(118) - np.int32(2) * octave) << np.int32(23)))
+            per_unit = np.float32(1 / 7) * float_of(np.int32((np.int32(136) + np.int32(2) * octave) << np.int32(23)))
+            place = np.int32((size - start) * per_unit)
+            is_least = size < np.float32(8.0**-6)
+            level = _NONE if is_least else start + np.float32(place) * step
+            gap = np.float32(8.0**-6) if is_least else step
+            code = _ZERO if is_least else (np.int32(64) >> octave) - _ONE + place
+            fraction = _fraction(key, np.uint32(first + np.uint32(begin + i)), is_stochastic)
+            code += _ONE if size - level > fraction * gap else _ZERO
+            codes[origin + i] = np.uint8(code | np.int32(np.int32(bits >> np.int32(24)) & np.int32(128)))
+
+
+def _encode_squares(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
+    for block in range(codes.size // _BLOCK_BYTES):
+        largest = _open_block(values, codes, scales, block)
+        if largest == _NONE:
+            continue
+        begin, origin = block * _BLOCK, block * _BLOCK_BYTES
+        for i in range(min(_BLOCK, values.size - begin)):
+            size = float_of(np.int32(bits_of(values[begin + i]) & _MAGNITUDE)) / largest
+            root = np.float32(math.sqrt(size))
+            octave = np.int32((np.int32(126) - np.int32(bits_of(root) >> np.int32(23))) * np.int32(11)) >> np.int32(5)
+            octave = min(max(octave, _ZERO), np.int32(7))
+            start = float_of(np.int32((np.int32(124) - np.int32(3) * octave) << np.int32(23)))
+            step = np.float32(7.0) * float_of(np.int32((np.int32(117) - np.int32(2) * octave) << np.int32(23)))
+            per_unit = np.float32(1 / 7) * float_of(np.int32((np.int32(137) + np.int32(2) * octave) << np.int32(23)))
+            place = np.int32((root - start) * per_unit)
+            is_least = root < np.float32(8.0**-7)
+            low = _NONE if is_least else start + np.float32(place) * step
+            high = np.float32(8.0**-7) if is_least else low + step
+            low, high = low * low, high * high
+            code = _ZERO if is_least else (np.int32(128) >> octave) - _ONE + place
+            fraction = _fraction(key, np.uint32(first + np.uint32(begin + i)), is_stochastic)
+            is_up = size - low > fraction * (high - low)
+            is_up = size > _NONE if is_least else is_up  # nothing but zero becomes zero
+            codes[origin + i] = np.uint8(code + (_ONE if is_up else _ZERO))
+
+
+def _decode(codes: Any, scales: Any, levels: Any, values: Any) -> None:
+    for block in range(codes.size // _BLOCK_BYTES):
+        scale = scales[block * _BLOCK_WORDS + _BLOCK // 4]
+        begin, origin = block * _BLOCK, block * _BLOCK_BYTES
+        for i in range(min(_BLOCK, values.size - begin)):
+            values[begin + i] = levels[codes[origin + i]] * scale

@@ -1,0 +1,354 @@
+"""The optimizer that `initialize` returns: a torch optimizer whose state lies elsewhere."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from itertools import chain
+from types import FunctionType, MethodType
+from typing import Any, NoReturn, Protocol, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from infinity.optim.attributes import attributes_of
+from infinity.optim.facade.lazy_state import LazyEntry, LazyState
+from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.optim.facade.shown_states import ShownStates
+from infinity.optim.facade.state_loader import StateLoader, check_entry
+from infinity.optim.main_weights import PENDING, MainWeightKeeper, with_main_weight, without_main_weight
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.template import Template
+
+
+class StepBackend(Protocol):
+    """Who holds weights, gradients and state, and runs the updates: the engine."""
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient, with the hyperparameters as they are now."""
+        ...
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step changed nothing, because its gradients were not finite."""
+        ...
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop all gradients, as `Optimizer.zero_grad` does."""
+        ...
+
+    def has_place(self, param: Tensor) -> bool:
+        """Whether the parameter can have state: it was trainable in `initialize`."""
+        ...
+
+    def has_state(self, param: Tensor) -> bool:
+        """Whether an update asked for so far, or a load, gives the parameter state."""
+        ...
+
+    def gather_state(self, param: Tensor) -> dict[str, Any]:
+        """Copies of the parameter's state after all updates asked for: element-wise ones float32 of its shape, and
+        scalars. Empty when it has none."""
+        ...
+
+    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Replace the parameter's state: every name of `PieceUpdater.state_names` as float32 of its shape, and
+        scalars; tensors belong to the caller and are to be copied. Empty: the parameter starts anew."""
+        ...
+
+
+class PagedOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` in front of the engine.
+
+    It knows groups and the layout of state dicts; it must not know pages or tiers. `param_groups` is the template's
+    list, so learning rate schedulers of any kind work on either. `state_dict()` costs nothing: its entries gather a
+    parameter's state when they are read or pickled, and then give what it is at that time (as torch's state dict
+    references live tensors, too).
+
+    Args:
+        template: class, hyperparameters and groups.
+        updater: knows which state there is.
+        backend: does the work.
+        loose: updates what is added later; whose step the backend makes.
+        mains: has the main weights, where those are something else than the parameters.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        updater: PieceUpdater,
+        backend: StepBackend,
+        loose: LooseParameters | None = None,
+        mains: MainWeightKeeper | None = None,
+    ) -> None:
+        # Not Optimizer.__init__: it would make groups of its own.
+        self._template = template
+        self._updater = updater
+        self._backend = backend
+        self._loose = loose or LooseParameters(template)
+        self._mains = mains
+        source = template.optimizer
+        self._shown = ShownStates(self, template.fqn)
+        self._gives_copies = False
+        self._state = LazyState(template.params, self.has_state, self._entry, self._loose.state, template.known)
+        super().__setstate__(
+            {"defaults": source.defaults}
+            # The very dictionaries: hooks registered before `initialize` run, and their handles still remove them.
+            | {name: hooks for name, hooks in vars(source).items() if name.endswith("_hooks")}
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the user's class has: attributes, and methods, which then work on these groups and states."""
+        if not name.startswith("_"):
+            source = self._template.optimizer
+            if name in attributes_of(source):
+                return vars(source)[name]
+            method = getattr(type(source), name, None)
+            if isinstance(method, FunctionType):
+                return MethodType(method, self)
+        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in dir(type(self)) and name in attributes_of(self._template.optimizer):
+            setattr(self._template.optimizer, name, value)  # `PieceUpdater.check_attributes` sees it
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups: whatever is changed in them, or assigned, is what the next step goes by."""
+        return self._template.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._template.replace_groups(groups)
+
+    @property
+    def state(self) -> Any:
+        """The states, see `LazyState`: what is assigned, or written into a tensor of it before the next step, counts."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        self._state.replace(state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in ("state", "param_groups"):
+            if name in state:
+                setattr(self, name, state[name])
+        super().__setstate__({name: value for name, value in state.items() if name not in ("state", "param_groups")})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters, see `StepBackend.step`.
+
+        Args:
+            closure: recomputes the loss with gradients; called once, before the update.
+
+        Returns:
+            What the closure returned, or None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._shown.settle()
+        self._backend.step()
+        if not self._backend.overflow:
+            self._shown.expire()
+        # A scheduler made on the user's own instance looks there for whether a step came before its own.
+        self._template.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step changed nothing, because its gradients were not finite."""
+        return self._backend.overflow
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, or set those that are there to zero: they then decay all the same."""
+        self._backend.zero_grad(set_to_none)
+        self._loose.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch.
+
+        Its parameters are those of the model that were trainable in `initialize` and are in no group now, or new ones that
+        the engine does not hold: these stay ordinary parameters, with gradient and state in memory beyond the budget.
+
+        Raises:
+            UnpreparedParameterError: in the next forward, if a parameter was frozen in `initialize` and is not any more.
+        """
+        self._template.add_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups in torch's layout; the state's entries are lazy and give copies, see the class.
+
+        With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
+        """
+        hooks = self._optimizer_state_dict_pre_hooks
+        for pre_hook in hooks.values():
+            pre_hook(self)
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._gives_copies = True
+        try:
+            found = super().state_dict()
+        finally:
+            self._gives_copies = False
+            self._optimizer_state_dict_pre_hooks = hooks
+        mains = self._mains
+        if mains is None:
+            return found
+        ids = chain.from_iterable(group["params"] for group in found["param_groups"])
+        pending: dict[int, LazyEntry] = {}
+        for param, key in zip(self._template.params(), ids, strict=True):
+            if param in self._template and self.has_place(param):
+                is_pending = key not in found["state"]
+                access = _MainAccess(self, self._shown, param, mains)
+                entry: LazyEntry = LazyEntry(access, self._template.fqn(param))
+                (pending if is_pending else found["state"])[key] = entry
+        return {**found, PENDING: pending} if pending else found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what the `state_dict()` of this optimizer, or of the plain torch one it stands for, returned.
+
+        Checks come first, so a refused dict changes nothing. State is then written parameter by parameter; a parameter
+        without an entry starts anew. Hyperparameters are those of the dict, as in torch. Where the dict holds fp32 main
+        weights and this training has any, it has those of the dict, and model weights are their cast: the order in which
+        model and optimizer are loaded does not matter.
+
+        Raises:
+            ValueError: groups of other number or sizes, a state of another shape, or state that this optimizer does
+                not keep under the hyperparameters it was made with.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        loader = StateLoader(self._template, self._updater, state_dict)
+        self._shown.settle()
+        loader.load_into(self, self._mains)
+        self._shown.expire()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # ------------------------------------------------------------------------------------------------ the states
+
+    def settle_states(self) -> None:
+        """Store what was written into tensors of `state`. The engine calls it before anything is read or updated.
+
+        Raises:
+            StaleStateError: a tensor was changed that was read before the last step.
+        """
+        self._shown.settle()
+
+    def has_state(self, param: Tensor) -> bool:
+        """Whether a parameter has state."""
+        if param not in self._template:
+            return bool(self._loose.state.get(param))
+        return self._template.is_started(param) or self._backend.has_state(param)
+
+    def has_place(self, param: Tensor) -> bool:
+        """Whether a parameter can have state."""
+        return param not in self._template or self._backend.has_place(param)
+
+    def gather_state(self, param: Tensor) -> dict[str, Any]:
+        """See `StepBackend.gather_state`; before the first step, what the constructor made."""
+        return self._backend.gather_state(param) or self._template.started_state(param)
+
+    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """See `StepBackend.load_state`.
+
+        Raises:
+            ValueError: it does not fit, or lacks what the optimizer needs; nothing has been changed.
+        """
+        if param not in self._template:
+            self._loose.state[param] = state
+            return
+        state, main = without_main_weight(state)
+        values = self._template.read().of(param)
+        if state and values is not None:
+            names, scalars = self._updater.names_under(values), self._updater.scalars_under(values)
+            check_entry(self._template.fqn(param), state, names, scalars)
+        self._backend.load_state(param, state)
+        self._template.forget_started(param)
+        if main is not None and self._mains is not None:
+            self._mains.load_main_weight(param, main)
+
+    def _entry(self, param: Tensor) -> LazyEntry | None:
+        if param not in self._template:
+            return None
+        access = _CopyAccess if self._gives_copies else _EntryAccess
+        return LazyEntry(access(self, self._shown, param), self._template.fqn(param))
+
+    def __repr__(self) -> str:
+        return f"Paged{self._template.optimizer!r}"
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an optimizer whose state lies outside memory cannot be copied or pickled. "
+            "Use optimizer.state_dict() with torch.save or copy.deepcopy"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__getstate__()
+
+
+class _EntryAccess:
+    """One parameter's state, see `infinity.optim.facade.lazy_state.Access`."""
+
+    def __init__(self, optimizer: PagedOptimizer, shown: ShownStates, param: Tensor) -> None:
+        self._optimizer = optimizer
+        self._shown = shown
+        self._param = param
+
+    def has_any(self) -> bool:
+        return self._optimizer.has_state(self._param)
+
+    def read(self) -> dict[str, Any]:
+        return self._shown.read(self._param)
+
+    def copy(self) -> dict[str, Any]:
+        return self._shown.copy(self._param)
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        self._shown.replace(self._param, values)
+
+
+class _CopyAccess(_EntryAccess):
+    """The same for an entry of a state dict, of which others may hold on to what they read."""
+
+    def read(self) -> dict[str, Any]:
+        return self.copy()
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        raise TypeError(
+            "this entry of a state dict stands for what lies outside memory. Change optimizer.state[parameter], or a "
+            "copy.deepcopy of the state dict"
+        )
+
+
+class _MainAccess(_CopyAccess):
+    """The same, with the main weight."""
+
+    def __init__(self, optimizer: PagedOptimizer, shown: ShownStates, param: Tensor, mains: MainWeightKeeper) -> None:
+        super().__init__(optimizer, shown, param)
+        self._mains = mains
+
+    def has_any(self) -> bool:
+        return True
+
+    def copy(self) -> dict[str, Any]:
+        return with_main_weight(super().copy(), self._mains.gather_main_weight(self._param))
+
+
+__all__ = ["PagedOptimizer", "StepBackend"]

@@ -1,0 +1,202 @@
+"""Giving the values of a state dict to whoever keeps the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.errors import OptimizerNotPageableError
+from infinity.optim.facade.lazy_state import LazyEntry
+from infinity.optim.main_weights import PENDING, MainWeightKeeper, without_main_weight
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.template import Template
+from infinity.optim.worker import Worker, hyperparameters, one_element
+
+
+class StateKeeper(Protocol):
+    """The part of the backend that a load needs."""
+
+    def has_place(self, param: Tensor) -> bool:
+        """Whether the parameter can have state."""
+        ...
+
+    def has_state(self, param: Tensor) -> bool:
+        """Whether the parameter has state now."""
+        ...
+
+    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Replace the parameter's state; empty: it starts anew."""
+        ...
+
+
+def check_entry(fqn: str, entry: Mapping[str, Any], names: Sequence[str], scalars: Sequence[str]) -> None:
+    """Check a parameter's state that was assigned as it is.
+
+    Raises:
+        ValueError: something is missing that a step needs, or not stored as what it is.
+    """
+    missing = [name for name in (*names, *scalars) if name not in entry]
+    if missing:
+        raise ValueError(
+            f"the state for '{fqn}' lacks {', '.join(map(repr, missing))}, which the next step needs. Give all of "
+            f"{', '.join(map(repr, (*names, *scalars)))}, or none: then the parameter starts anew"
+        )
+    for name in names:
+        value = entry[name]
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the state '{name}' for '{fqn}' is {kind}. States are float32: give value.float()")
+
+
+class StateLoader:
+    """Checks a state dict against a template, then hands it over parameter by parameter.
+
+    All but the element-wise tensors goes through the optimizer class's own `load_state_dict`, on one-element stand-ins.
+    That does what torch does for the class: old layouts, dtypes and devices of step counts, missing group keys.
+
+    Args:
+        template: groups to load into.
+        updater: knows which state there is.
+        state_dict: torch's layout. Its state may be lazy.
+
+    Raises:
+        ValueError: it does not fit; nothing has been changed.
+    """
+
+    def __init__(self, template: Template, updater: PieceUpdater, state_dict: Mapping[str, Any]) -> None:
+        self._template = template
+        self._updater = updater
+        self._worker = Worker(template.optimizer)
+        self._index_of = {
+            id(param): index for index, group in enumerate(template.param_groups) for param in group["params"]
+        }
+        saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
+        self._groups = self._load_groups(saved_groups)
+        for index, group in enumerate(self._groups):
+            self._check_names(index, group)
+        saved_ids = chain.from_iterable(group["params"] for group in saved_groups)
+        self._entries: list[tuple[Tensor, Mapping[str, Any]]] = [
+            (param, state_dict["state"].get(saved_id, {}))
+            for param, saved_id in zip(template.params(), saved_ids, strict=True)
+        ]
+        self._pending: Mapping[Any, Any] = state_dict.get(PENDING, {})
+        self._ids = list(chain.from_iterable(group["params"] for group in saved_groups))
+        for param, lazy in self._entries:
+            # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
+            if not isinstance(lazy, LazyEntry):
+                entry, main = without_main_weight(lazy)
+                self._elementwise(param, entry)
+                self._check_scalars(param, entry)
+                if main is not None and tuple(main.shape) != tuple(param.shape):
+                    raise ValueError(
+                        f"loaded state dict has a main weight of parameter '{self._template.fqn(param)}' with shape "
+                        f"{tuple(main.shape)}, but the parameter has shape {tuple(param.shape)}"
+                    )
+
+    def load_into(self, keeper: StateKeeper, mains: MainWeightKeeper | None = None) -> None:
+        """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts."""
+        for (param, lazy), saved_id in zip(self._entries, self._ids, strict=True):
+            if not keeper.has_place(param):
+                continue  # it is never updated
+            entry, main = without_main_weight(_plain(lazy))
+            if main is None and saved_id in self._pending:
+                _, main = without_main_weight(_plain(self._pending[saved_id]))
+            if main is not None and mains is not None:
+                mains.load_main_weight(param, main)
+            tensors = self._elementwise(param, entry)
+            state = {**self._scalars(param, entry), **tensors}
+            if state or keeper.has_state(param):
+                keeper.load_state(param, state)
+        for group, loaded in zip(self._template.param_groups, self._groups, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update({**loaded, "params": params})
+
+    def _load_groups(self, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups as the class would load them, with stand-ins for parameters. Raises torch's errors."""
+        device = self._template.device
+        own = [
+            {**group, "params": [torch.nn.Parameter(one_element(device)) for _ in group["params"]]}
+            for group in self._template.param_groups
+        ]
+        optimizer = self._worker.optimizer
+        optimizer.param_groups = own
+        optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
+        return optimizer.param_groups
+
+    def _scalars(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        index = self._index_of[id(param)]
+        names = self._updater.state_names(index)
+        small = {name: one_element() if name in names else value for name, value in entry.items() if value is not None}
+        if not small:
+            return {}
+        values = {key: value for key, value in self._groups[index].items() if key != "params"}
+        loaded = self._worker.load(values, small, self._template.device)
+        return {name: value for name, value in loaded.items() if name not in names}
+
+    def _check_scalars(self, param: Tensor, entry: Mapping[str, Any]) -> None:
+        if not any(value is not None for value in entry.values()) or not param.requires_grad:
+            return
+        try:
+            scalars = self._scalars(param, entry)
+            missing = [name for name in self._updater.scalar_names(self._index_of[id(param)]) if name not in scalars]
+            int(scalars.get("step", 0))
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            missing = [repr(error)]
+        if missing:
+            raise ValueError(
+                f"loaded state dict has no usable scalars for parameter '{self._template.fqn(param)}': "
+                f"{', '.join(missing)}. Was it saved by another kind of optimizer?"
+            )
+
+    def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The entry's element-wise tensors as float32, after checking that they are what the parameter needs."""
+        fqn = self._template.fqn(param)
+        names = self._updater.state_names(self._index_of[id(param)])
+        given = {name: value for name, value in entry.items() if value is not None}
+        if not given:
+            return {}
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ValueError(
+                f"loaded state dict lacks state {', '.join(map(repr, missing))} of parameter '{fqn}'. "
+                f"It has {', '.join(map(repr, given))}: was it saved by another kind of optimizer?"
+            )
+        for name, value in given.items():
+            if name in names:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                if shape != tuple(param.shape):
+                    raise ValueError(
+                        f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {shape}, "
+                        f"but the parameter has shape {tuple(param.shape)}"
+                    )
+            elif isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {tuple(value.shape)}, "
+                    f"which {self._template.name} does not keep here. It keeps {', '.join(names) or 'none'}"
+                )
+        return {name: given[name].detach().to(torch.float32) for name in names}
+
+    def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
+        reserved = self._updater.state_names(index)
+        try:
+            needed = self._updater.names_under(hyperparameters(group))
+        except OptimizerNotPageableError as error:
+            raise ValueError(
+                f"{self._template.name} cannot run with the hyperparameters in the loaded state dict's group {index}: "
+                "was it saved by another kind of optimizer?"
+            ) from error
+        if set(needed) != set(reserved):
+            raise ValueError(
+                f"the hyperparameters in the loaded state dict's group {index} make {self._template.name} keep "
+                f"{list(needed)} per element, but storage was laid out for {list(reserved)}. "
+                "Make the optimizer with the hyperparameters of the saved one"
+            )
+
+
+def _plain(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    return entry.gather() if isinstance(entry, LazyEntry) else entry

@@ -1,0 +1,77 @@
+"""`GatheredParameters`: full weights in a ``with`` block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from infinity.errors import ModelError
+from infinity.paging.parameter_handler import Gatherer, Residence
+from infinity.units.parameter import host_of
+
+
+class GatheredParameters:
+    """Inside the ``with`` block the parameters hold their full weights, and can be read and changed like any.
+
+    What was changed is stored when the block ends, for frozen parameters as well; main weights follow: an element whose
+    weight did not change keeps all its fp32 bits. All units of the parameters are in memory at once: for a large model,
+    gather it unit by unit. Parameters that no engine holds are left alone.
+
+    Args:
+        params: a parameter, or an iterable of them, of one or more models.
+        modifier_rank: accepted for compatibility; with one process every change is kept.
+        fwd_module, enabled: accepted for compatibility; ``enabled=False`` does nothing at all.
+
+    Raises:
+        BudgetTooSmallError: the units do not fit into the part of the budget for weights.
+        StepOrderError: between ``engine.backward()`` and ``engine.step()``, when updates run in backward.
+    """
+
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(_flatten(params))
+        self._enabled = enabled
+        self._gathered: list[tuple[Gatherer, Any]] = []
+
+    def __enter__(self) -> None:
+        if not self._enabled:
+            return
+        by_host: dict[int, tuple[Residence, list[nn.Parameter]]] = {}
+        for parameter in self._parameters:
+            host = host_of(parameter)
+            if host is None:
+                continue
+            if not isinstance(host, Residence) or host.engine is None:
+                raise ModelError("the engine that holds these parameters is not ready")
+            by_host.setdefault(id(host), (host, []))[1].append(parameter)
+        try:
+            for host, parameters in by_host.values():
+                if host.engine is not None:
+                    self._gathered.append((host.engine, host.engine.gather(parameters)))
+        except BaseException:
+            self._scatter()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scatter()
+
+    def _scatter(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        for engine, gathering in gathered:
+            engine.scatter(gathering)
+
+
+def _flatten(params: Iterable[Any]) -> Iterable[nn.Parameter]:
+    for item in params:
+        if isinstance(item, nn.Parameter):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from _flatten(item)

@@ -1,0 +1,422 @@
+"""The engine's hold on a model: which parameter lies where, and the hooks in its modules.
+
+Knows modules, units and parameters; must not know optimizers or files.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from infinity.errors import EngineBusyError, ModelError, UnsupportedModelError
+from infinity.paging.compiled_forwards import CompiledForwards, inside_compiled, refuse_tracing
+from infinity.threads.interrupts import refuse_in_between
+from infinity.torch_internals.modes import outside_modes, untraced
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.paging.pager import Pager
+
+
+class _ModuleHooks:
+    """The hooks of one module. A deep copy of the module gets none: it is an ordinary module."""
+
+    def __init__(
+        self,
+        pager: Pager,
+        units: Sequence[Unit],
+        owned: Sequence[tuple[Unit, Sequence[Slot]]],
+        note_call: Callable[[Unit, Sequence[Slot]], None],
+        keep_alive: object,
+        abandon: Callable[[], None] | None,
+    ) -> None:
+        """
+        Args:
+            abandon: for the model itself: forget the calls that were cut off.
+        """
+        self._is_root = abandon is not None
+        self._abandon = abandon or (lambda: None)
+        self._pager = pager
+        self._units = list(units)
+        self._owned = list(owned)
+        self._note_call = note_call
+        self._keep_alive = keep_alive
+        self._entered: dict[int, list[int | None]] = {}
+        """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
+        self._first_layer: list[Unit] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
+        return _NoHooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoHooks, ()
+
+    def look_first_at(self, units: Sequence[Unit]) -> None:
+        """The module looks at these units' parameters before it calls others."""
+        self._first_layer = list(units)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self._is_root:
+            self._before_root(module)
+        self._pager.begin_forward(is_root=self._is_root)
+        entered = self._entered.setdefault(get_ident(), [])
+        entered.append(0)
+        if self._pager.is_training_forward:
+            for unit, slots in self._owned:
+                self._note_call(unit, slots)
+        for number, unit in enumerate(self._units, start=1):
+            self._pager.enter(unit)
+            entered[-1] = number
+        if isinstance(module, nn.TransformerEncoder) and not module.training and not torch.is_grad_enabled():
+            # It looks at its first layer's parameters to see whether nested tensors will do, and takes others if they are
+            # of a class of ours.
+            with self._pager.held(self._first_layer):
+                pass
+
+    def _before_root(self, module: nn.Module) -> None:
+        if torch._C._is_tracing():
+            raise UnsupportedModelError(
+                "torch.jit.trace makes constants of the weights, and they do not stay where they are",
+                cure="Trace a copy: copy.deepcopy(model)",
+            )
+        if self._pager.is_in_forward:
+            try:
+                refuse_in_between("running the model")
+            except EngineBusyError:
+                self._entered.setdefault(get_ident(), []).append(None)  # it will end all the same
+                raise
+            if not _is_called_by_itself(module):
+                self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._entered:
+            return  # the call failed before our hook ran
+        me = get_ident()  # not before: torch.compile cannot trace it, and is to be refused by name
+        entered = self._entered.get(me)
+        if not entered:
+            return
+        num_entered = entered.pop()
+        if not entered:
+            del self._entered[me]
+        if num_entered is None:
+            return
+        try:
+            for unit in reversed(self._units[:num_entered]):
+                self._pager.leave(unit)
+        finally:
+            self._pager.end_forward()
+
+    def forget(self) -> None:
+        """Calls that an exception cut off are over. Those of guests are not: they end by themselves."""
+        for thread in [thread for thread in list(self._entered) if not self._pager.turn.has_guest(thread)]:
+            self._entered.pop(thread, None)
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _is_called_by_itself(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs inside another call of it, in this thread."""
+    num_calls = 0
+    frame = inspect.currentframe()
+    while frame is not None:
+        num_calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return num_calls > 1
+
+
+class _NoHooks:
+    """What a copy of a module has in place of hooks."""
+
+    def before(self, *_: Any) -> None: ...
+
+    def after(self, *_: Any) -> None: ...
+
+
+class _BoundHook:
+    """A method of some hooks as a callable that torch can mark, and that deep copies do not share with the original."""
+
+    def __init__(self, hooks: object, name: str) -> None:
+        self._hooks = hooks
+        self._name = name
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling() and self._name == "before":
+            refuse_tracing(args[0])
+        self._run(*args)
+
+    @untraced
+    @outside_modes
+    def _run(self, *args: Any) -> None:
+        getattr(self._hooks, self._name)(*args)
+
+
+class ModelHolding:
+    """Where each parameter of a model lies, and the hooks that tell the pager what is needed. Answers for the parameters."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], blocks: Sequence[str] = ()) -> None:
+        """``blocks``: FQNs of the modules that were made units of their own."""
+        self.model = model
+        self.units = list(units)
+        self._places_of_blocks = [
+            (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
+        ]
+        self._forwards = CompiledForwards(model)
+        self._compiled: list[Any] = []
+        self.covered: set[int] = set()
+        """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules]."""
+        self._places: dict[int, tuple[Unit, Slot]] = {
+            id(parameter): (unit, slot)
+            for unit in units
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+        }
+        self._handles: list[Any] = []
+        self._call_handles: list[Any] = []
+        self._hook_calls: Callable[[], None] = lambda: None
+        self.handles_of_others: list[Any] = []
+        """Of hooks that go with those of the modules."""
+        self._hooks: list[_ModuleHooks] = []
+        self._loads: list[_LoadHooks] = []
+
+    def locate(self, parameter: torch.Tensor) -> tuple[Unit, Slot]:
+        """The unit and slot of a parameter of the model.
+
+        Raises:
+            ModelError: it is not one of the model's.
+        """
+        place = self._places.get(id(parameter))
+        if place is None:
+            raise ModelError(
+                f"a tensor of shape {tuple(parameter.shape)} is no parameter of the engine's model. Pass one of "
+                "engine.module.parameters()"
+            )
+        return place
+
+    def holds(self, parameter: object) -> bool:
+        """Whether this is a parameter of the model."""
+        return id(parameter) in self._places
+
+    def parameters_now(self) -> dict[int, nn.Parameter]:
+        """The parameters that the model's modules have now, by ``id``, in the order of ``model.parameters()``."""
+        # As that does, but ten times as fast: it is asked for in every forward.
+        found: dict[int, nn.Parameter] = {}
+        seen: set[int] = set()
+        rest: list[nn.Module] = [self.model]
+        while rest:
+            module = rest.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found.setdefault(id(parameter), parameter)
+            rest += [child for child in reversed(module._modules.values()) if child is not None]
+        return found
+
+    def num_owners(self) -> dict[tuple[int, int], int]:
+        """(unit index, slot index) -> how many modules have the parameter as their own."""
+        owners: dict[tuple[int, int], int] = {}
+        for module in self.model.modules():
+            for parameter in {id(p): p for p in module.parameters(recurse=False)}.values():
+                unit, slot = self.locate(parameter)
+                owners[unit.index, slot.index] = owners.get((unit.index, slot.index), 0) + 1
+        return owners
+
+    def install(
+        self,
+        pager: Pager,
+        note_call: Callable[[Unit, Sequence[Slot]], None],
+        keep_alive: object,
+        before_load: Callable[[list[nn.Parameter]], Any],
+        after_load: Callable[[Any], None],
+    ) -> None:
+        """Hook every module.
+
+        A module enters the units of its own parameters, if none of its descendants has parameters of another unit: else
+        it would hold them through its whole forward, and operations on them fault them in anyway. The module in which
+        all of a unit lies (a block) enters the unit as well, so that it is bound once per call.
+        """
+        pager.on_use = note_call
+        pager.on_lost = self.forget_calls
+        for module in self.model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                load = _LoadHooks(module, before_load, after_load)
+                self._loads.append(load)
+                self._handles.append(module.register_load_state_dict_pre_hook(_BoundHook(load, "before")))
+                self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load, "after")))
+        collecting = _StateDictHooks(pager)
+        self._handles.append(self.model.register_state_dict_pre_hook(_BoundHook(collecting, "before")))
+        self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(collecting, "after")))
+        if self._places_of_blocks and self._places_of_blocks[0][0]:
+            self._forwards.compile_units(lambda: [*self._blocks_now().values()])
+        pager.on_model_call = self.follow_compilation
+        self._hook_calls = functools.partial(self._hook_each_call, pager, note_call, keep_alive)
+        self._hook_calls()
+
+    def _hook_each_call(
+        self, pager: Pager, note_call: Callable[[Unit, Sequence[Slot]], None], keep_alive: object
+    ) -> None:
+        self._forwards.convert(self._blocks_now())
+        self._compiled = self._compilation()
+        self.covered = inside_compiled(self.model)
+        abandon = functools.partial(self._abandon_calls, pager)
+        for module in self.model.modules():
+            if id(module) in self.covered:
+                continue
+            own = self._own_slots(module)
+            reach = {self.locate(p)[0].index for p in module.parameters() if self.holds(p)}
+            entered = [unit for unit, _ in own if reach == {unit.index}]
+            if not entered and len(reach) == 1:
+                entered = [self.units[next(iter(reach))]]
+            is_root = module is self.model
+            if is_root and self._hooks:
+                continue  # it may be in the midst of a call
+            hooks = _ModuleHooks(pager, entered, own, note_call, keep_alive, abandon if is_root else None)
+            if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+                hooks.look_first_at(
+                    [self.units[i] for i in sorted({self.locate(p)[0].index for p in module.layers[0].parameters()})]
+                )
+            self._hooks.append(hooks)
+            before, after = (_BoundHook(hooks, name) for name in ("before", "after"))
+            handles = self._handles if is_root else self._call_handles
+            handles.append(module.register_forward_pre_hook(before, prepend=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
+
+    def follow_compilation(self) -> None:
+        """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.
+
+        Only while none of its modules is inside its forward, in whatever thread: such a call would not find the hook that
+        ends it.
+        """
+        if self._compiled != self._compilation():
+            for handle in self._call_handles:
+                handle.remove()
+            self._call_handles.clear()
+            del self._hooks[1:]  # the first is the model's own
+            self._hook_calls()
+
+    def _blocks_now(self) -> dict[str, nn.Module]:
+        """The modules that are now where blocks were, by their names then."""
+        found = {fqn: parent._modules.get(name) for fqn, parent, name in self._places_of_blocks}
+        return {fqn: block for fqn, block in found.items() if block is not None}
+
+    def _compilation(self) -> list[Any]:
+        """What changes when one of the blocks is compiled."""
+        present: list[Any] = []
+        for _, parent, name in self._places_of_blocks:
+            block = parent._modules.get(name)
+            attributes = {} if block is None else block.__dict__
+            present += [id(block), attributes.get("_compiled_call_impl"), attributes.get("forward")]
+        return present
+
+    def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
+        own: dict[int, tuple[Unit, list[Slot]]] = {}
+        for parameter in filter(self.holds, module.parameters(recurse=False)):
+            unit, slot = self.locate(parameter)
+            own.setdefault(unit.index, (unit, []))[1].append(slot)
+        return list(own.values())
+
+    def _abandon_calls(self, pager: Pager) -> None:
+        self.forget_calls()
+        pager.abandon_forward()
+
+    def settle_loads(self) -> None:
+        """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
+        if any(load.is_open for load in self._loads) and not _is_loading():
+            for load in self._loads:
+                load.settle()
+
+    def forget_calls(self) -> None:
+        """An exception has cut off whatever was running."""
+        for hooks in self._hooks:
+            hooks.forget()
+
+    def uninstall(self) -> None:
+        """Remove the hooks."""
+        for handle in (*self._handles, *self._call_handles, *self.handles_of_others):
+            handle.remove()
+        self._handles.clear()
+        self._call_handles.clear()
+        self.handles_of_others.clear()
+        self._hooks.clear()
+        self._loads.clear()
+        self._forwards.restore()
+
+
+class _LoadHooks:
+    """``load_state_dict`` on one module: its parameters are gathered before and written back after."""
+
+    def __init__(
+        self, module: nn.Module, before_load: Callable[[list[nn.Parameter]], Any], after_load: Callable[[Any], None]
+    ) -> None:
+        self._parameters = list(module.parameters(recurse=False))
+        self._before_load = before_load
+        self._after_load = after_load
+        self._gathered: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
+        return _NoHooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoHooks, ()
+
+    def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise UnsupportedModelError(
+                "load_state_dict(assign=True) would replace parameters that an engine holds",
+                cure="Call load_state_dict without assign, or before infinity.initialize",
+                fqn=prefix.rstrip("."),
+            )
+        self.settle()
+        self._gathered = self._before_load(self._parameters)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds the module's parameters open."""
+        return self._gathered is not None
+
+    def settle(self) -> None:
+        """Let go of what a load holds that an exception has cut off; what it has loaded so far is stored."""
+        self.after(None, None)
+
+    def after(self, module: nn.Module | None, incompatible_keys: Any) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            self._after_load(gathered)
+
+
+def _is_loading() -> bool:
+    """Whether a ``load_state_dict`` is running in this thread."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module.load_state_dict.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _StateDictHooks:
+    """A ``state_dict()`` of the model is made in one turn."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
+        return _NoHooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoHooks, ()
+
+    def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._pager.begin_state_dict()
+
+    def after(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        self._pager.end_state_dict()

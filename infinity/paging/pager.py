@@ -1,0 +1,493 @@
+"""Page faults: a unit that is touched is there, whichever way the code came.
+
+Knows phases, parameters and saved tensors; must not know optimizers, gradients or files.
+
+[Note: page faults]
+Three events touch a unit, and each makes it resident, whichever way the code came:
+  * a module that owns some of its parameters begins its forward (`enter` and `leave`, called by the hooks);
+  * an operation gets one of its parameters while that is paged out (``infinity.torch_internals.operations``);
+  * backward asks for a tensor that it had saved from the unit (`unpack`).
+In forward, autograd saves views of weights (``weight.t()`` for every linear). `pack` turns each into a token: unit,
+offset, shape and strides. So the graph holds no weight memory, and backward faults the unit in exactly when it needs it.
+The tokens die with the graph nodes that own them; a unit without tokens is needed by no backward any more, and only
+then may its weights change.
+Under non-reentrant activation checkpointing the recomputation saves plain views, because torch's own pack hook stands
+above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.device.flat_pool import FlatPool
+from infinity.paging.residency import Residency, WeightSource
+from infinity.paging.saved_tensors import SavingHooks
+from infinity.telemetry.clock import StepClock
+from infinity.threads.interrupts import refuse_in_between
+from infinity.threads.turn import in_backward
+from infinity.tiers.user_copies import Copies
+from infinity.torch_internals.modes import has_memory, outside_modes, untraced
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class _SavedView:
+    """Stands for a view of a unit's weights in autograd's graph."""
+
+    __slots__ = ("__weakref__", "count", "dtype", "offset", "shape", "stride", "unit", "version")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.version = unit.version
+        self.count = tensor._version if tensor.requires_grad else None
+        """Of writes to the parameter, which torch would look at."""
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        unit.note_token(self)
+
+
+class Pager(Residency):
+    """`Residency` with a model in front of it: phases, page faults and saved tensors."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        pool: FlatPool,
+        source: WeightSource | None,
+        clock: StepClock,
+        *,
+        prefetches: bool,
+        guess: Sequence[int],
+        budget: tuple[str, int],
+    ) -> None:
+        """See `Residency`."""
+        super().__init__(units, pool, source, clock, prefetches=prefetches, guess=guess, budget=budget)
+        self._depth = 0
+        self.saving = SavingHooks(self.pack, self.unpack)
+        """The hooks that turn what autograd saves into tokens."""
+        self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack)
+        """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
+        self.before_update: Callable[[Unit], None] = lambda unit: None
+        """Called before a gathered unit is updated: what was written to it so far is stored."""
+        self.after_update: Callable[[Unit], None] = lambda unit: None
+        """Called when a gathered unit has been updated."""
+        self.copies = Copies()
+        """Makes what ``state_dict`` gives."""
+        self.check: Callable[[], None] = lambda: None
+        """Called before anything begins: raises what went wrong in the background, or that the engine is closed."""
+        self.on_forward: Callable[[], None] = lambda: None
+        """Called when a forward phase begins."""
+        self.on_model_call: Callable[[], None] = lambda: None
+        """Called before the model itself is, when none of its modules is inside its forward."""
+        self.on_settled_read: Callable[[], None] = lambda: None
+        """Called before weights are read outside forward and backward: raises if they are between two steps."""
+        self.on_backward_use: Callable[[Unit, bool], None] = lambda unit, is_saved: None
+        """Called when backward uses a unit's weights, and whether forward had saved them for that."""
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called between two pieces of a step: another unit is needed or updated, or another micro-batch has its turn."""
+        self.on_use: Callable[[Unit, Sequence[Slot]], None] = lambda unit, slots: None
+        """Called when an operation in a training forward uses parameters, other than through their own module."""
+        self.on_backward_end: Callable[[], None] = lambda: None
+        """Called when a backward ends that `note_backward` has noticed. Must not raise."""
+        self._open_backward = False
+        self._saves_in_backward = False
+        """Whether the hooks for saving are up because the backward that runs makes a graph."""
+        self._has_turn_of_backward = False
+        self._num_turns_of_forward = 0
+        """How many of its thread's turns a forward has begun."""
+        self.num_gathered = 0
+        """How many blocks hold weights gathered."""
+        self._state_dict_by: int | None = None
+        """The thread that collects a state dict."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when a thread has ended in the midst of a forward or backward, by another one."""
+        self.turn.admits_guests = lambda: (self._depth > 0 or self.num_gathered > 0) and not self.lacks_room
+        self.turn.is_busy = lambda: bool(clock.waiting_for)
+        self.turn.on_lost = self._lose_thread
+        self.turn.on_fork = self._leave_to_parent
+
+    # ------------------------------------------------------------------------------------------------ forward phases
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the model is inside a forward or a backward."""
+        return self._depth > 0 or in_backward()
+
+    @property
+    def is_inside_modules(self) -> bool:
+        """Whether modules of the model are inside their forward, be it in a recomputation."""
+        return self._depth > 0
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the calling thread has begun and not ended, and no backward runs."""
+        return self._depth > 0 and not in_backward() and self.turn.is_mine
+
+    @property
+    def is_training_forward(self) -> bool:
+        """Whether the model is inside a forward that will have a backward (and not inside a recomputation)."""
+        if self._depth == 0 or self.trace is not self.training_trace or in_backward():
+            return False
+        return not self.turn.is_guest or torch.is_grad_enabled()
+
+    def begin_outside_read(self) -> None:
+        """Weights are about to be read outside forward and backward: raises if that cannot be."""
+        self.check()
+        self.on_settled_read()
+
+    def begin_state_dict(self) -> None:
+        """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
+        if self._state_dict_by != get_ident():  # else one before was cut off
+            self.turn.begin("state_dict()", reads=True, inside=nn.Module.state_dict.__code__)
+            self._state_dict_by = get_ident()
+
+    def end_state_dict(self) -> None:
+        """The counterpart of `begin_state_dict`."""
+        if self._state_dict_by == get_ident():
+            self._state_dict_by = None
+            self.turn.end()
+
+    def begin_forward(self, *, is_root: bool = True) -> None:
+        """A module of the model begins its forward; the outermost one begins a forward phase.
+
+        Args:
+            is_root: it is the model itself, whose forward one thread at a time runs. Those of others may be part of one.
+        """
+        if self._depth == 0 or not self.turn.is_mine:
+            is_reading = not in_backward()
+            if self.turn.begin("forward", reads=is_reading, joins=not is_root, inside=_CALL):
+                if self.turn.is_guest_newly:
+                    self.saving.push()
+                return
+            self._num_turns_of_forward += 1
+        try:
+            self._begin_own_forward(is_root=is_root)
+        except BaseException:
+            if self._depth == 0:
+                self._end_turn_of_forward()
+            raise
+
+    def _begin_own_forward(self, *, is_root: bool) -> None:
+        if self._depth == 0 and is_root:
+            self.on_model_call()
+        if self._depth == 0 and not in_backward():
+            if self._state_dict_by is not None:
+                self.end_state_dict()
+            self._close_backward()
+            self.check()
+            self.on_forward()
+            self.close_strays()
+            self.saving.clear_top()
+            if self.trace is self.training_trace and self.trace.has_backward:
+                self.trace.commit()
+            self.trace = self.training_trace if torch.is_grad_enabled() else self.eval_trace
+            self.trace.begin()
+            self.saving.push()
+            self.clock.begin_compute("forward")
+        elif self._depth == 0:
+            self.saving.push_in_recomputation()
+        self._depth += 1
+
+    def end_forward(self) -> None:
+        """The counterpart of `begin_forward`, also after an exception."""
+        if self.turn.is_guest:
+            if self.turn.is_guest_newly:
+                self.saving.pop()
+            self.turn.end()
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            try:
+                self._end_own_forward()
+            finally:
+                self._end_turn_of_forward()
+
+    def _end_own_forward(self) -> None:
+        self.saving.pop()
+        if in_backward():
+            return
+        self.clock.end_compute()
+        self.close_strays()
+        if self.trace is self.eval_trace:
+            self.trace.commit()
+
+    def _end_turn_of_forward(self) -> None:
+        if self._num_turns_of_forward:
+            self._num_turns_of_forward -= 1
+            self.turn.end()
+
+    def note_backward(self) -> None:
+        """Something happens inside backward: if it is the first thing, `on_backward_end` will be called when it ends.
+
+        The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
+        """
+        if not self._open_backward or not self.turn.is_mine:
+            self.turn.begin("backward", reads=False)
+            self._has_turn_of_backward = True
+            self._open_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._backward_ended)
+        self.training_trace.begin_backward()
+        self.clock.begin_compute("backward")
+
+    def _backward_ended(self) -> None:
+        if self._saves_in_backward:
+            self._saves_in_backward = False
+            self.saving.pop()
+        if self._open_backward:
+            self._open_backward = False
+            try:
+                self.on_backward_end()
+            finally:
+                self._close_backward()
+
+    def _close_backward(self) -> None:
+        """No backward goes on that `note_backward` has noticed, whether it has ended or was cut off."""
+        self._open_backward = False
+        if self._has_turn_of_backward:
+            self._has_turn_of_backward = False
+            self.turn.end()
+
+    def end_backward(self, *, is_complete: bool, fetches: bool) -> None:
+        """Backward has ended.
+
+        Args:
+            is_complete: it ended without an exception, so the record may be replayed.
+            fetches: begin to fetch what the next forward needs first.
+        """
+        if not is_complete:
+            self._close_backward()
+        self.clock.end_compute()
+        self.close_strays()
+        if is_complete:
+            self.training_trace.commit()
+            if fetches:
+                self.pump()
+
+    def abandon_forward(self) -> None:
+        """Forget modules that an exception left open, so that the next forward begins afresh."""
+        self.turn.be_alone()
+        self._depth = 0
+        self.clock.end_compute()
+        self.saving.clear()
+        for unit in self.units:
+            unit.num_active = len(unit.gathered)
+        self.close_strays()
+        self._close_backward()
+        while self._num_turns_of_forward:
+            self._end_turn_of_forward()
+
+    def _lose_thread(self) -> None:
+        """A thread has ended, or was cut off, in its turn."""
+        self._has_turn_of_backward = False
+        self._num_turns_of_forward = self.num_gathered = 0
+        self.lacks_room = False
+        self._state_dict_by = None
+        self.abandon_forward()
+        self.on_lost()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, where memory of the parent's must not be touched."""
+        self.lock = threading.RLock()
+        self._room = threading.Condition(self.lock)
+        for unit in self.units:
+            unit.close()
+
+    # ------------------------------------------------------------------------------------------------------- touching
+
+    def enter(self, unit: Unit) -> None:
+        """A module that uses ``unit`` begins: open until the matching `leave`."""
+        with self.lock:
+            self.touch(unit)
+            unit.num_active += 1
+            unit.open()
+
+    def leave(self, unit: Unit) -> None:
+        """The counterpart of `enter`."""
+        with self.lock:
+            self._leave(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        unit.num_active = max(unit.num_active - 1, 0)
+        if unit.num_active == 0:
+            unit.close()
+            self.settle_changes(unit)
+            if self.is_computing and not self.turn.is_guest:
+                self.pump()
+
+    def check_touch(self, unit: Unit) -> None:
+        """Raise if a signal handler is about to `touch` another unit in the midst of the engine's work."""
+        if not self.trace.is_at(unit.index):
+            refuse_in_between(f"using weights of {unit.name}")
+
+    def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
+        """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way."""
+        if self.turn.is_guest:
+            self.make_resident(unit)
+            return
+        self.check_touch(unit)
+        if in_backward():
+            self.note_backward()
+            self.on_backward_use(unit, is_saved)
+        with self.lock:
+            self._touch(unit)
+
+    def _touch(self, unit: Unit) -> None:
+        unit.num_active += 1  # whatever the trace says, it is needed now
+        try:
+            moved = self.trace.touch(unit.index)
+            if moved:
+                self.clock.pause_compute()
+            self.make_resident(unit)
+            if moved:
+                self.pump()
+                self.on_pause()
+                self.clock.resume_compute(unit.name)
+        finally:
+            unit.num_active -= 1
+
+    # ------------------------------------------------------------------------------------------------- saved tensors
+
+    @untraced
+    @outside_modes
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version."""
+        if tensor.layout is not torch.strided or not has_memory(tensor):
+            return tensor, tensor._version
+        try:
+            unit = self.unit_behind(tensor)
+        except RuntimeError:  # forward-mode derivatives know zeros without memory
+            return tensor, tensor._version
+        if unit is not None and unit.flat is not None:
+            return _SavedView(unit, tensor)
+        # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
+        return tensor.detach(), tensor._version
+
+    @untraced
+    @outside_modes
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Autograd needs what `pack` got."""
+        if isinstance(saved, _SavedView):
+            unit = saved.unit
+            if unit.version != saved.version:
+                raise RuntimeError(
+                    f"backward needs the weights of unit {unit.name} as they were in forward, but they have been changed by "
+                    "an optimizer step since. Run forward again"
+                )
+            if unit.has_been_written and saved.count is not None:
+                slot = unit.slot_at(int(saved.offset) * saved.dtype.itemsize)
+                if slot is not None and unit.parameters[slot.index]._version != saved.count:
+                    raise RuntimeError(
+                        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                        f"parameter '{slot.spec.fqn}', of shape {list(slot.spec.shape)}, after forward had used it"
+                    )
+            if in_backward() and not self.turn.is_guest:
+                self.note_backward()  # may wait for its turn, before the lock
+            with self.lock:
+                self.touch(unit, is_saved=True)
+                self._save_in_backward()
+                if unit.flat is None:
+                    raise RuntimeError(f"unit {unit.name} is not resident after a touch")
+                return unit.flat.tensor().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+        tensor, version = saved
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}"
+            )
+        result: torch.Tensor = tensor
+        return result
+
+    def _save_in_backward(self) -> None:
+        """Where backward makes a graph of its own (``create_graph=True``), that holds no weights, either."""
+        if torch.is_grad_enabled() and in_backward() and not self._depth and not self.saving.are_up:
+            self.saving.push()
+            self._saves_in_backward = True
+
+    # --------------------------------------------------------------------------------------------------------- holding
+
+    @contextmanager
+    def held(self, units: Sequence[Unit]) -> Iterator[None]:
+        """The units are open and stay so inside the ``with`` block; in a forward or backward they stay open after it."""
+        entered: list[Unit] = []
+        try:
+            self._hold(units, entered)
+            yield
+        finally:
+            with self.lock:
+                for unit in entered:
+                    unit.num_active = max(unit.num_active - 1, 0)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Weights are gathered inside the ``with`` block, and stay so until `scattering`."""
+        self.turn.begin("gathering parameters", reads=True)
+        try:
+            self.turn.be_alone()
+            yield
+        except BaseException:
+            self.turn.end()
+            raise
+        self.num_gathered += 1
+
+    def save_gathered(self) -> bool:
+        """A graph that is made of gathered weights holds tokens. Returns whether that has to be ended."""
+        is_saving = torch.is_grad_enabled()  # else no graph is made of them, and torch.func allows no hooks
+        if is_saving:
+            self.saving_while_gathered.push()
+        return is_saving
+
+    @contextmanager
+    def scattering(self, *, is_saving: bool) -> Iterator[None]:
+        """What was changed is stored inside the ``with`` block, after which weights are not gathered any more."""
+        if is_saving:
+            self.saving_while_gathered.pop()
+        try:
+            yield
+        finally:
+            self.num_gathered = max(self.num_gathered - 1, 0)
+            self.turn.end()
+
+    @outside_modes
+    def _hold(self, units: Sequence[Unit], entered: list[Unit]) -> None:
+        with self.lock:
+            for unit in units:
+                if self.is_computing:
+                    self.touch(unit)
+                else:
+                    self.make_resident(unit)
+                unit.num_active += 1
+                entered.append(unit)
+            for unit in entered:
+                unit.open()
+
+    @contextmanager
+    def opened(self, unit: Unit) -> Iterator[None]:
+        """The unit's weights lie in its flat buffer inside the ``with`` block."""
+        was_open = unit.is_open
+        with self.held([unit]):
+            yield
+        if not was_open:
+            self.close_unused([unit])
+
+    def copy_for_user(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        """As `copy_of`, for a state dict: a large one in a file, see ``infinity.tiers.user_copies``."""
+        self.begin_outside_read()
+        with self.opened(unit):
+            return self.copies.copy(unit.weight(slot))
+
+    def copy_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        """A copy of one parameter's model weight, on the compute device."""
+        with self.opened(unit):
+            return unit.weight(slot).clone()

@@ -1,0 +1,152 @@
+"""Answers for the parameters of one model while an engine holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedModelError
+from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.pager import Pager
+from infinity.paging.parameter_operations import HeldOperations
+from infinity.threads.turn import in_backward, trusts
+from infinity.units.layout import Slot
+from infinity.units.parameter import (
+    HeldTensor,
+    PagedView,
+    Place,
+    detach_view,
+    host_of,
+    make_view,
+    plain_grad,
+    set_plain_grad,
+)
+from infinity.units.unit import Unit
+
+
+class GradientHost(Protocol):
+    """Whoever knows the gradients (``infinity.loop.grad_access``)."""
+
+    def get(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
+
+    def set(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None: ...
+
+
+class Gatherer(Protocol):
+    """Whoever gives full weights: the engine."""
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> Any: ...
+
+    def scatter(self, gathering: Any) -> None: ...
+
+
+class Residence:
+    """The `ParameterHost` of a model: passes each question on to the part that knows."""
+
+    def __init__(self, holding: ModelHolding, pager: Pager) -> None:
+        self._holding = holding
+        self._pager = pager
+        self._operations = HeldOperations(pager)
+        self.gradients: GradientHost | None = None
+        self.engine: Gatherer | None = None
+
+    def operate(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[HeldTensor],
+    ) -> Any:
+        mine = [tensor for tensor in tensors if host_of(tensor) is self]
+        return self._operations.run(function, args, kwargs, mine, self._locate, self._outlasting)
+
+    def _locate(self, tensor: HeldTensor) -> tuple[Unit, Slot]:
+        if isinstance(tensor, PagedView):
+            return tensor.place.unit, tensor.place.slot
+        return self._holding.locate(tensor)
+
+    def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        unit, slot = self._holding.locate(parameter)
+        view = unit.hand_out(slot)
+        if not unit.is_open or not trusts():
+            return make_view(view, self._whole(unit, slot))
+        self._pager.remember(unit, slot)
+        return view
+
+    def _whole(self, unit: Unit, slot: Slot) -> Place:
+        spec = slot.spec
+        return Place(
+            weakref.ref(self), unit, slot, spec.dtype, spec.shape, spec.stride, slot.offset_bytes // spec.dtype.itemsize
+        )
+
+    def _outlasting(self, unit: Unit, slot: Slot, view: torch.Tensor) -> torch.Tensor:
+        """``view``, which lies in the unit's flat buffer, as a `PagedView`."""
+        place = Place(
+            weakref.ref(self), unit, slot, view.dtype, tuple(view.shape), view.stride(), int(view.storage_offset())
+        )
+        unit.note_view(slot, view)
+        return make_view(view, place)
+
+    def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        unit, slot = self._holding.locate(parameter)
+        if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
+            return
+        _check_assigned(slot, parameter, values)
+        if host_of(values) is not None:
+            values = values.detach().clone()  # else both would have to be in memory at a time
+        for view in unit.handed_out(slot):
+            if isinstance(view, PagedView) or unit.is_open:
+                detach_view(view, view.clone())  # it goes on looking at the old weights
+        with torch.no_grad():
+            parameter.data.copy_(values)
+
+    def before_write(self, parameter: nn.Parameter) -> None:
+        self._pager.remember(*self._holding.locate(parameter))
+
+    def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        unit, slot = self._holding.locate(parameter)
+        with self._pager.turn.taken(f"a copy of '{slot.spec.fqn}'", reads=True):
+            self._pager.begin_outside_read()
+            return self._pager.copy_of(unit, slot)
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        if self.gradients is None:
+            return plain_grad(parameter)
+        with contextlib.nullcontext() if in_backward() else self._pager.turn.taken("reading a gradient"):
+            return self.gradients.get(parameter)
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if self.gradients is None:
+            set_plain_grad(parameter, gradient)
+            return
+        with contextlib.nullcontext() if in_backward() else self._pager.turn.taken("setting a gradient"):
+            self.gradients.set(parameter, gradient)
+
+    def slot_of(self, parameter: nn.Parameter) -> Slot:
+        return self._holding.locate(parameter)[1]
+
+
+def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Raise if ``values`` cannot become the parameter's data."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"parameter '{slot.spec.fqn}' needs a tensor for its data, not {type(values).__name__}")
+    if values.device != parameter.device:
+        what, cure = f"moved to {values.device}", "Pass device= to infinity.initialize"
+    elif values.dtype != parameter.dtype:
+        what, cure = (
+            f"cast to {values.dtype}",
+            'The config says what is computed in: set "bf16" or "fp16" there, or none',
+        )
+    elif tuple(values.shape) != slot.spec.shape:
+        what = f"given the shape {tuple(values.shape)}, which is not its {slot.spec.shape}"
+        cure = "Change the model before infinity.initialize, or after engine.close(restore_weights=True)"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"parameter '{slot.spec.fqn}' cannot be {what} while an engine holds it", cure=cure, fqn=slot.spec.fqn
+    )

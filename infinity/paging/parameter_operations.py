@@ -1,0 +1,162 @@
+"""Operations on parameters that are paged out, on views of them, and on those that another thread computes with.
+
+Knows what an operation does to its arguments; must not know why a unit comes or goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.errors import ParameterNotResidentError
+from infinity.paging.pager import Pager
+from infinity.threads.turn import in_backward, trusts
+from infinity.torch_internals.modes import has_memory, outside_modes
+from infinity.torch_internals.operations import AS_ARRAY, EXPOSING, REBINDING, Apart, may_write, name_of, replaced
+from infinity.units.layout import Slot
+from infinity.units.parameter import HeldTensor, PagedView, bind_view, host_of, unbind_view
+from infinity.units.unit import Unit
+
+_Outlasting = Callable[[Unit, Slot, torch.Tensor], torch.Tensor]
+
+
+class HeldOperations:
+    """Runs them while the units are open, each in its thread's turn."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[HeldTensor],
+        locate: Callable[[HeldTensor], tuple[Unit, Slot]],
+        outlasting: _Outlasting,
+    ) -> Any:
+        """Run an operation on parameters, and views of some. See `ParameterHost.operate`.
+
+        ``outlasting`` makes a view of a weight into one that may be kept when the unit is paged out.
+        """
+        places = {id(tensor): locate(tensor) for tensor in tensors}
+        units = list(dict.fromkeys(unit for unit, _ in places.values()))
+        if len(units) > 1:  # an operation over lists works unit by unit
+            apart = Apart(
+                function, args, kwargs, lambda row: frozenset(places[id(t)][0].index for t in row if id(t) in places)
+            )
+            if apart.is_several:
+                return apart.run(lambda part, named: function(*part, **named))
+        pager = self._pager
+        fqn = places[id(tensors[0])][1].spec.fqn
+        if function in REBINDING:
+            raise ParameterNotResidentError(fqn, operation=name_of(function))
+        if in_backward() and not pager.turn.is_guest:
+            pager.note_backward()
+        is_guest = pager.turn.begin(f"{name_of(function)} of '{fqn}'", reads=not in_backward(), joins=True)
+        try:
+            with contextlib.nullcontext() if trusts() else pager.turn.lent():
+                if name_of(function) in EXPOSING and not all(unit.num_active for unit in units):
+                    raise ParameterNotResidentError(fqn, operation=name_of(function))
+                if not is_guest and not pager.is_computing:
+                    if name_of(function) == "detach" and not isinstance(tensors[0], PagedView):
+                        place = places[id(tensors[0])]
+                        collected = pager.copies.collected(tensors[0], lambda: pager.copy_for_user(*place))
+                        if collected is not None:
+                            return collected
+                    pager.begin_outside_read()
+                    pager.check_room(units)
+                if pager.is_training_forward:
+                    for unit, slot in (places[id(tensor)] for tensor in tensors if not isinstance(tensor, PagedView)):
+                        pager.on_use(unit, [slot])
+                try:
+                    with pager.held(units), self._saving(is_guest=is_guest):
+                        result = self._run(function, args, kwargs, tensors, places)
+                        if (
+                            name_of(function) in ("to", "empty_like")
+                            and isinstance(result, torch.Tensor)
+                            and result.is_meta
+                        ):
+                            # ``module.to("meta")`` would replace the parameter by one without values.
+                            raise ParameterNotResidentError(fqn, operation="moving to the meta device")
+                        return replaced(result, lambda leaf: self._outlasting(leaf, units, outlasting))
+                finally:
+                    self._end(units)
+        finally:
+            pager.turn.end()
+
+    def _saving(self, *, is_guest: bool) -> contextlib.AbstractContextManager[Any]:
+        """The hooks for saving, unless they are up."""
+        pager = self._pager
+        if is_guest:
+            return pager.saving if pager.turn.is_guest_newly else contextlib.nullcontext()
+        if not pager.is_computing:
+            return pager.saving
+        return contextlib.nullcontext() if pager.is_inside_modules else pager.saving.in_recomputation()
+
+    @outside_modes
+    def _end(self, units: Sequence[Unit]) -> None:
+        with self._pager.lock:
+            for unit in units:
+                if unit.num_active == 0:
+                    unit.close()
+                    self._pager.settle_changes(unit)
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[HeldTensor],
+        places: Mapping[int, tuple[Unit, Slot]],
+    ) -> Any:
+        """The operation itself, while the units are open."""
+        views = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, PagedView)}.values())
+        try:
+            self._begin(views, places.values() if may_write(function, kwargs) else ())
+            if name_of(function) in AS_ARRAY and args:
+                result = function(args[0].detach().clone().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
+                result.flags.writeable = False  # what is written there would reach no weight
+                return result
+            return function(*args, **kwargs)
+        finally:
+            for view in views:
+                unbind_view(view)
+
+    @outside_modes
+    def _begin(self, views: Sequence[PagedView], written: Iterable[tuple[Unit, Slot]]) -> None:
+        for unit, slot in written:
+            self._pager.remember(unit, slot)
+        for view in views:
+            place = view.place
+            base = _base_of(place.unit).view(place.dtype)
+            bind_view(view, base.as_strided(place.shape, place.stride, place.offset))
+
+    def _outlasting(self, value: Any, units: Sequence[Unit], outlasting: _Outlasting) -> Any:
+        """``value``, a result of an operation, as it may be kept when the units are paged out."""
+        if not self._looks_at(value, units):
+            return value
+        if value.requires_grad and self._pager.is_computing and torch.is_grad_enabled():
+            return value  # what it is used for is saved as tokens
+        unit = self._pager.unit_behind(value)
+        slot = None if unit is None else unit.slot_at(int(value.storage_offset()) * value.itemsize)
+        if unit is None or slot is None or type(value) is not torch.Tensor:
+            return value.clone()
+        return outlasting(unit, slot, value)
+
+    def _looks_at(self, value: Any, units: Sequence[Unit]) -> bool:
+        """Whether ``value`` is a tensor over the memory of one of the units."""
+        if not isinstance(value, torch.Tensor) or host_of(value) is not None or value.layout is not torch.strided:
+            return False
+        if value.is_meta or not has_memory(value) or not value.numel():
+            return False
+        return self._pager.unit_behind(value) in units
+
+
+def _base_of(unit: Unit) -> torch.Tensor:
+    if unit.flat is None:
+        raise RuntimeError(f"unit {unit.name} is not resident after a touch")
+    return unit.flat.tensor()

@@ -1,0 +1,470 @@
+"""Which units are in memory: what comes next is fetched early, what is furthest away makes room.
+
+Knows units, flat buffers and the trace; must not know modules, autograd, gradients or files. Nearly always one thread at a
+time comes here (see [Note: turns] in ``infinity.threads.turn``); guests of a turn come beside it, and a lock keeps them apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from infinity.device.flat_pool import FlatPool
+from infinity.errors import BudgetTooSmallError, UnsupportedModelError, format_bytes
+from infinity.paging.trace import Trace, wanted
+from infinity.telemetry.clock import StepClock
+from infinity.threads.turn import Turn
+from infinity.torch_internals.foreign_writes import plain_storage
+from infinity.units.layout import Slot
+from infinity.units.unit import Arrival, Unit
+
+if TYPE_CHECKING:
+    from infinity.device.compute import FlatBuffer
+
+
+_PATIENCE_SECONDS = 1.0
+_HANG_SECONDS = 0.02
+_PATIENCE_BESIDE_OTHERS_SECONDS = 10.0
+"""Where other threads use units, too, which they may have done with in a moment."""
+
+
+class WeightSource(Protocol):
+    """Brings a unit's model weights into its flat buffer."""
+
+    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival: ...
+
+
+class WeightWriter(Protocol):
+    """Stores what others than the engine write into weights."""
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        """Whether what the weights were before a write can be found nowhere else, and is needed to store them."""
+        ...
+
+    def is_urgent(self, unit: Unit) -> bool:
+        """Whether what has been written has to be stored before anything else is written to the unit."""
+        ...
+
+    def store_written(self, unit: Unit) -> None:
+        """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
+        ...
+
+
+class _Unstarted:
+    """Weights whose fetch did not get as far as beginning. Whoever waits for them begins it."""
+
+    def __init__(self, begin: Callable[[], Arrival]) -> None:
+        self._begin = begin
+
+    def wait(self) -> None:
+        self._begin().wait()
+
+    def done(self) -> bool:
+        return False
+
+    def promote(self) -> None: ...
+
+
+class Residency:
+    """Keeps at most ``pool.capacity_bytes`` of flat buffers and decides which."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        pool: FlatPool,
+        source: WeightSource | None,
+        clock: StepClock,
+        *,
+        prefetches: bool,
+        guess: Sequence[int],
+        budget: tuple[str, int],
+    ) -> None:
+        """
+        Args:
+            units: all units, by index.
+            pool: memory for flat buffers, those of units that stay resident included.
+            source: where weights come from; None if all units stay resident.
+            clock: counts the waiting.
+            prefetches: fetch ahead of need.
+            guess: the order of need before the first micro-batch is recorded.
+            budget: the config key that the pool is a part of, and its value, for messages.
+        """
+        self.units = list(units)
+        self.pool = pool
+        self.clock = clock
+        self.turn = Turn()
+        self.lock = threading.RLock()
+        """Held while units are moved, opened or closed; never while a turn is waited for."""
+        self._room = threading.Condition(self.lock)
+        self.lacks_room = False
+        """Whether who has the turn waits for room."""
+        self.training_trace = Trace(guess)
+        self.eval_trace = Trace(sorted(set(guess)))
+        self.trace = self.training_trace
+        self.writer: WeightWriter | None = None
+        """Stores what was written into weights; without one, that is refused."""
+        self._source = source
+        self._prefetches = prefetches
+        self._budget_key, self._budget_bytes = budget
+        self._by_address: dict[int, Unit] = {}
+        self.due: set[int] = set()
+        """Indices of units of which an update is about to be created: it needs what is in their buffers."""
+        self._sizes = [unit.num_bytes for unit in self.units]
+        self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
+        self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
+        """Of the pool, what the units that come and go share."""
+
+    def make_resident(self, unit: Unit) -> None:
+        with self.lock:
+            if unit.flat is None and not self._attach(unit, is_demand=True):
+                self.await_update(unit)
+                flat = self._allocate_now(unit)
+                if flat is not None:
+                    self._begin_fetch(unit, flat, is_demand=True)
+            self._take_arrival(unit)
+            self.await_update(unit)
+
+    def prepare_update(self, unit: Unit) -> None:
+        """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
+        self.turn.be_alone()
+        if not unit.gathered:
+            unit.close()
+        self.await_update(unit)
+
+    def store_changes(self, unit: Unit) -> None:
+        """What others than the engine have written into the unit's buffer goes where its weights rest, if anything has.
+
+        Raises:
+            UnsupportedModelError: it cannot be stored. It is forgotten as far as it is known what was there before.
+        """
+        unit.note_changes()
+        if not unit.dirty:
+            return
+        if unit.flat is None or self.writer is None:
+            fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
+            self.forget_changes(unit)
+            raise UnsupportedModelError(
+                f"parameter '{fqn}' was written to where that cannot be stored",
+                cure="Change weights inside `with infinity.GatheredParameters(...)` between steps instead",
+                fqn=fqn,
+            )
+        self.writer.store_written(unit)
+
+    def forget_changes(self, unit: Unit) -> Slot | None:
+        """What was written into the unit's buffer never happened. Returns a parameter for which that cannot be."""
+        if unit.flat is not None:
+            for index, values in unit.before.items():
+                unit.weight(unit.layout.slots[index]).copy_(values)
+        unknown = unit.dirty - unit.before.keys()
+        unit.dirty.clear()
+        unit.before.clear()
+        if unknown and unit.flat is not None:
+            if unit.stays_resident or unit.flat.has_views or unit.num_active:
+                return unit.layout.slots[min(unknown)]
+            self.evict(unit)
+        return None
+
+    def settle_changes(self, unit: Unit) -> None:
+        """The use of ``unit`` has ended in which it may have been written to: see `store_changes`.
+
+        What can wait until the unit is paged out, updated or looked at is stored then.
+        """
+        if unit.dirty and unit.num_active == 0 and (self.writer is None or self.writer.is_urgent(unit)):
+            self.store_changes(unit)
+        elif not unit.dirty:
+            unit.before.clear()
+
+    def remember(self, unit: Unit, slot: Slot) -> None:
+        """The parameter may be written to from now on: keep what it is, if nobody could tell afterwards."""
+        if slot.index in unit.before or slot.index in unit.dirty or unit.flat is None:
+            return
+        if self.writer is not None and self.writer.needs_before(unit, slot):
+            unit.note_changes()  # by a view that was kept, say: then it is too late
+            if slot.index not in unit.dirty:
+                unit.before[slot.index] = unit.weight(slot).clone()
+
+    def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit whose memory a strided tensor looks at."""
+        return self.unit_at(plain_storage(tensor).data_ptr())
+
+    def unit_at(self, address: int) -> Unit | None:
+        """The unit whose memory begins there."""
+        return self._by_address.get(address)
+
+    def collect_all(self) -> None:
+        """Take note of everything that has arrived."""
+        with self.lock:
+            for unit in self.units:
+                if not unit.num_active:  # what is in use is stored when that ends
+                    self.store_changes(unit)
+                self._collect(unit)
+
+    def close(self) -> None:
+        """Give all flat buffers back. Errors of what is still on its way are of no interest any more."""
+        for unit in self.units:
+            unit.close()
+            unit.arrival = None
+            unit.update = None
+            if unit.flat is not None:
+                flat, unit.flat = unit.flat, None
+                self.pool.give_back(flat)
+        self._by_address.clear()
+
+    def _take_arrival(self, unit: Unit) -> None:
+        """Return when what is on its way into the unit's buffer is there."""
+        arrival = unit.arrival
+        if arrival is not None:
+            try:
+                if not arrival.done():
+                    arrival.promote()
+                    with self.clock.waiting("update" if arrival is unit.update else "read"):
+                        arrival.wait()
+                else:
+                    arrival.wait()
+            except Exception:
+                if arrival is not unit.update:
+                    self._displace(unit)  # what came is not the weights
+                raise
+            unit.arrival = None
+
+    def await_update(self, unit: Unit) -> None:
+        """Return when no update of ``unit`` is pending."""
+        update = unit.update
+        if update is not None:
+            if not update.done():
+                update.promote()
+                with self.clock.waiting("update"):
+                    update.wait()
+            else:
+                update.wait()
+            unit.update = None
+
+    def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
+        """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
+        update = unit.update
+        if update is None or not self.fills or not update.accepts_buffer:
+            return False
+        flat = self._allocate(unit, is_demand=is_demand, keep=keep)
+        if flat is None:
+            return False
+        self.place(unit, flat, update)
+        if not update.attach(flat, self.pool.mark()):  # it began a moment ago
+            self._displace(unit)
+            return False
+        return True
+
+    def attach_wanted(self, only: Unit | None = None) -> None:
+        """Let pending updates of the units that are needed first fill their buffers, as far as there is room now.
+
+        Args:
+            only: consider this one, and no other.
+        """
+        with self.lock:
+            targets = self.wanted()
+            for unit in (self.units[index] for index in targets):
+                if unit.flat is None and unit.update is not None and only in (None, unit):
+                    self._attach(unit, is_demand=False, keep=targets)
+
+    def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
+        # An interruption here must not leave a buffer that looks as if it held the weights.
+        self.place(unit, flat, _Unstarted(lambda: self._fetch(unit, is_demand=True)))
+        unit.arrival = self._fetch(unit, is_demand=is_demand)
+
+    def _displace(self, unit: Unit) -> None:
+        """``unit`` gives its buffer back, whatever was to come into it."""
+        flat, unit.flat, unit.arrival = unit.flat, None, None
+        if flat is not None:
+            self._by_address.pop(flat.address, None)
+            self.pool.give_back(flat)
+
+    def place(self, unit: Unit, flat: FlatBuffer, arrival: Arrival | None = None) -> None:
+        """``flat`` is the unit's memory from now on; its weights come with ``arrival``, or are put there by the caller."""
+        unit.flat = flat
+        unit.arrival = arrival
+        self._by_address[flat.address] = unit
+
+    def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        if self._source is None:
+            raise RuntimeError(f"unit {unit.name} has no place to be fetched from")
+        return self._source.fetch(unit, is_demand=is_demand)
+
+    def wanted(self) -> list[int]:
+        """The units to hold now, next first."""
+        if self._source is None or not self._prefetches:
+            return []
+        return wanted(tuple(self.trace.upcoming()), 0, self._sizes, self._moving_bytes, self._staying)
+
+    def pump(self) -> None:
+        """Start fetching what is wanted, evicting what is not."""
+        if self._source is None or not self._prefetches:
+            return
+        with self.lock:
+            self._pump()
+
+    def _pump(self) -> None:
+        targets = self.wanted()
+        for index in targets:
+            unit = self.units[index]
+            if unit.update is not None and unit.update.done():
+                self._collect(unit)
+            if unit.flat is not None:
+                continue
+            if unit.update is not None:
+                # Its stored weights are about to change: nothing may be read before the update has written them.
+                self._attach(unit, is_demand=False, keep=targets)
+                continue
+            flat = self._allocate(unit, is_demand=False, keep=targets)
+            if flat is None:
+                return
+            self._begin_fetch(unit, flat, is_demand=False)
+
+    def _collect(self, unit: Unit) -> None:
+        """Take note of what has arrived at ``unit``; raises what went wrong on the way."""
+        if unit.arrival is not None and unit.arrival.done():
+            self._take_arrival(unit)
+        if unit.update is not None and unit.update.done():
+            unit.update.wait()
+            unit.update = None
+
+    def _allocate(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> FlatBuffer | None:
+        while True:
+            flat = self.pool.allocate(unit.num_bytes)
+            if flat is not None:
+                return flat
+            victim = self._victim(unit, is_demand=is_demand, keep=keep)
+            if victim is None:
+                return self.pool.allocate(unit.num_bytes) if self.pool.reclaim() else None
+            self.evict(victim)
+
+    def _allocate_now(self, unit: Unit) -> FlatBuffer | None:
+        """A buffer for a unit that is needed now; None if another thread has got one for it meanwhile.
+
+        A view of another unit may live an instant longer than its reader: in an I/O thread that has just told of its
+        success, or in a cycle that only the garbage collector sees. So there is a little patience before the error; and
+        as long as it takes for requests that nobody waits for any more.
+
+        Raises:
+            StallError: such a request hangs.
+        """
+        flat = self._allocate(unit, is_demand=True)
+        began = time.monotonic()
+        has_collected = False
+        try:
+            while flat is None:
+                # Beside others it is they that hold the memory, nearly always, and the collector takes its time.
+                if not has_collected and (not self.turn.has_guests or time.monotonic() > began + _PATIENCE_SECONDS / 2):
+                    has_collected = True
+                    gc.collect()
+                    flat = self._allocate(unit, is_demand=True)
+                    continue
+                # Others who come beside a turn wait until there is room for the one whose turn it is.
+                self.lacks_room |= not self.turn.is_guest
+                patience = _PATIENCE_BESIDE_OTHERS_SECONDS if self.turn.has_guests else _PATIENCE_SECONDS
+                waited_seconds = time.monotonic() - began
+                is_soon = waited_seconds > _HANG_SECONDS and self.pool.awaits_requests()
+                if waited_seconds > patience and not is_soon:
+                    raise self._no_room(unit)
+                self._room.wait(0.001)  # without the lock: who has done with a unit may come
+                if unit.flat is not None:
+                    return None
+                flat = self._allocate(unit, is_demand=True)
+        finally:
+            if self.lacks_room and not self.turn.is_guest:
+                self.lacks_room = False
+                self.turn.look_again()
+        return flat
+
+    def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
+        """The unit that is needed last among those that may leave. A prefetch waits for nothing and takes nothing wanted."""
+        rank = {index: place for place, index in enumerate(self.trace.upcoming())}
+        best: Unit | None = None
+        best_key = (-1, -1)
+        is_guest = self.turn.is_guest
+        for unit in self.units:
+            if unit.flat is None or unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
+                continue
+            if unit.is_open and is_guest:
+                continue  # the one whose turn it is may compute with it
+            self._collect(unit)
+            is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
+            if is_busy and not is_demand:
+                continue
+            # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.
+            key = (0 if is_busy and self._prefetches else 1, rank.get(unit.index, len(rank)))
+            if key > best_key:
+                unit.close()
+                if is_busy or not unit.flat.has_views:
+                    best, best_key = unit, key
+        return best
+
+    def evict(self, unit: Unit) -> None:
+        """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
+        if unit.flat is None or unit.stays_resident:
+            return
+        unit.close()
+        self._take_arrival(unit)
+        self.await_update(unit)
+        self.store_changes(unit)
+        self._displace(unit)
+
+    def _no_room(self, unit: Unit) -> BudgetTooSmallError:
+        held = [
+            f"{u.name} ({u.num_bytes} bytes, {'in use' if u.num_active else 'views of it are still referenced'})"
+            for u in self.units
+            if u.flat is not None
+        ]
+        return self._too_small(
+            self.pool.used_bytes + unit.num_bytes - self.pool.capacity_bytes,
+            f"Unit {unit.name} ({unit.num_bytes} bytes) is needed together with {'; '.join(held) or 'nothing else'}",
+        )
+
+    def _too_small(self, lacking_bytes: int, problem: str) -> BudgetTooSmallError:
+        return BudgetTooSmallError(
+            self._budget_key,
+            budget_bytes=self._budget_bytes,
+            minimum_bytes=self._budget_bytes + 2 * lacking_bytes,  # up to half of more goes into staging
+            reason=f"{format_bytes(self.pool.capacity_bytes)} of it are for weights. {problem}",
+        )
+
+    def check_room(self, units: Collection[Unit]) -> None:
+        """Raise `BudgetTooSmallError` if the units cannot be in memory together."""
+        moving_bytes = sum(unit.num_bytes for unit in units if not unit.stays_resident)
+        if moving_bytes > self._moving_bytes:
+            raise self._too_small(
+                moving_bytes - self._moving_bytes,
+                f"{len(units)} units are gathered at once, of which {format_bytes(moving_bytes)} have to be fetched: gather "
+                "fewer parameters at a time",
+            )
+
+    def close_strays(self) -> None:
+        """Close the units that an operation opened and no module holds."""
+        self.close_unused(self.units)
+
+    def close_unused(self, units: Iterable[Unit]) -> None:
+        """Close those of the units that no module or operation holds."""
+        with self.lock:
+            for unit in units:
+                if unit.is_open and unit.num_active == 0:
+                    unit.close()
+                    self.settle_changes(unit)
+
+    def forward_order(self) -> list[int]:
+        """All units in the order in which the recorded forward needed them; units that it did not need come last."""
+        trace = self.training_trace
+        first = dict.fromkeys(trace.order[: trace.backward_start])
+        return [*first, *(unit.index for unit in self.units if unit.index not in first)]
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all units can be resident together, so that none has to make room for another."""
+        return self._source is None or sum(self._sizes) <= self.pool.capacity_bytes
+
+    @property
+    def fills(self) -> bool:
+        """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
+        return self._source is not None and self._prefetches

@@ -1,0 +1,228 @@
+"""What was measured on this machine's drives, kept from run to run in one small JSON file.
+
+The file is a help and never a condition: one that cannot be read or written costs a line in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, get_args
+
+from swapper.config import BackendName
+from swapper.errors import ArgumentError
+from swapper.measure.measurement import IOSetting
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_MAX_ENTRIES = 64
+_MAX_FILE_BYTES = 1 << 20
+_MACHINE_ID = Path("/etc/machine-id")
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second that drives give and take: when read, when written, and both together in an optimizer step's mix.
+
+    Attributes:
+        read_bytes_per_second: sequential reads.
+        write_bytes_per_second: sequential writes.
+        mixed_bytes_per_second: sum of both directions, 14 bytes read for 12 written.
+        measured_at: local date and time, ISO 8601.
+    """
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    mixed_bytes_per_second: float
+    measured_at: str
+
+    @property
+    def date(self) -> str:
+        """The day of the measurement."""
+        return self.measured_at.partition("T")[0]
+
+
+@dataclass(frozen=True)
+class MeasuredIO:
+    """The result of one measurement.
+
+    Attributes:
+        setting: the best one.
+        bandwidth: what it reaches.
+        cpu_cores: processor cores that it keeps busy in the mixed workload.
+    """
+
+    setting: IOSetting
+    bandwidth: Bandwidth
+    cpu_cores: float
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What a measurement holds for.
+
+    Attributes:
+        machine: the machine and its kernel.
+        drives: the directories, in order, and the devices under them.
+        version: of this package.
+        asked: what the measurement had to keep to, e.g. values given in the config.
+    """
+
+    machine: str
+    drives: str
+    version: str
+    asked: str
+
+    @classmethod
+    def of(cls, directories: Sequence[Path], version: str, asked: str) -> CacheKey:
+        """The key for these directories of this machine.
+
+        Raises:
+            OSError: a directory is not there.
+        """
+        return cls(_machine(), _drives(directories), version, asked)
+
+    def text(self) -> str:
+        """One string that is the same exactly if all of it is."""
+        return json.dumps([self.machine, self.drives, self.version, self.asked])
+
+
+def measured_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
+    """What the drives under these directories reached when they were last measured on this machine; None if never."""
+    try:
+        here = [_machine(), _drives(directories)]
+    except (OSError, RuntimeError):  # not there, or links that lead in a circle
+        return None
+    found = [
+        entry.bandwidth
+        for text, value in _read().items()
+        if _parsed(text)[:2] == here and (entry := _entry(value)) is not None
+    ]
+    return max(found, key=lambda bandwidth: _seconds(bandwidth.measured_at), default=None)
+
+
+def load(key: CacheKey) -> MeasuredIO | None:
+    """What was stored under a key, or None."""
+    value = _read().get(key.text())
+    return None if value is None else _entry(value)
+
+
+def store(key: CacheKey, measured: MeasuredIO) -> None:
+    """Keep a result; what others have stored meanwhile stays."""
+    try:
+        path = cache_path()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        entries = {text: value for text, value in _read().items() if text != key.text()}
+        entries = dict(list(entries.items())[1 - _MAX_ENTRIES :])
+        entries[key.text()] = asdict(measured)
+        _replace(path, json.dumps({"format": _FORMAT, "measured": entries}, indent=1) + "\n")
+    except (OSError, RuntimeError) as error:
+        logger.info("the measured I/O settings are not kept for the next run: %s", error)
+
+
+def now() -> str:
+    """Local date and time as they are stored."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _seconds(measured_at: str) -> float:
+    return datetime.fromisoformat(measured_at).timestamp()
+
+
+def cache_path() -> Path:
+    """Where results are kept: in `INFINITY_CACHE_DIR`, else in the user's directory for caches.
+
+    Raises:
+        RuntimeError: the user has no home directory.
+    """
+    if chosen := os.environ.get("INFINITY_CACHE_DIR"):
+        return Path(chosen).expanduser() / "io.json"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification has relative paths ignored.
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "infinity" / "io.json"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it sees the old one or the new one, whole."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".io-", delete=False, encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
+
+
+def _read() -> Mapping[str, Any]:
+    """The entries of the file; none if there is no file or if it is not as it should be."""
+    try:
+        path = cache_path()
+        if not path.exists():
+            return {}
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not isinstance(content.get("measured"), dict):
+            raise ValueError("it does not hold what it should")
+        if content.get("format") != _FORMAT:
+            raise ValueError(f"it has format {content.get('format')!r}, not {_FORMAT}")
+    except (OSError, RuntimeError, ValueError, RecursionError) as error:
+        logger.info("the file of measured I/O settings is not used: %s", error)
+        return {}
+    entries: dict[str, Any] = content["measured"]
+    return entries
+
+
+def _entry(value: Any) -> MeasuredIO | None:
+    """An entry as it was stored, or None if somebody changed it into something else."""
+    try:
+        setting = IOSetting(**value["setting"])
+        setting.swapper_config()  # knows what a setting must be
+        if setting.backend not in get_args(BackendName) or not all(
+            type(number) is int for number in (setting.request_bytes, setting.num_threads, setting.max_inflight)
+        ):
+            raise ValueError(f"no setting: {setting}")
+        bandwidth = Bandwidth(**value["bandwidth"])
+        _seconds(bandwidth.measured_at)
+        cpu_cores = float(value["cpu_cores"])
+        speeds = [float(number) for name, number in asdict(bandwidth).items() if name != "measured_at"]
+        if not all(speed > 0 and math.isfinite(speed) for speed in speeds):
+            raise ValueError(f"no bandwidth: {bandwidth}")
+    except (ArgumentError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        logger.info("an entry in the file of measured I/O settings is not used: %s: %s", type(error).__name__, error)
+        return None
+    return MeasuredIO(setting, bandwidth, cpu_cores)
+
+
+def _parsed(text: str) -> list[Any]:
+    try:
+        parts = json.loads(text)
+    except ValueError:
+        return []
+    return parts if isinstance(parts, list) else []
+
+
+def _machine() -> str:
+    """This machine, as far as it can be told from others that share the file (a home directory on the network)."""
+    identity = ""
+    with contextlib.suppress(OSError, ValueError):
+        identity = _MACHINE_ID.read_text(encoding="ascii").strip()
+    return f"{identity or platform.node()}, {platform.system()} {platform.release()}"
+
+
+def _drives(directories: Sequence[Path]) -> str:
+    # A directory may be mounted over: the device is part of what was measured.
+    resolved = [Path(directory).resolve() for directory in directories]
+    return ", ".join(f"{path} on {os.stat(path).st_dev}" for path in resolved)

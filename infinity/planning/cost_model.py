@@ -1,0 +1,102 @@
+"""What a step will read from and write to the drives, given what rests where.
+
+Pure arithmetic; must not know tensors or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.errors import BudgetTooSmallError
+from infinity.paging.trace import simulate
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.placement import Placement, apparent_bytes, place, placements
+
+_SIMULATED = 4
+"""So many ways to divide the budgets are compared by what they move."""
+_MANY_UNITS = 300
+"""With more, a simulation takes a good part of a second."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes that the NVMe tier reads and writes in one step, in the steady state, when every parameter gets a gradient."""
+
+    read_bytes: int
+    write_bytes: int
+
+
+def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
+    """The best of a few ways to divide the budgets, or one with all memory for units that come and go if that moves fewer bytes.
+
+    Raises:
+        BudgetTooSmallError, ConfigValueError: see `place`.
+    """
+
+    def moved(placement: Placement) -> int:
+        prediction = predict(units, request, placement, order, backward_start)
+        return prediction.read_bytes + prediction.write_bytes
+
+    found = placements(units, request)[: _SIMULATED if len(units) <= _MANY_UNITS else 1]
+    kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, request, placement))
+    try:
+        passing = place(units, dataclasses.replace(request, keeps_in_memory=False))
+    except BudgetTooSmallError:
+        return kept
+    return kept if moved(kept) <= moved(passing) else min(*found, passing, key=moved)
+
+
+def predict(
+    units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
+) -> Prediction:
+    """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
+    sizes = [unit.weight_bytes for unit in units]
+    read = write = 0
+    num_micro_batches = request.num_micro_batches
+    simulation = simulate(
+        order,
+        sizes,
+        placement.weights_bytes - sum(sizes[index] for index in placement.resident_units),
+        prefetches=request.prefetches,
+        num_cycles=num_micro_batches,
+        staying=placement.resident_units,
+    )
+    fetches = simulation.fetches
+    in_step = not request.updates_in_backward
+    filled = (
+        {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
+        if request.update == "deferred" and request.prefetches
+        else set()
+    )
+    on_nvme = placement.weights_on_nvme(len(units))
+    seen: set[int] = set()
+    for position, unit in fetches:
+        if in_step and unit in filled and unit not in seen and position < backward_start:
+            seen.add(unit)  # its update leaves the new weights in the buffer
+            continue
+        if unit in on_nvme:
+            read += sizes[unit]
+    write += sum(request.trainable_bytes(units[index]) for index in on_nvme)
+    if request.record_format.needs_weight:
+        # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
+        # if backward has just used them.
+        just_used = set() if in_step else set(order[backward_start:])
+        read += sum(request.trainable_bytes(units[index]) for index in on_nvme - simulation.held.union(just_used))
+    if request.optimizer_tier == "nvme":
+        records = sum(
+            request.record_format.stored_bytes(unit.trainable_numel - kept, unit.num_states, placement.chunk_numel)
+            for unit, kept in zip(units, placement.states_in_memory, strict=True)
+        )
+        read += records
+        write += records
+    if in_step or num_micro_batches > 1:
+        spilled = sum(
+            unit.trainable_numel * request.gradient_itemsize
+            for index, unit in enumerate(units)
+            if index not in placement.gradients_in_memory
+        )
+        read += spilled * request.gradient_moves
+        write += spilled * request.gradient_moves
+    return Prediction(read, write)

@@ -1,0 +1,96 @@
+"""What stays in host memory, so that it is never read or written: weights, gradients, optimizer state.
+
+Pure arithmetic on sizes. By I/O bytes saved per byte of memory: weights first (a unit's 2 bytes per parameter save 6 in a
+step of one micro-batch), then gradients, then states (2 per byte). Each kind takes what fits, in a fixed order: so more
+memory never saves less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infinity.planning.inputs import Request, UnitSize, spread
+from infinity.units.layout import CHUNK_GRANULE
+
+
+@dataclass(frozen=True)
+class GradientShare:
+    """Which main gradients stay in memory, and the scratch for spilling the others."""
+
+    units: tuple[int, ...]
+    scratch_bytes: int
+    num_bytes: int
+    """Those in memory and the scratch."""
+    saved_bytes: int
+
+
+def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
+    """Units in the order in which their weights are kept: most saved per byte, then the largest; equals spread evenly."""
+
+    def gain(index: int) -> tuple[float, int]:
+        unit = units[index]
+        return -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
+
+    return sorted(spread(len(units)), key=gain)
+
+
+def take_weights(units: Sequence[UnitSize], order: Sequence[int], room_bytes: int) -> tuple[list[int], int]:
+    """The units of ``order`` whose weights fit into the room, one after the other, and the room that is left."""
+    taken: list[int] = []
+    for index in order:
+        if units[index].weight_bytes <= room_bytes:
+            taken.append(index)
+            room_bytes -= units[index].weight_bytes
+    return taken, room_bytes
+
+
+def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: int) -> Iterator[GradientShare]:
+    """All sensible ways to use ``capacity_bytes`` for main gradients."""
+    numels = {index: unit.trainable_numel for index, unit in enumerate(units) if unit.trainable_numel}
+    itemsize, scratch_itemsize = request.gradient_itemsize, request.scratch_itemsize
+    moved = 2 * request.gradient_moves * itemsize
+    total = sum(numels.values())
+    if total * scratch_itemsize <= capacity_bytes:
+        yield GradientShare(tuple(numels), 0, total * scratch_itemsize, moved * total)
+    by_size = sorted(numels, key=lambda index: -numels[index])
+    for largest in sorted(set(numels.values()), reverse=True):
+        scratch_bytes = largest * scratch_itemsize
+        kept = [index for index in by_size if numels[index] > largest]
+        used = scratch_bytes + sum(numels[index] for index in kept) * itemsize
+        if used <= capacity_bytes:
+            for index in by_size[len(kept) :]:
+                if used + numels[index] * itemsize <= capacity_bytes:
+                    kept.append(index)
+                    used += numels[index] * itemsize
+            saved = moved * sum(numels[index] for index in kept)
+            yield GradientShare(tuple(sorted(kept)), scratch_bytes, used, saved)
+        if itemsize < scratch_itemsize:
+            break  # any of them may turn out to be a sum, and need the scratch
+
+
+def most_gradients(shares: Iterator[GradientShare]) -> GradientShare:
+    """The share that keeps most; if there are several, one that never has to spill, or else takes the least memory."""
+    return max(
+        shares,
+        key=lambda share: (share.saved_bytes, len(share.units), share.scratch_bytes == 0, -share.num_bytes),
+    )
+
+
+def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
+    """For each unit, of how many elements the optimizer state stays in memory: the same share of each. And the room left.
+
+    So the drives' work is spread evenly over a step.
+    """
+    granules = [unit.trainable_numel // CHUNK_GRANULE for unit in units]
+    costs = [request.record_format.record_bytes(CHUNK_GRANULE, unit.num_states) for unit in units]
+    total = sum(number * cost for number, cost in zip(granules, costs, strict=True))
+    if room_bytes >= total:
+        return tuple(unit.trainable_numel for unit in units), room_bytes - total
+    kept = [number * room_bytes // total for number in granules]
+    room_bytes -= sum(number * cost for number, cost in zip(kept, costs, strict=True))
+    for index in spread(len(units)):
+        if kept[index] < granules[index] and costs[index] <= room_bytes:
+            kept[index] += 1
+            room_bytes -= costs[index]
+    return tuple(number * CHUNK_GRANULE for number in kept), room_bytes

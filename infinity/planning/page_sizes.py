@@ -1,0 +1,78 @@
+"""How large the pages for optimizer state are, and how many.
+
+Pure arithmetic: knows bytes and elements; must not know what else shares the budget.
+"""
+
+from __future__ import annotations
+
+from infinity.errors import ConfigValueError, format_bytes
+from infinity.planning.inputs import Request
+from infinity.units.layout import CHUNK_GRANULE
+
+FEWEST_PAGES = 3
+"""One chunk being read, one updated, one written."""
+GOOD_PAGE_BYTES = 12 << 20
+"""So much goes to pages before anything else shares with them: each chunk costs time, however small it is."""
+_MOST_PAGES = 16
+_PREFERRED_PAGES = 8
+_ENOUGH_PAGE_BYTES = 48 << 20
+"""For all pages together: more in flight makes no drive faster."""
+_PAGE_GRANULE = 4096
+_SMALLEST_CHUNK = 32 * CHUNK_GRANULE
+_LARGEST_CHUNK = 1024 * CHUNK_GRANULE
+
+
+class PageSizes:
+    """Sizes of pages, each for one chunk, that are possible with a model and its config."""
+
+    def __init__(self, request: Request, widest: int, largest_numel: int) -> None:
+        """
+        Args:
+            request: the config's part.
+            widest: the most states that a unit has per element.
+            largest_numel: trainable elements of the largest unit.
+
+        Raises:
+            ConfigValueError: ``page_bytes`` is too small for one chunk.
+        """
+        self._request = request
+        self._widest = widest
+        self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
+        self._smallest_chunk = self._find_smallest_chunk()
+        self.smallest_bytes = self._bytes_for(self._smallest_chunk)
+        """Of one page."""
+
+    def enough_bytes(self, *, keeps_all_records: bool) -> int:
+        """More for all pages together brings nothing. ``keeps_all_records``: nothing is read into pages or written from them."""
+        largest = self._bytes_for(min(_LARGEST_CHUNK, self._largest_numel))
+        enough = min(_ENOUGH_PAGE_BYTES, _MOST_PAGES * largest)
+        return min(enough, FEWEST_PAGES * largest) if keeps_all_records else enough
+
+    def cut(self, area_bytes: int, *, keeps_all_records: bool) -> tuple[int, int, int]:
+        """Elements per chunk, bytes per page, number of pages in ``area_bytes``; if that is 0, of the smallest."""
+        chunk_numel = self._smallest_chunk
+        if self._request.page_bytes is None and area_bytes:
+            number = FEWEST_PAGES if keeps_all_records else _PREFERRED_PAGES
+            numel = self._numel_in(area_bytes // number)
+            chunk_numel = min(max(numel, self._smallest_chunk), _LARGEST_CHUNK, self._largest_numel)
+        page_bytes = self._bytes_for(chunk_numel)
+        return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, _MOST_PAGES), FEWEST_PAGES)
+
+    def _find_smallest_chunk(self) -> int:
+        wanted = self._request.page_bytes
+        numel = _SMALLEST_CHUNK if wanted is None else self._numel_in(wanted)
+        if numel == 0:
+            raise ConfigValueError(
+                "infinity.page_bytes",
+                wanted,
+                f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state",
+                cure=f"Set it to at least {format_bytes(self._bytes_for(CHUNK_GRANULE))}, or leave it out",
+            )
+        return min(numel, self._largest_numel)
+
+    def _numel_in(self, num_bytes: int) -> int:
+        return self._request.record_format.numel_in(num_bytes, self._widest, CHUNK_GRANULE)
+
+    def _bytes_for(self, chunk_numel: int) -> int:
+        num_bytes = self._request.record_format.workspace_bytes(chunk_numel, self._widest)
+        return -(-num_bytes // _PAGE_GRANULE) * _PAGE_GRANULE

@@ -1,0 +1,387 @@
+"""Divides the host memory budget, and the device's.
+
+Pure arithmetic on sizes: knows units' bytes and the budget; must not know tensors or files.
+
+    host memory budget
+    | flat buffers: of units that stay, and room for those that come and go | pages | gradients | weights and states kept |
+On a GPU the flat buffers are device memory, and pages for uploads take their place in the host budget.
+
+[Note: how it is divided] First the least of everything. Half of what is left at most goes into what keeps the drives and
+the model busy at the same time: more pages, room to fetch further ahead. All else keeps things off the drives, see
+``infinity.planning.keep_in_memory``. The more units stay, the less room the others need to pass through: so the division is made for
+each sensible number of units that stay, and the one that saves most is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infinity.errors import BudgetTooSmallError, format_bytes
+from infinity.planning.inputs import Request, UnitSize, needed_together
+from infinity.planning.keep_in_memory import most_gradients, order_of_weights, take_gradients, take_states, take_weights
+from infinity.planning.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
+
+HOST_KEY = "infinity.host_memory_budget"
+DEVICE_KEY = "infinity.device_memory_budget"
+_CHUNK_COST_BYTES = 512 << 10
+"""So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing."""
+_UPLOAD_PAGE_BYTES = 4 << 20
+_FEWEST_UPLOAD_PAGES = 2
+_PREFERRED_UPLOAD_PAGES = 8
+_UNITS_AHEAD = 2
+"""Besides the two that are needed: one being fetched, one being updated."""
+_MOST_OPTIONS = 48
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The division of the budget."""
+
+    weights_bytes: int
+    """Capacity for flat buffers (device memory on a GPU), those of `resident_units` included."""
+    page_bytes: int
+    num_pages: int
+    chunk_numel: int
+    upload_page_bytes: int
+    num_upload_pages: int
+    gradient_bytes: int
+    """For gradients in RAM: main gradients, or those on their way into an update in backward."""
+    gradient_scratch_bytes: int
+    gradients_in_memory: tuple[int, ...]
+    """Units whose main gradients stay in RAM; those of the others are spilled."""
+    resident_units: frozenset[int]
+    """Units whose weights rest in their flat buffers."""
+    hosted_units: frozenset[int]
+    """Units whose weights rest in host memory beside the device's."""
+    states_in_memory: tuple[int, ...]
+    """For each unit, of how many elements, from its first on, the optimizer state rests in host memory."""
+    kept_bytes: int
+    """Host memory for weights (beside flat buffers) and states that rest there."""
+    minimum_bytes: int
+    spills: bool
+    """Whether some main gradients go to NVMe."""
+    late_units: frozenset[int] = frozenset()
+    """Units that are updated after backward although the others are in it. Their gradients wait in memory until then."""
+    activation_bytes: int = 0
+    """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
+
+    def weights_on_nvme(self, num_units: int) -> frozenset[int]:
+        """Units whose weights rest on NVMe."""
+        return frozenset(range(num_units)) - self.resident_units - self.hosted_units
+
+    def host_bytes(self, request: Request) -> int:
+        """Of host memory, what is divided up."""
+        pages = self.page_bytes * self.num_pages + self.upload_page_bytes * self.num_upload_pages
+        flats = self.weights_bytes if request.shares_host_memory else 0
+        return flats + pages + self.gradient_bytes + self.kept_bytes + self.activation_bytes
+
+    def budget_of_weights(self, request: Request) -> tuple[str, int]:
+        """The config key of the budget that flat buffers are a part of, and its value."""
+        if request.shares_host_memory:
+            return HOST_KEY, request.budget_bytes
+        return DEVICE_KEY, request.device_budget_bytes or self.weights_bytes
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to divide: what stays from the beginning, and what all the rest needs at least."""
+
+    residents: frozenset[int]
+    hosts_all: bool
+    """All units that do not stay on the device rest in host memory."""
+    keeps_all_records: bool
+    flat_bytes: int
+    """Of the host's: flat buffers."""
+    page_bytes: int
+    num_pages: int
+    upload_bytes: int
+    gradient_bytes: int
+    kept_bytes: int
+
+    @property
+    def cost_bytes(self) -> int:
+        return (
+            self.flat_bytes
+            + self.page_bytes * self.num_pages
+            + self.upload_bytes
+            + self.gradient_bytes
+            + self.kept_bytes
+        )
+
+
+def place(units: Sequence[UnitSize], request: Request) -> Placement:
+    """Divide the budgets: see `placements`."""
+    return placements(units, request)[0]
+
+
+def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
+    """Sensible ways to divide the budgets, the best first, as far as that can be told without a simulation.
+
+    Raises:
+        BudgetTooSmallError: names the minimum.
+        ConfigValueError: ``page_bytes`` is too small for one chunk.
+    """
+    planner = _Planner(units, request)
+    planner.divide_device_memory()
+    options = list(planner.options())
+    least = min(options, key=lambda option: option.cost_bytes)
+    if request.budget_bytes < least.cost_bytes:
+        raise BudgetTooSmallError(
+            HOST_KEY,
+            budget_bytes=request.budget_bytes,
+            minimum_bytes=least.cost_bytes,
+            reason=_explain(units, request, least),
+        )
+    found = [pair for option in options if (pair := planner.divide(option, least.cost_bytes)) is not None]
+    return [placement for _, placement in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
+    """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
+    moving = (unit.trainable_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
+    num_chunks = sum(-(-numel // placement.chunk_numel) for numel in moving)
+    return num_chunks * _CHUNK_COST_BYTES
+
+
+class _Planner:
+    def __init__(self, units: Sequence[UnitSize], request: Request) -> None:
+        self._units = units
+        self._request = request
+        self._order = order_of_weights(units, request)
+        self._sizes = [unit.weight_bytes for unit in units]
+        self._total = sum(self._sizes)
+        self._largest_numel = max(unit.trainable_numel for unit in units)
+        self._records = sum(request.record_bytes(unit) for unit in units)
+        self._has_pages = request.optimizer_tier != "none" or request.shares_host_memory
+        widest = max((unit.num_states for unit in units), default=0)
+        self._pages = PageSizes(request, widest, self._largest_numel)
+        self._device_bytes = self._total
+        self._on_device: frozenset[int] = frozenset()
+
+    # ------------------------------------------------------------------------------------------------------ the device
+
+    def divide_device_memory(self) -> None:
+        """Decide which units stay on a device with a memory of its own.
+
+        Raises:
+            BudgetTooSmallError: it has not even room for those that are needed together.
+        """
+        request = self._request
+        if request.shares_host_memory or request.device_budget_bytes is None:
+            if not request.shares_host_memory and (request.keeps_in_memory or request.param_tier == "none"):
+                self._on_device = frozenset(self._order)
+            return
+        everything = range(len(self._units))
+        least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
+        if request.device_budget_bytes < least:
+            raise BudgetTooSmallError(
+                DEVICE_KEY,
+                budget_bytes=request.device_budget_bytes,
+                minimum_bytes=least,
+                reason="The two largest units must be resident together",
+            )
+        self._device_bytes = min(self._total, request.device_budget_bytes)
+        if request.param_tier == "none":
+            self._on_device = frozenset(everything)
+        elif request.keeps_in_memory:
+            kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
+            self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
+
+    def _residents_in(self, prefix: frozenset[int], capacity_bytes: int) -> frozenset[int]:
+        rest = [index for index in self._order if index not in prefix]
+        room = capacity_bytes - sum(self._sizes[index] for index in prefix)
+        room -= min((1 + _UNITS_AHEAD) * max((self._sizes[i] for i in rest), default=0), self._bytes_of(rest))
+        if room < 0:
+            return frozenset()
+        return prefix.union(take_weights(self._units, rest, room)[0])
+
+    def _bytes_of(self, indices: Sequence[int]) -> int:
+        return sum(self._sizes[index] for index in indices)
+
+    def _prefixes(self) -> Iterator[frozenset[int]]:
+        """The first so many units to stay, where that makes a difference for the room that the others need."""
+        order, sizes = self._order, self._sizes
+        count = len(order)
+        borders = [n for n in range(1, count) if sizes[order[n]] != sizes[order[n - 1]] or n == count - 1]
+        step = -(-len(borders) // _MOST_OPTIONS) if borders else 1
+        for length in sorted({0, count, *borders[::step]}):
+            yield frozenset(order[:length])
+
+    # -------------------------------------------------------------------------------------------------------- the host
+
+    def _option(self, residents: frozenset[int], *, hosts_all: bool, records: bool) -> _Option:
+        request = self._request
+        moving = [index for index in self._order if index not in residents]
+        flat_bytes = upload_bytes = kept_bytes = 0
+        if request.shares_host_memory:
+            flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
+        elif hosts_all:
+            kept_bytes = self._bytes_of(moving)
+        elif moving:
+            upload_bytes = _FEWEST_UPLOAD_PAGES * _UPLOAD_PAGE_BYTES
+        if records:
+            kept_bytes += self._records
+        numel = self._largest_numel if request.can_spill else sum(unit.trainable_numel for unit in self._units)
+        return _Option(
+            residents=residents,
+            hosts_all=hosts_all,
+            keeps_all_records=records,
+            flat_bytes=flat_bytes,
+            page_bytes=self._pages.smallest_bytes,
+            num_pages=FEWEST_PAGES if self._has_pages else 0,
+            upload_bytes=upload_bytes,
+            # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
+            gradient_bytes=numel * request.scratch_itemsize,
+            kept_bytes=kept_bytes,
+        )
+
+    def options(self) -> Iterator[_Option]:
+        """All sensible ways to begin."""
+        request = self._request
+        records = {request.keeps_all_records, request.keeps_all_records or self._may_keep_records()}
+        for keeps_records in sorted(records, reverse=True):
+            if not request.shares_host_memory:
+                hosts = {request.param_tier == "cpu", request.param_tier == "cpu" or self._may_host()}
+                for hosts_all in sorted(hosts, reverse=True):
+                    yield self._option(self._on_device, hosts_all=hosts_all, records=keeps_records)
+            elif request.keeps_all_weights:
+                yield self._option(frozenset(self._order), hosts_all=False, records=keeps_records)
+            else:
+                for prefix in self._prefixes() if request.keeps_in_memory else [frozenset[int]()]:
+                    yield self._option(prefix, hosts_all=False, records=keeps_records)
+
+    def _may_keep_records(self) -> bool:
+        return self._request.keeps_in_memory and self._request.optimizer_tier == "nvme"
+
+    def _may_host(self) -> bool:
+        return self._request.keeps_in_memory and self._request.param_tier == "nvme"
+
+    def divide(self, option: _Option, minimum_bytes: int) -> tuple[tuple[int, int], Placement] | None:
+        """The placement that begins with ``option``, and how good it is; None if the budget is too small for that."""
+        units, request = self._units, self._request
+        left = request.budget_bytes - option.cost_bytes
+        if left < 0:
+            return None
+        moving = [index for index in self._order if index not in option.residents]
+        pages, flats, uploads, gradients = self._staging(option, moving, left)
+        left -= pages + flats + uploads + gradients
+        page_area = option.page_bytes * option.num_pages + pages
+        chunk_numel, page_bytes, num_pages = self._pages.cut(page_area, keeps_all_records=option.keeps_all_records)
+
+        saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
+        taken: list[int] = moving if option.hosts_all else []
+        if request.keeps_in_memory and not option.hosts_all:
+            taken, left = take_weights(units, moving, left)
+        saved += sum(request.saved_by_weights(units[index]) for index in taken)
+        capacity = option.gradient_bytes + gradients
+        if request.gradient_moves:
+            spare = self._wished_gradients() - capacity
+            capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
+        states = tuple(unit.trainable_numel if option.keeps_all_records else 0 for unit in units)
+        share = most_gradients(take_gradients(units, request, capacity))
+        if self._may_keep_records() and not option.keeps_all_records:
+            best = -1
+            for candidate in take_gradients(units, request, capacity):
+                room = left - max(candidate.num_bytes - option.gradient_bytes - gradients, 0)
+                kept, rest = take_states(units, request, room)
+                gain = candidate.saved_bytes + 2 * (room - rest)
+                if gain > best:
+                    best, share, states = gain, candidate, kept
+        saved += share.saved_bytes + 2 * self._kept_records(states)
+        kept_bytes = option.kept_bytes + (0 if option.keeps_all_records else self._kept_records(states))
+        left -= kept_bytes - option.kept_bytes
+        gradient_bytes = max(share.num_bytes, option.gradient_bytes + gradients)
+        left -= gradient_bytes - option.gradient_bytes - gradients
+
+        hosted = frozenset() if request.shares_host_memory else frozenset(taken)
+        residents = option.residents.union(taken) if request.shares_host_memory else option.residents
+        weights_bytes = self._device_bytes
+        if request.shares_host_memory:
+            base = option.flat_bytes + flats + self._bytes_of(taken)
+            weights_bytes = min(base + left, self._total)
+            left -= max(weights_bytes - base, 0)
+        elif not option.hosts_all:
+            kept_bytes += self._bytes_of(taken)
+        all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
+        if not request.shares_host_memory or weights_bytes == self._total:
+            more = max(min(left, all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
+            left -= more
+            gradient_bytes += more
+        share = most_gradients(take_gradients(units, request, gradient_bytes))
+        trainable = sum(unit.trainable_numel > 0 for unit in units)
+        placement = Placement(
+            weights_bytes=weights_bytes,
+            page_bytes=page_bytes,
+            num_pages=num_pages,
+            chunk_numel=chunk_numel,
+            upload_page_bytes=_UPLOAD_PAGE_BYTES,
+            num_upload_pages=(option.upload_bytes + uploads) // _UPLOAD_PAGE_BYTES,
+            gradient_bytes=gradient_bytes,
+            gradient_scratch_bytes=share.scratch_bytes,
+            gradients_in_memory=share.units,
+            resident_units=residents,
+            hosted_units=hosted,
+            states_in_memory=states,
+            kept_bytes=kept_bytes,
+            minimum_bytes=minimum_bytes,
+            spills=len(share.units) < trainable,
+        )
+        return (saved - apparent_bytes(units, request, placement), left), placement
+
+    def _kept_records(self, numels: Sequence[int]) -> int:
+        record_bytes = self._request.record_format.record_bytes
+        return sum(record_bytes(numel, unit.num_states) for numel, unit in zip(numels, self._units, strict=True))
+
+    def _wished_gradients(self) -> int:
+        request = self._request
+        numel = sum(unit.trainable_numel for unit in self._units)
+        if request.gradient_moves == 0:
+            return 2 * self._largest_numel * request.gradient_itemsize
+        if request.gradient_itemsize < request.scratch_itemsize:
+            narrow = numel * request.gradient_itemsize + self._largest_numel * request.scratch_itemsize
+            return min(narrow, numel * request.scratch_itemsize)
+        return numel * request.scratch_itemsize
+
+    def _staging(self, option: _Option, moving: Sequence[int], left: int) -> tuple[int, int, int, int]:
+        """Bytes beyond the least, of at most half of ``left``, for pages, flat buffers, upload pages and gradients."""
+        request = self._request
+        wished = [0, 0, 0, 0]
+        if option.num_pages and not (request.page_bytes is not None and option.keeps_all_records):
+            enough = self._pages.enough_bytes(keeps_all_records=option.keeps_all_records)
+            wished[0] = max(enough - option.page_bytes * option.num_pages, 0)
+        if request.shares_host_memory:
+            ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
+            room = option.flat_bytes - self._bytes_of([*option.residents])
+            wished[1] = max(min(ahead, self._bytes_of(moving) - room), 0)
+        elif option.upload_bytes:
+            wished[2] = (_PREFERRED_UPLOAD_PAGES - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
+        if request.gradient_moves == 0:
+            wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
+        granted = min(left // 2, sum(wished))
+        first = min(wished[0], granted // 2, GOOD_PAGE_BYTES)
+        wished[0] -= first
+        total = sum(wished)
+        shares = [(granted - first) * wish // total if total else 0 for wish in wished]
+        shares[0] += first
+        return shares[0], shares[1], shares[2] // _UPLOAD_PAGE_BYTES * _UPLOAD_PAGE_BYTES, shares[3]
+
+
+def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
+    largest = sorted(units, key=lambda unit: -unit.weight_bytes)[:2]
+    names = " and ".join(unit.name for unit in largest)
+    parts = []
+    if least.kept_bytes:
+        keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
+        keys += ["offload_optimizer"] if least.keeps_all_records else []
+        what = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
+        parts.append(f"{format_bytes(least.kept_bytes)} for {what}")
+    if least.flat_bytes:
+        what = f"the weights of {names}"
+        if request.keeps_all_weights:
+            what = f'all weights (offload_param.device is "{request.param_tier}")'
+        parts.append(f"{format_bytes(least.flat_bytes)} for {what}")
+    parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")
+    whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
+    parts.append(f"{format_bytes(least.gradient_bytes)} for the gradients of {whose}")
+    return "It must hold " + ", ".join(parts)

@@ -1,0 +1,170 @@
+"""The plan that is printed at start: what rests where, what the budget is divided into, what a step will move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infinity.planning.bandwidth_cache import Bandwidth
+from infinity.planning.placement import Placement
+from infinity.traffic import Traffic
+
+_MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the engine will do with memory and drives. Bytes everywhere; predictions are for one optimizer step in the
+    steady state in which every parameter gets a gradient."""
+
+    num_parameters: int
+    num_trainable: int
+    units: tuple[tuple[str, int], ...]
+    """(name, bytes of the flat buffer) of each unit."""
+    param_tier: str
+    optimizer_tier: str
+    update: str
+    """"in_backward", "deferred" or "step"."""
+    resting_bytes: dict[str, dict[str, int]]
+    """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "remainders" or "main weights",
+    "states" (of the optimizer), "gradients" (room for those that are spilled)."""
+    host_budget_bytes: int
+    host_budget_source: str
+    minimum_budget_bytes: int
+    placement: Placement
+    num_micro_batches: int
+    predicted_read_bytes_per_step: int
+    predicted_write_bytes_per_step: int
+    traffic: Traffic = field(default_factory=Traffic)
+    """The order of the last step, which the predictions are for."""
+    bandwidth: Bandwidth | None = None
+    """What the drives were measured to do; None if they were not."""
+    drive_tbw: float | None = None
+    """Terabytes that the drives are rated to take."""
+    seen_bytes_per_second: float | None = None
+    """What the drives read and wrote while they were busy, in the steps so far; None before the first ones."""
+    compute_seconds: float | None = None
+    """What a step would take without waiting for drives, from the steps so far; None before the first ones."""
+    overlap_factor: float = 1.0
+    """How much longer the steps so far took than the longer of I/O and compute, which share processors and memory."""
+
+    @property
+    def predicted_io_seconds(self) -> float | None:
+        """How long the drives take for a step's bytes; None if nobody knows how fast they are."""
+        read, write = self.predicted_read_bytes_per_step, self.predicted_write_bytes_per_step
+        if not read and not write:
+            return 0.0
+        if self.seen_bytes_per_second is not None:
+            return (read + write) / self.seen_bytes_per_second
+        speed = self.bandwidth
+        if speed is None:
+            return None
+        alone = max(read / speed.read_bytes_per_second, write / speed.write_bytes_per_second)
+        return max(alone, (read + write) / speed.mixed_bytes_per_second)
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """I/O and compute run beside each other, so it is the longer of them. Before the first steps it is that of I/O alone.
+
+        None as long as nobody knows how fast the drives are.
+        """
+        if self.predicted_io_seconds is None:
+            return None
+        return max(self.predicted_io_seconds, self.compute_seconds or 0.0) * self.overlap_factor
+
+    @property
+    def prediction(self) -> tuple[int, int, float | None]:
+        """Bytes read, bytes written, and seconds of a step."""
+        return self.predicted_read_bytes_per_step, self.predicted_write_bytes_per_step, self.predicted_step_seconds
+
+    @property
+    def predicted_drive_life_steps(self) -> int | None:
+        """After how many steps the drives have taken what they are rated for; None without a rating, or without writes."""
+        if self.drive_tbw is None or not self.predicted_write_bytes_per_step:
+            return None
+        return int(self.drive_tbw * 1e12 / self.predicted_write_bytes_per_step)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table as (what, value)."""
+        placement = self.placement
+        per = max(self.num_parameters, 1)
+        rows = [
+            ("parameters", f"{self.num_parameters:,} ({self.num_trainable:,} trainable) in {len(self.units)} units"),
+            ("largest unit", "{}: {}".format(*_largest(self.units))),
+            ("weights / optimizer state on", f"{self.param_tier} / {self.optimizer_tier}"),
+            *((f"at rest: {tier}", kinds) for tier in self.resting_bytes if (kinds := self._kinds(tier))),
+            (
+                "host memory budget",
+                f"{_size(self.host_budget_bytes)} ({self.host_budget_source}; minimum {_size(self.minimum_budget_bytes)})",
+            ),
+            ("  flat buffers for weights", _size(placement.weights_bytes)),
+            ("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}"),
+            (
+                "  gradients",
+                _size(placement.gradient_bytes)
+                + (", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""),
+            ),
+        ]
+        if placement.kept_bytes:
+            rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
+        rows.append(("optimizer update", self.update.replace("_", " ")))
+        if self.num_micro_batches > 1:
+            order = "all through a unit before the next" if self.traffic.is_vertical else "one after the other"
+            rows.append(("micro-batches", f"{self.num_micro_batches}, {order}"))
+        rows += [
+            (
+                "predicted read per step",
+                f"{_size(self.predicted_read_bytes_per_step)} ({self.predicted_read_bytes_per_step / per:.2f} B per parameter)",
+            ),
+            (
+                "predicted written per step",
+                f"{_size(self.predicted_write_bytes_per_step)} ({self.predicted_write_bytes_per_step / per:.2f} B per parameter)",
+            ),
+            ("predicted time of a step", self._time()),
+            ("drive life", self._life()),
+        ]
+        return rows
+
+    def _time(self) -> str:
+        seconds, io, speed = self.predicted_step_seconds, self.predicted_io_seconds, self.bandwidth
+        compute = self.compute_seconds
+        computing = "compute is known after the first steps" if compute is None else f"compute {compute:.2f} s"
+        if seconds is None:
+            return f"unknown, no speed of the drives is stored: run tools/profile_io.py; {computing}"
+        reading = f"I/O {io:.2f} s"
+        if self.seen_bytes_per_second is not None:
+            reading += f" at {self.seen_bytes_per_second / _MEGABYTE:,.0f} MB/s (both ways, as in the last steps)"
+        elif speed is not None and io:
+            rate = speed.mixed_bytes_per_second / _MEGABYTE
+            reading += f" at {rate:,.0f} MB/s (both ways, measured on {speed.date})"
+        return f"{'at least ' if compute is None else ''}{seconds:.2f} s: {reading}, {computing}"
+
+    def _life(self) -> str:
+        written = 1000 * self.predicted_write_bytes_per_step / 1e12
+        steps = self.predicted_drive_life_steps
+        if not written:
+            return "nothing is written in a step"
+        told = f"{written:,.3f} TB written per 1000 steps"
+        return told if steps is None else f"{steps:,} steps until {self.drive_tbw:g} TB are written; {told}"
+
+    @property
+    def states_bytes(self) -> dict[str, int]:
+        """Bytes at rest per tier."""
+        return {tier: sum(kinds.values()) for tier, kinds in self.resting_bytes.items()}
+
+    def _kinds(self, tier: str) -> str:
+        found = self.resting_bytes[tier]
+        return ", ".join(f"{kind} {_size(size)}" for kind, size in found.items() if size)
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(what) for what, _ in rows)
+        return "\n".join(f"{what:<{width}}  {value}" for what, value in rows)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _MEGABYTE:,.1f} MB"
+
+
+def _largest(units: tuple[tuple[str, int], ...]) -> tuple[str, str]:
+    name, size = max(units, key=lambda unit: unit[1])
+    return name or "the model", _size(size)

@@ -1,0 +1,166 @@
+"""The plan as it is known so far: bytes from the recorded trace, times from the steps that were made.
+
+Knows plans, traces and reports; must not know how anything moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from infinity.config import InfinityConfig
+from infinity.paging.trace import Trace
+from infinity.planning.bandwidth_cache import Bandwidth, measured_bandwidth
+from infinity.planning.cost_model import predict
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.placement import Placement
+from infinity.planning.plan import Plan
+from infinity.telemetry import StepReport
+from infinity.traffic import Traffic
+from infinity.units.unit import Unit
+
+_WARM_UP = 2
+"""Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""
+_REMEMBERED = 15
+_ENOUGH = 4
+"""Steps that tell how much a script does of its own between them."""
+
+
+class Forecast:
+    """Refines the plan that was made at start."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[UnitSize],
+        request: Request,
+        guess: Sequence[int],
+        *,
+        expects_vertical: bool = False,
+    ) -> None:
+        """
+        Args:
+            plan: without predictions.
+            units: all units.
+            request: what its placement was asked.
+            guess: the order of need before the first micro-batch is recorded: forward, then backward.
+            expects_vertical: all micro-batches of a step go through a unit together, as far as can be told.
+        """
+        self._units = units
+        self._request = request
+        self._known = (tuple(guess), len(units), Traffic(is_vertical=expects_vertical))
+        self._plan = self._predicted(plan)
+        self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
+        self._num_steps = 0
+        self._least_pause = math.inf
+
+    def plan(self, trace: Trace, traffic: Traffic) -> Plan:
+        """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
+        known = (trace.order, trace.backward_start, traffic)
+        if self._known != known:
+            self._known = known
+            self._plan = self._predicted(self._plan)
+        return self._plan
+
+    def _predicted(self, plan: Plan) -> Plan:
+        order, backward_start, traffic = self._known
+        request = self._request
+        if traffic.is_vertical:  # the trace is that of a whole step
+            request = dataclasses.replace(request, num_micro_batches=1)
+        found = predict(self._units, request, plan.placement, order, backward_start)
+        return dataclasses.replace(
+            plan,
+            predicted_read_bytes_per_step=found.read_bytes + traffic.extra_bytes,
+            predicted_write_bytes_per_step=found.write_bytes + traffic.extra_bytes,
+            traffic=traffic,
+        )
+
+    def note(self, report: StepReport) -> None:
+        """A step has ended. One that was skipped says nothing of the others."""
+        if report.is_skipped:
+            return
+        self._num_steps += 1
+        self._least_pause = min(self._least_pause, report.other_seconds)
+        if self._num_steps <= _WARM_UP:
+            return
+        self._reports.append(report)
+        steady = [_without(self._pause(report), report) for report in _steady(self._reports)]
+        moved = sum(report.read_bytes + report.write_bytes for report in steady)
+        drive_seconds = sum(report.drive_busy_seconds for report in steady)
+        longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in steady]
+        factors = [report.seconds / seconds for report, seconds in zip(steady, longest, strict=True) if seconds]
+        self._plan = dataclasses.replace(
+            self._plan,
+            seen_bytes_per_second=moved / drive_seconds if moved and drive_seconds else None,
+            compute_seconds=statistics.median(_busy_seconds(report) for report in steady),
+            overlap_factor=statistics.median(factors) if factors else 1.0,
+        )
+
+    def _pause(self, report: StepReport) -> float:
+        """How much longer than the script needs anyhow it took before this step. Few steps may all have come after a pause."""
+        usual = self._least_pause
+        if len(self._reports) >= _ENOUGH:
+            usual = statistics.median(report.other_seconds for report in _steady(self._reports))
+        return max(0.0, report.other_seconds - usual)
+
+
+def _without(pause: float, report: StepReport) -> StepReport:
+    return dataclasses.replace(report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause)
+
+
+def _steady(reports: Collection[StepReport]) -> list[StepReport]:
+    """The half in which scripts did least of their own: a pause or a checkpoint before a step says nothing of the next one."""
+    return sorted(reports, key=lambda report: report.other_seconds)[: (len(reports) + 1) // 2]
+
+
+def _busy_seconds(report: StepReport) -> float:
+    """What the training thread did not wait, the GPU, the optimizer's thread: each works beside the others."""
+    return max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)
+
+
+def first_plan(
+    config: InfinityConfig,
+    units: Sequence[Unit],
+    request: Request,
+    placement: Placement,
+    resting_bytes: dict[str, dict[str, int]],
+    budget_source: str,
+) -> Plan:
+    """The plan as it is known before anything has run, without predictions."""
+    slots = [slot for unit in units for slot in unit.layout.slots]
+    return Plan(
+        num_parameters=sum(slot.numel for slot in slots),
+        num_trainable=sum(slot.numel for slot in slots if slot.spec.is_trainable),
+        units=tuple((unit.name, unit.num_bytes) for unit in units),
+        param_tier=request.param_tier,
+        optimizer_tier=request.optimizer_tier,
+        update=request.update,
+        resting_bytes=resting_bytes,
+        host_budget_bytes=request.budget_bytes,
+        host_budget_source=budget_source,
+        minimum_budget_bytes=placement.minimum_bytes,
+        placement=placement,
+        num_micro_batches=request.num_micro_batches,
+        predicted_read_bytes_per_step=0,
+        predicted_write_bytes_per_step=0,
+        bandwidth=_bandwidth(config),
+        drive_tbw=config.infinity.drive_tbw,
+    )
+
+
+def _bandwidth(config: InfinityConfig) -> Bandwidth | None:
+    """What is known of the drives. Those of weights and those of states work side by side."""
+    sections = (config.offload_param, config.offload_optimizer)
+    found = [measured_bandwidth(paths) for paths in {s.nvme_paths: None for s in sections if s.device == "nvme"}]
+    known = [bandwidth for bandwidth in found if bandwidth is not None]
+    if not known or len(known) < len(found):
+        return None
+    return Bandwidth(
+        sum(bandwidth.read_bytes_per_second for bandwidth in known),
+        sum(bandwidth.write_bytes_per_second for bandwidth in known),
+        sum(bandwidth.mixed_bytes_per_second for bandwidth in known),
+        min(bandwidth.measured_at for bandwidth in known),
+    )

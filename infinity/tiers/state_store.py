@@ -1,0 +1,308 @@
+"""Optimizer state, chunk by chunk: read into working memory, updated there, written back.
+
+Knows chunks and bytes; must not know what an optimizer does with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from infinity.numerics.chunk_format import RecordFormat, Workspace
+from infinity.tiers.extent_labels import record_contents
+from infinity.units.layout import Chunk
+from infinity.units.unit import Unit
+from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
+
+
+class Lease(Protocol):
+    """A chunk in working memory."""
+
+    @property
+    def workspace(self) -> Workspace: ...
+
+    def wait(self) -> None:
+        """Return when the record is there."""
+        ...
+
+    def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
+        """Store the record; the working memory is free again when that and ``others`` are done.
+
+        ``main_only``: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Store nothing."""
+        ...
+
+
+class RecordStore(Protocol):
+    """All records of one tier."""
+
+    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
+        """Make room for the records of a unit, with per-element states ``names``.
+
+        ``numel_in_memory``: the chunks of so many of its first elements have their records in host memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+    def names_of(self, unit: Unit) -> Sequence[str]:
+        """The unit's per-element state names."""
+        ...
+
+    def open(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        *,
+        is_blocking: bool,
+        weight: torch.Tensor | None = None,
+        needs_scratch: bool = True,
+    ) -> Lease | None:
+        """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False.
+
+        Args:
+            unit, chunk: which.
+            is_blocking: wait for a page.
+            weight: the chunk's model weights where they rest (compute dtype), to be worked on there.
+            needs_scratch: whether the workspace must have room for a gradient.
+        """
+        ...
+
+
+@dataclass
+class _UnitRecords:
+    names: tuple[str, ...]
+    main_bytes: list[int]
+    num_in_memory: int
+    """Chunks, from the first on, whose records rest in memory."""
+    memory: torch.Tensor | None
+    extent: Extent | None
+    offsets: list[int]
+    """Of each record, in ``memory`` or in ``extent``."""
+    valid_bytes: list[int]
+    """Of each record in the extent, how many bytes from its beginning are stored; the rest is zero."""
+
+
+class _PagedLease:
+    """A chunk of which a part lies in a page, if only scratch; or none."""
+
+    def __init__(
+        self, page: Page | None, workspace: Workspace, read: Handle | None, store: Callable[[bool], Handle | None]
+    ) -> None:
+        self._page = page
+        self.workspace = workspace
+        self._read = read
+        self._store = store
+        self._remaining = 0
+        self._lock = threading.RLock()  # see [Note: coming in between]
+
+    def wait(self) -> None:
+        if self._read is not None:
+            self._read.wait()
+
+    def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
+        handles = list(others)
+        own = self._store(main_only)
+        if own is not None:
+            handles.append(own)
+        self._remaining = len(handles) + 1
+        for handle in handles:
+            handle.add_done_callback(self._one_is_done)
+        self._one_is_done(None)
+
+    def _one_is_done(self, _: Handle | None) -> None:
+        with self._lock:
+            self._remaining -= 1
+            is_last = self._remaining == 0
+        if is_last:
+            self._release()
+
+    def discard(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        # Requests that were started with the page, of this record or of others, may not have ended: then it stays out of
+        # use until they have.
+        page, self._page = self._page, None
+        if page is not None:
+            page.release()
+
+
+class PagedRecords:
+    """Records in extents of a swapper, worked on in the pages of an arena, and records in memory, worked on in place."""
+
+    def __init__(self, swapper: Swapper | None, arena: StagingArena, record_format: RecordFormat) -> None:
+        """``swapper``: None if all records rest in memory."""
+        self._swapper = swapper
+        self._arena = arena
+        self._format = record_format
+        self._records: dict[int, _UnitRecords] = {}
+        self._regions: list[AlignedRegion] = []
+
+    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
+        num_in_memory = sum(chunk.stop <= numel_in_memory for chunk in chunks)
+        form = self._format
+        sizes_in_memory = (form.record_bytes(chunk.numel, len(names)) for chunk in chunks[:num_in_memory])
+        sizes_on_drive = (form.stored_bytes(chunk.numel, len(names)) for chunk in chunks[num_in_memory:])
+        in_memory = list(itertools.accumulate(sizes_in_memory, initial=0))
+        on_drive = list(itertools.accumulate(sizes_on_drive, initial=0))
+        extent: Extent | None = None
+        if on_drive[-1]:
+            if self._swapper is None:
+                raise RuntimeError(f"unit {unit.name} has records that rest nowhere")
+            name_of = record_contents(chunks[num_in_memory:], on_drive, names, form)
+            extent = self._swapper.allocate(on_drive[-1], f"optimizer state of {unit.name}", name_of=name_of)
+        memory: torch.Tensor | None = None
+        if num_in_memory:
+            region = AlignedRegion(max(in_memory[-1], 1))  # zeros, and no memory before they are written
+            self._regions.append(region)
+            memory = torch.from_numpy(region.array())
+        self._records[unit.index] = _UnitRecords(
+            names=tuple(names),
+            main_bytes=[form.main_bytes(chunk.numel) for chunk in chunks],
+            num_in_memory=num_in_memory,
+            memory=memory,
+            extent=extent,
+            offsets=[*in_memory[:-1], *on_drive[:-1]],
+            valid_bytes=[0] * len(chunks),
+        )
+
+    def names_of(self, unit: Unit) -> Sequence[str]:
+        return self._records[unit.index].names
+
+    def open(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        *,
+        is_blocking: bool,
+        weight: torch.Tensor | None = None,
+        needs_scratch: bool = True,
+    ) -> Lease | None:
+        records = self._records[unit.index]
+        is_in_memory = chunk.index < records.num_in_memory
+        page: Page | None = None
+        if not is_in_memory or weight is None or needs_scratch:
+            owner = f"optimizer state of {unit.name}"
+            page = self._arena.lease(owner=owner) if is_blocking else self._arena.try_lease(owner=owner)
+            if page is None:
+                return None
+        try:
+            if is_in_memory:
+                workspace = self._in_place(records, chunk, page, weight)
+                return _PagedLease(page, workspace, None, lambda main_only: None)
+            workspace = self._format.lay_out(_tensor_of(page), chunk.numel, records.names, weight)
+            read = self._read(records, chunk.index, workspace.record)
+        except BaseException:
+            if page is not None:
+                page.release()
+            raise
+        return _PagedLease(
+            page, workspace, read, lambda main_only: self._write(records, chunk.index, workspace.record, main_only)
+        )
+
+    def _in_place(
+        self, records: _UnitRecords, chunk: Chunk, page: Page | None, weight: torch.Tensor | None
+    ) -> Workspace:
+        if records.memory is None:
+            raise RuntimeError("the record is not in memory")
+        offset = records.offsets[chunk.index]
+        record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
+        scratch = page.tensor if page is not None else torch.empty(0, dtype=torch.uint8, device="cpu")
+        return self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
+
+    def _read(self, records: _UnitRecords, index: int, record: torch.Tensor) -> Handle | None:
+        valid_bytes = records.valid_bytes[index]
+        record[valid_bytes:].zero_()
+        if not valid_bytes or records.extent is None or self._swapper is None:
+            return None
+        return self._swapper.read(
+            records.extent, record[:valid_bytes], offset=records.offsets[index], priority=Priority.PREFETCH
+        )
+
+    def _write(self, records: _UnitRecords, index: int, record: torch.Tensor, main_only: bool) -> Handle | None:
+        if main_only:
+            record = record[: records.main_bytes[index]]
+        records.valid_bytes[index] = record.numel()
+        if records.extent is None or self._swapper is None or not record.numel():
+            return None
+        return self._swapper.write(records.extent, record, offset=records.offsets[index])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for records in self._records.values():
+            records.memory = None
+        for region in self._regions:
+            region.release()
+
+
+def _tensor_of(page: Page | None) -> torch.Tensor:
+    if page is None:
+        raise RuntimeError("there is no page")
+    return page.tensor
+
+
+class _ResidentLease:
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def wait(self) -> None: ...
+
+    def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
+        for handle in others:
+            handle.wait()
+
+    def discard(self) -> None: ...
+
+
+class ResidentRecords:
+    """Records that stay in the memory of a GPU: ``offload_optimizer.device`` "none"."""
+
+    def __init__(self, device: torch.device, record_format: RecordFormat) -> None:
+        self._device = device
+        self._format = record_format
+        self._records: dict[int, tuple[torch.Tensor, list[int], tuple[str, ...]]] = {}
+
+    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
+        offsets: list[int] = []
+        total = 0
+        for chunk in chunks:
+            offsets.append(total)
+            total += self._format.record_bytes(chunk.numel, len(names))
+        memory = torch.zeros(total, dtype=torch.uint8, device=self._device)
+        self._records[unit.index] = (memory, offsets, tuple(names))
+
+    def names_of(self, unit: Unit) -> Sequence[str]:
+        return self._records[unit.index][2]
+
+    def close(self) -> None:
+        self._records.clear()
+
+    def open(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        *,
+        is_blocking: bool,
+        weight: torch.Tensor | None = None,
+        needs_scratch: bool = True,
+    ) -> Lease | None:
+        memory, offsets, names = self._records[unit.index]
+        numel = chunk.numel
+        offset = offsets[chunk.index]
+        record = memory[offset : offset + self._format.record_bytes(numel, len(names))]
+        gradient = torch.empty(numel, dtype=torch.float32, device=self._device)
+        if weight is None:
+            weight = torch.empty(numel, dtype=self._format.weight_dtype, device=self._device)
+        return _ResidentLease(self._format.over(record, numel, names, gradient, weight))

@@ -1,0 +1,338 @@
+"""Where model weights rest, and how they come into flat buffers.
+
+Knows extents of weights and flat buffers; must not know when anything is needed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+
+from infinity.device.compute import ComputeDevice, FlatBuffer
+from infinity.tiers.direct_reader import DirectReader
+from infinity.tiers.extent_labels import weight_contents
+from infinity.tiers.host_weights import HostBlock
+from infinity.units.layout import Chunk
+from infinity.units.unit import Arrival, Unit
+from swapper import Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
+
+
+class ReadArrival:
+    """Weights that are read straight into a flat buffer of host memory."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def promote(self) -> None:
+        self._handle.promote(Priority.DEMAND)
+
+
+class LandedRead:
+    """A read into host memory whose result belongs elsewhere."""
+
+    def __init__(self, handle: Handle, landing: torch.Tensor, target: torch.Tensor) -> None:
+        self._handle = handle
+        self._landing = landing
+        self._target = target
+
+    def wait(self) -> None:
+        """Return when the target has the data."""
+        self._handle.wait()
+        self._target.copy_(self._landing)
+
+
+class WeightStore:
+    """Where the model weights of units rest that do not stay resident, laid out byte for byte like their flat buffers."""
+
+    def __init__(self, swapper: Swapper | None, device: ComputeDevice, arena: StagingArena | None = None) -> None:
+        """
+        Args:
+            swapper: for those that rest on NVMe; None if none does.
+            device: where they are needed.
+            arena: pages for the way from the swapper to a device that does not share host memory, if it needs any.
+        """
+        self._swapper = swapper
+        self._device = device
+        self._uploader: DirectReader | Uploader | None = None
+        if arena is not None and swapper is not None:
+            is_direct = swapper.accepts_device_memory
+            self._uploader = DirectReader(swapper, device) if is_direct else Uploader(swapper, device, arena)
+        self._blocks: dict[int, HostBlock] = {}
+
+    def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
+        """Give ``unit`` its place, unless its flat buffer is that."""
+        if unit.stays_resident:
+            return
+        if in_host_memory:
+            self._blocks[unit.index] = HostBlock(unit.num_bytes, self._device)
+        else:
+            unit.extent = self.swapper.allocate(
+                unit.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout)
+            )
+
+    @property
+    def swapper(self) -> Swapper:
+        """Of the weights on NVMe."""
+        if self._swapper is None:
+            raise RuntimeError("no weights rest on NVMe")
+        return self._swapper
+
+    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        """Start bringing the unit's weights into ``unit.flat``."""
+        flat = _flat_of(unit)
+        if unit.index in self._blocks:
+            return self._blocks[unit.index].fetch(flat)
+        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        if self._uploader is not None:
+            return self._uploader.fetch(_extent_of(unit), flat, is_demand=is_demand)
+        return ReadArrival(self.swapper.read(_extent_of(unit), flat.tensor(), priority=priority))
+
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
+        """Read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements, on any device.
+
+        Returns None if they are there already.
+        """
+        if unit.index in self._blocks:
+            offset = _chunk_offset(unit, chunk)
+            source = self._blocks[unit.index].present[offset : offset + target.numel() * target.element_size()]
+            target.copy_(source.view(target.dtype))
+            return None
+        landing = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        handle = self.swapper.read(
+            _extent_of(unit), landing, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH
+        )
+        return handle if landing is target else LandedRead(handle, landing, target)
+
+    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
+        """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done.
+
+        Returns None if they are written already.
+        """
+        if unit.index in self._blocks:
+            self._blocks[unit.index].write(_chunk_offset(unit, chunk), source)
+            return None
+        return self.swapper.write(_extent_of(unit), source, offset=_chunk_offset(unit, chunk))
+
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | None:
+        """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already."""
+        if unit.index in self._blocks:
+            self._blocks[unit.index].write(offset, source)
+            return None
+        return self.swapper.write(_extent_of(unit), source, offset=offset)
+
+    def close(self) -> None:
+        """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
+        if self._uploader is not None:
+            self._uploader.close()
+        for block in self._blocks.values():
+            block.release()
+        self._blocks.clear()
+
+
+def _flat_of(unit: Unit) -> FlatBuffer:
+    if unit.flat is None:
+        raise RuntimeError(f"unit {unit.name} has no flat buffer")
+    return unit.flat
+
+
+def _extent_of(unit: Unit) -> Extent:
+    if unit.extent is None:
+        raise RuntimeError(f"unit {unit.name} has no extent")
+    return unit.extent
+
+
+def _chunk_offset(unit: Unit, chunk: Chunk) -> int:
+    segment = unit.layout.trainable
+    if segment is None:
+        raise RuntimeError(f"unit {unit.name} is frozen")
+    return segment.start_bytes + chunk.start * segment.dtype.itemsize
+
+
+class _Upload:
+    """One unit on its way through pages to the device."""
+
+    def __init__(self, extent: Extent, flat: FlatBuffer, device: ComputeDevice, *, is_demand: bool) -> None:
+        self.extent = extent
+        self.target: torch.Tensor | None = flat.tensor()
+        self.device = device
+        self.is_demand = is_demand
+        self.after = device.mark()  # earlier kernels may still read what lay in this memory before
+        self.fence: Any = None
+        self.error: BaseException | None = None
+        self.issued = Latch()
+
+    def finish(self, error: BaseException | None) -> None:
+        self.error = error
+        self.target = None
+        self.issued.set()
+
+    def wait(self) -> None:
+        self.issued.wait()
+        if self.error is not None:
+            raise self.error
+        self.device.compute_waits_for(self.fence)
+
+    def done(self) -> bool:
+        return self.issued.is_set()
+
+    def promote(self) -> None:
+        self.is_demand = True
+
+
+class Uploader:
+    """Moves units from their extents through pinned pages to the device, in a thread of its own.
+
+    Reads of several pages are in flight while earlier pages are copied; a page is free again when its copy has run.
+    Whatever goes wrong reaches those who wait: nobody waits for a thread that has died.
+    """
+
+    def __init__(self, swapper: Swapper, device: ComputeDevice, arena: StagingArena) -> None:
+        self._swapper = swapper
+        self._device = device
+        self._arena = arena
+        self._queue: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        self._reading: deque[tuple[_Upload, Page, Handle, int, int]] = deque()
+        self._copying: deque[tuple[Page, Any]] = deque()
+        self._current: _Upload | None = None
+        """The upload of which the next page is to be read."""
+        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._end: BaseException | None = None
+        """Why nothing is served any more."""
+        self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)
+        self._thread.start()
+
+    def fetch(self, extent: Extent, flat: FlatBuffer, *, is_demand: bool) -> _Upload:
+        """Start an upload. Uploads are served in the order of their requests."""
+        upload = _Upload(extent, flat, self._device, is_demand=is_demand)
+        with self._lock:
+            if self._end is None:
+                self._queue.put(upload)
+            else:
+                upload.finish(self._end)
+        return upload
+
+    def close(self) -> None:
+        """Finish what was requested and end the thread."""
+        with self._lock:
+            if self._end is None:
+                self._end = RuntimeError("the uploader is closed")
+                self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._fail(error)
+
+    def _serve(self) -> None:
+        offset = 0
+        while True:
+            if self._current is None:
+                is_idle = not self._reading and not self._copying
+                try:
+                    self._current = self._queue.get(block=is_idle)
+                except queue.Empty:
+                    pass
+                else:
+                    offset = 0
+                    if self._current is None:
+                        self._drain()
+                        return
+            upload = self._current
+            if upload is not None:
+                if upload.target is None or offset >= upload.target.numel():
+                    self._current = None  # all its pages are being read, or one of them has failed
+                    continue
+                page = self._next_page(f"weights of {upload.extent.name}")
+                if page is not None:
+                    offset = self._read(upload, page, offset)
+                    continue
+            if self._reading:
+                self._copy_oldest()
+            elif self._copying:
+                self._retire_oldest()
+
+    def _next_page(self, owner: str) -> Page | None:
+        if not self._reading and not self._copying:
+            return self._arena.lease(owner=owner)
+        while self._copying and self._device.is_done(self._copying[0][1]):
+            self._retire_oldest()
+        return self._arena.try_lease(owner=owner)
+
+    def _read(self, upload: _Upload, page: Page, offset: int) -> int:
+        num_bytes = min(page.num_bytes, _target_of(upload).numel() - offset)
+        priority = Priority.DEMAND if upload.is_demand else Priority.PREFETCH
+        try:
+            handle = self._swapper.read(upload.extent, page.tensor[:num_bytes], offset=offset, priority=priority)
+        except BaseException as error:
+            page.release()
+            upload.finish(error)
+            return offset
+        self._reading.append((upload, page, handle, offset, num_bytes))
+        return offset + num_bytes
+
+    def _copy_oldest(self) -> None:
+        upload, page, handle, offset, num_bytes = self._reading.popleft()
+        try:
+            if upload.is_demand:
+                handle.promote(Priority.DEMAND)
+            handle.wait()  # also for an upload that has failed: the page is in use until then
+            if upload.error is not None:
+                page.release()
+                return
+            target = _target_of(upload)
+            is_last = offset + num_bytes == target.numel()
+            upload.fence = self._device.upload(
+                target[offset : offset + num_bytes], page.tensor[:num_bytes], upload.after
+            )
+            del target  # who waits for the upload may evict the unit at once, unless there is a view of its buffer
+        except BaseException as error:
+            page.release()
+            upload.finish(error)
+            return
+        self._copying.append((page, upload.fence))
+        if is_last:
+            upload.finish(None)
+
+    def _retire_oldest(self) -> None:
+        page, fence = self._copying.popleft()
+        self._device.synchronize(fence)
+        page.release()
+
+    def _drain(self) -> None:
+        while self._reading:
+            self._copy_oldest()
+        while self._copying:
+            self._retire_oldest()
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread ends: everybody who waits gets the error, and so does everybody who comes later."""
+        with self._lock:
+            self._end = error
+            waiting = [upload for upload, *_ in self._reading]
+            if self._current is not None:
+                waiting.append(self._current)
+            while not self._queue.empty():
+                upload = self._queue.get()
+                if upload is not None:
+                    waiting.append(upload)
+        for upload in waiting:
+            if not upload.issued.is_set():
+                upload.finish(error)
+
+
+def _target_of(upload: _Upload) -> torch.Tensor:
+    if upload.target is None:
+        raise RuntimeError("the upload has already ended")
+    return upload.target

@@ -1,0 +1,111 @@
+"""Refuses models that cannot be taken over, before anything is written."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from infinity.errors import MetaParameterError, ModelInUseError, NoTrainableParameterError, UnsupportedModelError
+from infinity.torch_internals.operations import leaves
+from infinity.units.parameter import PagedParameter, ResidentParameter, host_of
+
+_OTHER_HOLDERS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def check_model(model: nn.Module) -> None:
+    """Check modules and parameters.
+
+    Raises:
+        ModelError: a subclass says what is wrong with which module or parameter, and the cure.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"module '{fqn or type(module).__name__}' was compiled with torch.jit, which hides its accesses to parameters",
+                cure="Pass the model as it was before compiling",
+                fqn=fqn,
+            )
+    parameters = list(model.named_parameters())
+    meta = [fqn for fqn, parameter in parameters if parameter.is_meta]
+    if meta:
+        raise MetaParameterError(meta[0], num_others=len(meta) - 1)
+    for fqn, parameter in parameters:
+        if isinstance(parameter, PagedParameter | ResidentParameter) or host_of(parameter) is not None:
+            raise ModelInUseError(fqn)
+        if parameter.is_sparse or type(parameter) is not nn.Parameter:
+            raise UnsupportedModelError(
+                f"parameter '{fqn}' is a {type(parameter).__name__}{' (sparse)' if parameter.is_sparse else ''}",
+                cure="Only dense torch.nn.Parameter can be paged: materialise or convert it first",
+                fqn=fqn,
+            )
+        if parameter.requires_grad and parameter.is_complex():
+            raise UnsupportedModelError(
+                f"trainable parameter '{fqn}' is complex",
+                fqn=fqn,
+                cure="Keep it as two real parameters (torch.view_as_real)",
+            )
+    _check_memory(parameters)
+    _check_views(model, parameters)
+    if not parameters:
+        raise NoTrainableParameterError()
+
+
+def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that look at the same memory: they would be torn apart."""
+    spans = sorted(
+        (parameter.untyped_storage().data_ptr(), parameter.data_ptr(), parameter.data_ptr() + _extent(parameter), fqn)
+        for fqn, parameter in parameters
+        if parameter.numel()
+    )
+    for (storage, _, stop, first), (other, start, _, second) in itertools.pairwise(spans):
+        if storage == other and start < stop:
+            raise UnsupportedModelError(
+                f"parameters '{first}' and '{second}' are different objects over the same memory",
+                cure="Tie them by assigning one nn.Parameter to both places, or clone one of them",
+                fqn=second,
+            )
+
+
+def _check_views(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse buffers and attributes of modules that look at a parameter's memory, which it will leave."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for fqn, parameter in parameters:
+        if parameter.numel():
+            start, stop = _span(parameter)
+            spans.setdefault(parameter.untyped_storage().data_ptr(), []).append((start, stop, fqn))
+    for prefix, module in model.named_modules():
+        held = {name: value for name, value in vars(module).items() if name not in _OTHER_HOLDERS}
+        for name, value in (*module._buffers.items(), *held.items()):
+            for tensor in leaves(value):
+                seen = _seen_by(tensor, spans)
+                # What old-style weight norms have in the place of the weight is made anew before each forward.
+                is_made_anew = any(getattr(hook, "name", None) == name for hook in module._forward_pre_hooks.values())
+                if seen is not None and not is_made_anew:
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    raise UnsupportedModelError(
+                        f"'{fqn}' looks at the memory of parameter '{seen}', and would keep its first values",
+                        cure="Compute it from the parameter in forward (in a property, say), or assign the nn.Parameter itself",
+                        fqn=fqn,
+                    )
+
+
+def _seen_by(value: object, spans: dict[int, list[tuple[int, int, str]]]) -> str | None:
+    """The parameter at whose memory a tensor looks, by name."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not spans:
+        return None
+    if value.layout is not torch.strided or value.is_meta or not value.numel():
+        return None
+    start, stop = _span(value)
+    found = spans.get(value.untyped_storage().data_ptr(), [])
+    return next((fqn for first, last, fqn in found if first < stop and start < last), None)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
+
+
+def _extent(parameter: torch.Tensor) -> int:
+    last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+    return (last + 1) * parameter.element_size()

@@ -1,0 +1,149 @@
+"""What the parameters were before `initialize`, until it has got through: a failure gives them back bit for bit.
+
+Knows parameters and how the engine stores them; must not know why it failed.
+
+[Note: what is kept] The engine stores a trainable parameter as fp32 and a frozen one in its compute dtype. Where that holds
+every bit (nearly always), it is the copy from which the parameter comes back. Anything else, an fp64 weight or a frozen
+fp32 one under bf16, is kept as it came, on a drive if there is one: memory is given back as units are taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from infinity.errors import BudgetTooSmallError, StorageError
+from infinity.units.parameter import PagedParameter, let_go, plain_grad, set_plain_grad
+from infinity.units.unit import Unit
+from swapper import Extent, Swapper
+
+
+class Originals:
+    """Begins before the first unit is taken over, and ends when `initialize` returns."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        *,
+        cuts_nans: bool,
+        stored: Callable[[nn.Parameter], torch.Tensor],
+        open_space: Callable[[int], Swapper],
+        close_space: Callable[[Swapper], None],
+    ) -> None:
+        """
+        Args:
+            units: all that are to be taken over.
+            cuts_nans: whether trainable weights are stored in two halves, which know one NaN only.
+            stored: what is stored of a parameter that is held: its main weight, or its weight if it is frozen.
+            open_space: gives a volume on the drives for so many bytes; raises if there is none.
+            close_space: releases it.
+        """
+        self._units = units
+        self._cuts_nans = cuts_nans
+        self._stored = stored
+        self._open_space = open_space
+        self._close_space = close_space
+        self._swapper: Swapper | None = None
+        self._facts = {
+            id(parameter): (parameter.dtype, parameter.device, tuple(parameter.stride()), parameter.grad)
+            for unit in units
+            for parameter in unit.parameters
+        }
+        self._in_memory: dict[int, torch.Tensor] = {}
+        self._on_drive: dict[int, Extent] = {}
+
+    def gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters that had a gradient, and what it was."""
+        parameters = [parameter for unit in self._units for parameter in unit.parameters]
+        found = ((parameter, self._facts[id(parameter)][3]) for parameter in parameters)
+        return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+
+    def keep(self, unit: Unit) -> None:
+        """Take note of a unit's parameters, which are still ordinary, as far as storing them loses anything."""
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            value = parameter.detach()
+            dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
+            if not value.numel() or self._survives(value, dtype, in_halves=slot.spec.is_trainable):
+                continue
+            swapper = None if value.dtype == dtype else self._space()
+            if swapper is None:
+                self._in_memory[id(parameter)] = value
+                continue
+            source = value.cpu().contiguous().reshape(-1).view(torch.uint8)
+            extent = swapper.allocate(source.numel(), f"'{slot.spec.fqn}' as it was")
+            swapper.write(extent, source).wait()
+            self._on_drive[id(parameter)] = extent
+
+    def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, in_halves: bool) -> bool:
+        if in_halves and self._cuts_nans and bool(value.sum().isnan()):
+            return False
+        return value.dtype == dtype or torch.equal(_bits(value.to(dtype).to(value.dtype)), _bits(value))
+
+    def _space(self) -> Swapper | None:
+        if self._swapper is None:
+            lossy = [
+                parameter.numel() * parameter.element_size()
+                for unit in self._units
+                for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+                if self._facts[id(parameter)][0] != slot.spec.dtype
+            ]
+            try:
+                self._swapper = self._open_space(sum(-(-size // 4096) * 4096 for size in lossy))
+            except (BudgetTooSmallError, StorageError):
+                return None  # no drive, or a full one
+        return self._swapper
+
+    def give_back(self) -> None:
+        """Whatever is held already becomes ordinary again, as it was: values, dtype, device, strides, gradient.
+
+        What cannot be read any more stays paged out; the error is raised when all else is back.
+        """
+        failure: BaseException | None = None
+        for unit in self._units:
+            values: dict[nn.Parameter, torch.Tensor] = {}  # all first: to read one opens the unit
+            for parameter in unit.parameters:
+                if isinstance(parameter, PagedParameter):
+                    try:
+                        values[parameter] = self._value_of(parameter)
+                    except Exception as error:
+                        failure = failure or error
+            let_go(values)
+            for parameter, value in values.items():
+                parameter.data = value
+            for parameter in unit.parameters:
+                if plain_grad(parameter) is None:
+                    set_plain_grad(parameter, self._facts[id(parameter)][3])
+        if failure is not None:
+            raise failure
+
+    def _value_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        dtype, device, stride, _ = self._facts[id(parameter)]
+        key = id(parameter)
+        if key in self._in_memory:
+            return self._in_memory[key]
+        if key in self._on_drive and self._swapper is not None:
+            value = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+            self._swapper.read(self._on_drive[key], value.reshape(-1).view(torch.uint8)).wait()
+        else:
+            value = self._stored(parameter)
+        for dim, step in enumerate(stride):
+            value = (
+                value[(slice(None),) * dim + (slice(0, 1),)] if step == 0 else value
+            )  # as many looked at one element
+        place = torch.empty_strided(value.shape, stride, dtype=dtype, device=device)
+        return place.copy_(value).expand(parameter.shape)
+
+    def forget(self) -> None:
+        """They are not needed any more."""
+        self._in_memory.clear()
+        self._on_drive.clear()
+        self._facts.clear()
+        swapper, self._swapper = self._swapper, None
+        if swapper is not None:
+            self._close_space(swapper)
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)

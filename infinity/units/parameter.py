@@ -1,0 +1,428 @@
+"""What a parameter is while an engine holds it: two subclasses of ``nn.Parameter`` that are swapped in and out.
+
+A parameter keeps its identity, shape, dtype and device all the time. While its unit is open it is a
+`ResidentParameter`, which computes like any parameter. Otherwise it is a `PagedParameter`, whose data is one element
+expanded to the right shape: any operation on it goes to its pager, which fetches the unit (in forward and backward),
+answers from a fetched copy, or raises `ParameterNotResidentError`. Nothing ever computes with the placeholder: what torch
+does not ask the class about cannot read it (see [Note: no data] in ``infinity.torch_internals.absent``).
+
+[Note: seen by version]
+A write to a weight has to be noticed. torch counts writes in a tensor's version, which all views share, and so does what
+``detach()`` gives; but what ``.data`` gives has a count of its own. So `_HeldParameter.data` hands out views of one tensor per
+parameter, its twin (``Unit.twin``): parameter and twin outlive all views, and their two versions tell of every write. They
+are two because torch does not mind a write by ``.data`` between forward and backward, but does mind others.
+Outside of forward and backward a view of a weight (``p.data``, ``p.detach()``, ``p[0]`` without gradients) is a `PagedView`: it
+holds no memory but says which part of which unit it stands for, and each operation on it pages the unit as one on the
+parameter does. So it shows what the weight is at that moment, and what is written to it is written to the weight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.errors import ParameterNotResidentError
+from infinity.threads.turn import guard, trusts
+from infinity.torch_internals.absent import absent
+from infinity.torch_internals.modes import outside_modes, untraced
+from infinity.torch_internals.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
+
+if TYPE_CHECKING:
+    from infinity.units.layout import Slot
+
+HeldTensor = Any
+"""A `PagedParameter` or a `PagedView`."""
+
+
+class ParameterHost(Protocol):
+    """Whoever holds a parameter's values: answers operations on it while it is paged out, and gives its gradient."""
+
+    def operate(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[HeldTensor],
+    ) -> Any:
+        """Run ``function`` although ``tensors`` among its arguments are paged out, or raise."""
+        ...
+
+    def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of the parameter's values, as a plain tensor."""
+        ...
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """What ``parameter.grad`` gives."""
+        ...
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """What assigning ``parameter.grad`` does."""
+        ...
+
+    def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """What ``parameter.data`` gives."""
+        ...
+
+    def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """What assigning ``parameter.data`` does."""
+        ...
+
+    def before_write(self, parameter: nn.Parameter) -> None:
+        """A resident parameter is about to be written to."""
+        ...
+
+    def slot_of(self, parameter: nn.Parameter) -> Slot:
+        """Where the parameter lies in its unit."""
+        ...
+
+
+_hosts: Any = WeakIdKeyDictionary()
+"""Side table: parameter -> weak reference to its ParameterHost. Tensors get no attributes of ours."""
+
+
+def host_of(parameter: torch.Tensor) -> ParameterHost | None:
+    """The engine part that holds ``parameter``, or None for a parameter nobody holds."""
+    if isinstance(parameter, PagedView):
+        return parameter.place.host()
+    reference = _hosts.get(parameter)
+    host: ParameterHost | None = reference() if reference is not None else None
+    return host
+
+
+class _HeldParameter(nn.Parameter):
+    """Common to both states: gradients live with the engine, so ``grad`` asks there; ``data`` is watched."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        host = host_of(self)
+        return plain_grad(self) if host is None else host.gradient_of(self)
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        host = host_of(self)
+        if host is None:
+            set_plain_grad(self, gradient)
+        else:
+            host.set_gradient(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        host = host_of(self)
+        if host is None:
+            raise _dropped(".data")
+        return host.data_of(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        host = host_of(self)
+        if host is None:
+            raise _dropped("assigning .data")
+        host.set_data(self, values)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        try:
+            return repr(_plain_copy(self))
+        except Exception as error:  # whoever prints a model that cannot be read now wants to see why
+            shape, dtype = tuple(self.shape), self.dtype
+            return (
+                f"Parameter containing:\ntensor(..., size={shape}, dtype={dtype}) whose values cannot be shown: {error}"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the true values: a deep copy of a model is a model that no engine holds."""
+        if id(self) not in memo:
+            memo[id(self)] = _plain_copy(self)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter.__reduce_ex__(_plain_copy(self), protocol)
+
+
+def _guarded(*arguments: Any) -> Any:
+    return _operate(*arguments)
+
+
+_guard = guard(_guarded)
+
+
+class _Guarded(type(nn.Parameter)):  # type: ignore[misc]  # torch does not export it
+    """Of a class that shows its ``__torch_function__`` as its instances do: functions written in Python look there."""
+
+    __torch_function__ = _guard
+
+
+class ResidentParameter(_HeldParameter, metaclass=_Guarded):
+    """A parameter whose values are in its unit's open flat buffer."""
+
+    __torch_function__ = _guard
+    """None for threads that take part: see [Note: turns] in ``infinity.threads.turn``."""
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    """A method of a tensor that writes to it, or gives a view to write to, and says so before."""
+    method = getattr(torch.Tensor, name)
+
+    def write(self: ResidentParameter, *args: Any, **kwargs: Any) -> Any:
+        host = host_of(self)
+        if host is not None:
+            host.before_write(self)
+        return method(self, *args, **kwargs)
+
+    write.__name__ = name
+    write.__doc__ = method.__doc__
+    return write
+
+
+for _name in (*WRITING_METHODS, "detach"):
+    setattr(ResidentParameter, _name, _watched(_name))
+
+
+class PagedParameter(_HeldParameter):
+    """A parameter whose values are elsewhere. See the module's docstring."""
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
+        return _operate(torch.Tensor.set_, (), (self, *args), kwargs)
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _operate(func, types, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a `PagedView` stands for: elements of a parameter, in the flat buffer of its unit."""
+
+    host: weakref.ref[ParameterHost]
+    unit: Any
+    slot: Slot
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Of the first element, in elements of ``dtype`` from the beginning of the flat buffer."""
+
+
+class PagedView(torch.Tensor):
+    """A tensor that stands for a part of a weight that may be paged out. See [Note: seen by version]."""
+
+    place: Place
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _operate(func, types, args, kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        detach_view(self, values)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        with torch.no_grad():
+            return repr(self.detach().clone().requires_grad_(self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        copy: torch.Tensor = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+@untraced
+def _operate(
+    func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """An operation gets parameters, or views of some, that it may not compute with as they are."""
+    kwargs = kwargs or {}
+    if func in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    kinds = (PagedParameter if trusts() else _HeldParameter, PagedView)
+    tensors: list[Any] = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, kinds)]
+    if not tensors:
+        return func(*args, **kwargs)  # another thread has opened them a moment ago
+    first = tensors[0]
+    host = host_of(first)
+    if host is None:
+        raise _dropped(name_of(func))
+    if func in _DIFFERENTIATING and not any(
+        isinstance(leaf, kinds) for leaf in leaves((args[:1], kwargs.get("grad_outputs")))
+    ):
+        return _differentiate(func, args, kwargs)
+    if first is args[0] if args else False:
+        if func is torch.Tensor.stride and len(args) == 1 and not kwargs:
+            return first.place.stride if isinstance(first, PagedView) else host.slot_of(first).spec.stride
+        if is_conversion_to_the_same(func, args, kwargs, first):
+            return first
+    return host.operate(func, args, kwargs, tensors)
+
+
+def _dropped(operation: str) -> ParameterNotResidentError:
+    return ParameterNotResidentError(
+        "?",
+        operation=f"{operation}, after its engine was dropped,",
+        cure="The weights went with the engine: keep it, and end with engine.close(), or save before",
+    )
+
+
+_DIFFERENTIATING: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
+
+
+def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Derivatives with respect to parameters need no values of theirs: places in the graph stand for them."""
+    inputs = args[1] if len(args) > 1 else kwargs.pop("inputs")
+    fills = bool(kwargs.pop("materialize_grads", False))  # torch wants tensors for that
+    if fills:
+        kwargs["allow_unused"] = True
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(leaf) if isinstance(leaf, _HeldParameter | PagedView) else leaf for leaf in inputs]
+    found = func(args[0], inputs=edges, **kwargs)
+    if not fills:
+        return found
+    creates_graph = bool(kwargs.get("create_graph"))
+    return tuple(
+        torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=creates_graph)
+        if one is None
+        else one
+        for one, leaf in zip(found, inputs, strict=True)
+    )
+
+
+def _plain_copy(parameter: nn.Parameter) -> nn.Parameter:
+    host = host_of(parameter)
+    values = host.copy_of(parameter) if host is not None else plain_data(parameter).clone()
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def hold(parameter: nn.Parameter, host: ParameterHost, dtype: torch.dtype, device: torch.device) -> None:
+    """``host`` answers for ``parameter`` from now on, which becomes paged out, with ``dtype``, on ``device``."""
+    _hosts[parameter] = weakref.ref(host)
+    parameter.data = _placeholder(dtype, device, parameter.shape)
+    parameter.__class__ = PagedParameter
+
+
+def let_go(parameters: Iterable[nn.Parameter]) -> None:
+    """The parameters are ordinary again: whatever data they have is theirs."""
+    for parameter in parameters:
+        _hosts.pop(parameter, None)
+        parameter.__class__ = nn.Parameter
+
+
+def bind(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """``parameter`` computes with ``values`` (same shape and dtype), which it does not own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA_FIELD.__set__(parameter, values)
+        parameter.__class__ = ResidentParameter
+
+
+def unbind(parameter: nn.Parameter) -> None:
+    """``parameter`` gives up its data; a placeholder keeps shape, dtype and device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.__class__ = PagedParameter
+        _DATA_FIELD.__set__(parameter, _placeholder(parameter.dtype, parameter.device, parameter.shape))
+
+
+def empty(tensor: torch.Tensor) -> None:
+    """``tensor`` gives up its data; a placeholder keeps shape, dtype and device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        set_plain_data(tensor, _placeholder(tensor.dtype, tensor.device, tensor.shape))
+
+
+def make_view(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """``tensor``, a view of a weight or of its twin, holds no memory any more, but stands for its place."""
+    empty(tensor)
+    tensor.__class__ = PagedView
+    view: Any = tensor
+    view.place = place
+    return tensor
+
+
+def _make(tensor: Any, kind: type) -> None:
+    tensor.__class__ = kind
+
+
+def bind_view(view: PagedView, values: torch.Tensor) -> None:
+    """``view`` is an ordinary tensor over ``values`` until `unbind_view`."""
+    _make(view, torch.Tensor)
+    set_plain_data(view, values)
+
+
+def unbind_view(view: torch.Tensor) -> None:
+    """The counterpart of `bind_view`."""
+    empty(view)
+    _make(view, PagedView)
+
+
+def detach_view(view: torch.Tensor, values: torch.Tensor) -> None:
+    """``view`` stands for a weight no longer: it is an ordinary tensor over ``values``."""
+    if isinstance(view, PagedView):
+        del view.__dict__["place"]
+        _make(view, torch.Tensor)
+    set_plain_data(view, values)
+
+
+_placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+@outside_modes
+def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
+    """What a paged-out parameter is bound to: one element for all, which nobody can read."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=device)  # nothing is missing
+    if (dtype, device) not in _placeholders:
+        _placeholders[dtype, device] = absent(dtype, device)
+    return _placeholders[dtype, device].expand(shape)
+
+
+_DATA_FIELD: Any = torch.Tensor.data
+
+
+def plain_data(tensor: torch.Tensor) -> torch.Tensor:
+    """What torch itself gives as ``tensor.data``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data: torch.Tensor = _DATA_FIELD.__get__(tensor)
+    return data
+
+
+def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give ``tensor`` other memory; its version stays."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA_FIELD.__set__(tensor, values)
+
+
+_AUTOGRAD_FIELD: Any = torch.Tensor.grad
+
+
+def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that autograd put into the parameter, whatever the engine says about it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _AUTOGRAD_FIELD.__get__(parameter)
+    return gradient
+
+
+def set_plain_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set or clear the gradient that autograd accumulates into."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _AUTOGRAD_FIELD.__set__(parameter, gradient)

@@ -1,0 +1,198 @@
+"""One optimizer update of one unit, as the training thread and the update stream see it.
+
+[Note: who may touch a unit's weights]
+A job is created by the training thread, and only for a unit that no backward needs any more (`Unit.is_quiescent`). From
+then on the weights belong to the job until it is done: the pager waits for it before it opens or fetches the unit. If the
+unit is resident, the job writes its new weights into the flat buffer as well; if it is not, the pager may hand it an empty
+buffer until it begins (`attach`), and the job fills it. That saves reading what was just written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+from infinity.threads.denormals import flushes_denormals
+from infinity.units.layout import Chunk, Piece, Slot
+from infinity.units.unit import Arrival, Unit
+from swapper import Handle, Latch
+
+PROMOTED = -1
+"""The rank of a job that somebody waits for; others begin at 0."""
+POLL_SECONDS = 1.0
+"""How often a wait looks up, so that a KeyboardInterrupt gets through."""
+
+
+class GradientSource(Protocol):
+    """The gradients of one unit for one update."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all of them: fp32, or bf16 if their values are."""
+        ...
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether they come through scratch memory."""
+        ...
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the gradients stay what they are after the update, which must not change them then."""
+        ...
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether others may write to the gradients' memory while the update runs."""
+        ...
+
+    def slots(self) -> Sequence[Slot]:
+        """The parameters that have a gradient."""
+        ...
+
+    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
+        ...
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        """The gradient of one piece: 1-D; may be changed in place unless `is_kept`.
+
+        ``scratch`` is its part of the chunk's scratch.
+        """
+        ...
+
+    def note_used(self, chunk: Chunk) -> None:
+        """Those of this chunk, and of all before it, are used up."""
+        ...
+
+    def release(self) -> None:
+        """They are used up."""
+        ...
+
+
+@dataclass
+class ParameterState:
+    """What the optimizer keeps per parameter besides its per-element state."""
+
+    scalars: dict[str, Any] = field(default_factory=dict)
+    is_fresh: bool = True
+    """No update has happened: the optimizer makes its state itself in the first one."""
+    names: tuple[str, ...] | None = None
+    """Which per-element states the parameter has, when they are fewer than its unit's records hold."""
+    num_updates: int = 0
+    """Counted from the beginning, or from the "step" of a state that was loaded."""
+
+
+class UpdateJob:
+    """One update of one unit. The training thread creates it and waits for it; the stream runs it."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        chunks: Sequence[Chunk],
+        gradients: GradientSource,
+        groups: Mapping[int, dict[str, Any]],
+        clip_coefficient: torch.Tensor | None,
+        after: Fence,
+    ) -> None:
+        """
+        Args:
+            unit: what is updated.
+            chunks: all chunks of the unit.
+            gradients: its gradients; the job releases them.
+            groups: slot index -> snapshot of its parameter group's hyperparameters. A parameter without is not updated.
+            clip_coefficient: 0-dim fp32 tensor every gradient is multiplied with, or None.
+            after: the gradients are complete at this point of the compute stream.
+        """
+        self.unit = unit
+        self.gradients = gradients
+        self.groups = groups
+        self.clip_coefficient = clip_coefficient
+        self.after = after
+        self.slots = groups.keys() & {slot.index for slot in gradients.slots()}
+        self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
+        self.flat = unit.flat
+        self.flat_arrival: Arrival | None = unit.arrival
+        """Weights still on their way into ``flat``; they must be there before the job writes over them."""
+        self.flat_is_current = unit.flat is not None
+        """Whether ``flat`` holds the present weights (else the job fills it)."""
+        segments = unit.layout.segments
+        self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
+        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._has_begun = False
+        self._finished = Latch()
+        self._fence: Fence = None
+        self._device: ComputeDevice | None = None
+        self._error: BaseException | None = None
+        self.flushes_denormals = flushes_denormals()
+        """Whether the thread that asks for the update computes like that."""
+        self.is_held = False
+        """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
+        self.on_release: Callable[[], None] = lambda: None
+        self.rank = 0
+        """Jobs of a lower rank go first, those of one rank in the order of their submission."""
+
+    def begin(self) -> None:
+        """The stream takes the job; no buffer can be attached any more."""
+        with self._lock:
+            self._has_begun = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the stream has taken it."""
+        return self._has_begun
+
+    @property
+    def accepts_buffer(self) -> bool:
+        return self._covers_all and self.flat is None and not self._has_begun
+
+    def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
+        with self._lock:
+            if not self.accepts_buffer:
+                return False
+            self.flat = flat
+            self.flat_is_current = False
+            self.after = after
+        self.release()
+        return True
+
+    def weights_of(self, chunk: Chunk) -> torch.Tensor | None:
+        """The chunk's model weights in the flat buffer, if there is one: 1-D, compute dtype."""
+        if self.flat is None:
+            return None
+        return self.unit.trainable_view(self.flat.tensor())[chunk.start : chunk.stop]
+
+    def finish(self, error: BaseException | None, device: ComputeDevice | None = None, fence: Fence = None) -> None:
+        self._error = error
+        self._device = device
+        self._fence = fence
+        self.flat = None
+        self.flat_arrival = None
+        self._finished.set()
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def promote(self) -> None:
+        """Somebody waits for the unit: the job goes next."""
+        self.rank = PROMOTED
+        self.release()
+
+    def release(self) -> None:
+        """The job is not held back any longer."""
+        self.is_held = False
+        self.on_release()
+
+    def wait(self) -> None:
+        # Wake up now and then: a KeyboardInterrupt must get through.
+        while not self._finished.wait(POLL_SECONDS):
+            pass
+        if self._error is not None:
+            raise self._error
+        if self._device is not None:
+            self._device.compute_waits_for(self._fence)

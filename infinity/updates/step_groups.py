@@ -1,0 +1,221 @@
+"""What the optimizer's groups, ``requires_grad`` and the model's modules say when a step begins.
+
+Knows parameters, groups and what was laid out for them; must not know gradients or when a step begins.
+
+Storage for states is laid out once, for the parameters that are trainable when `initialize` takes the model over. All else
+may change from step to step, as in plain torch: which parameters are in which group, with which hyperparameters, which are
+frozen, and what modules the model has.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.device.compute import gradient_norm
+from infinity.errors import ModelError, UnpreparedParameterError
+from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.optim.groups import Groups
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.template import Template
+from infinity.paging.module_hooks import ModelHolding
+from infinity.units.parameter import plain_grad
+from infinity.units.unit import Unit
+
+_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
+
+logger = logging.getLogger(__name__)
+
+
+class StepGroups:
+    """Reads the groups, and refuses what cannot be trained as torch would, before anything is changed."""
+
+    def __init__(
+        self,
+        holding: ModelHolding,
+        template: Template,
+        updater: PieceUpdater,
+        names_of: Callable[[Unit], Sequence[str]],
+        present_names: Callable[[torch.Tensor], Sequence[str] | None],
+    ) -> None:
+        """
+        Args:
+            holding, template, updater: whom it works with.
+            names_of: a unit -> names of the per-element states that its records have room for.
+            present_names: a trainable parameter -> names of those that it has, after the updates asked for; None before its
+                first update.
+        """
+        self.loose = LooseParameters(template)
+        self._holding = holding
+        self._template = template
+        self._updater = updater
+        self._names_of = names_of
+        self._present_names = present_names
+        self._frozen: list[nn.Parameter] = []
+        self._trainable: list[nn.Parameter] = []
+        for unit in holding.units:
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                (self._trainable if slot.spec.is_trainable else self._frozen).append(parameter)
+        self._flags: list[bool] | None = None
+        self._fitting: dict[int, tuple[str, ...]] = {}
+        """``id`` of a parameter -> the state names under which it was last found to fit."""
+        self._known_names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        """Of each group: its hyperparameters as last seen, and the names of states under them."""
+        self._strangers: set[int] = set()
+
+    def read(self) -> Groups:
+        """The groups as they are now.
+
+        Raises:
+            ParameterGroupError: a parameter is in two groups.
+            UnpreparedParameterError: a parameter is to be trained, or to keep another state, and there is no place for that.
+            OptimizerNotPageableError: the hyperparameters make the optimizer mix elements, or an attribute of it was changed.
+        """
+        groups = self._template.read()
+        self._updater.check_attributes()
+        self._check_thawed(groups)
+        self._check_states(groups)
+        return groups
+
+    def before_forward(self) -> bool:
+        """Check what `read` checks before a forward that will be trained on, and that whatever is new gets trained.
+
+        Returns whether other parameters are frozen than the last time.
+        """
+        self._check_new(self.read())
+        with torch._C.DisableTorchFunctionSubclass():
+            flags = [parameter.requires_grad for parameter in self._trainable]
+        changed = self._flags is not None and flags != self._flags
+        self._flags = flags
+        return changed
+
+    def _check_thawed(self, groups: Groups) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+        for parameter in thawed:
+            if groups.index_of(parameter) is not None:
+                fqn = self._template.fqn(parameter)
+                raise UnpreparedParameterError(
+                    fqn,
+                    "was frozen when infinity.initialize took the model over, so its gradient and state have no place",
+                    cure="Call requires_grad_(True) before infinity.initialize, with the parameter in the optimizer, and "
+                    "requires_grad_(False) right after it, until it is to be trained",
+                )
+
+    def _check_states(self, groups: Groups) -> None:
+        names_by_group = self._names_by_group(groups)
+        for parameter in self._trainable:
+            index = groups.index_of(parameter)
+            if index is None or self._fitting.get(id(parameter)) == names_by_group[index]:
+                continue
+            names = names_by_group[index]
+            unit, slot = self._holding.locate(parameter)
+            known = self._present_names(parameter)
+            missing = [name for name in names if name not in (self._names_of(unit) if known is None else known)]
+            if missing:
+                raise UnpreparedParameterError(
+                    slot.spec.fqn,
+                    f"would need the state '{missing[0]}' under the hyperparameters of its group ({index}), and no place was "
+                    "laid out for it",
+                    cure="Set hyperparameters that decide which state exists (momentum, amsgrad, centered) before "
+                    "infinity.initialize",
+                )
+            self._fitting[id(parameter)] = names
+
+    def _names_by_group(self, groups: Groups) -> list[tuple[str, ...]]:
+        known, self._known_names = self._known_names, []
+        for index, values in enumerate(groups.values):
+            before, names = known[index] if index < len(known) else ({}, ())
+            if not _are_same(before, values):  # else nothing has to be found out: there may be a thousand groups
+                names = self._updater.names_under(values)
+            self._known_names.append((values, names))
+        return [names for _, names in self._known_names]
+
+    def _check_new(self, groups: Groups) -> None:
+        """Trainable parameters that came into the model later: in no group, they are not trained."""
+        present: Mapping[int, torch.Tensor] = self._holding.parameters_now()
+        new = {
+            key: parameter
+            for key, parameter in present.items()
+            if not self._holding.holds(parameter)
+            and isinstance(parameter, nn.Parameter)  # functional_call puts other tensors in their places for a while
+            and groups.index_of(parameter) is None
+            and parameter.requires_grad
+        }
+        if not new or new.keys() <= self._strangers or _is_functional():
+            return
+        names = {id(parameter): fqn for fqn, parameter in self._holding.model.named_parameters()}
+        fqn = names.get(next(iter(new)), "?")
+        problem = (
+            f"{len(new)} trainable parameters came into the model after infinity.initialize (the first is '{fqn}')"
+        )
+        cure = (
+            "Add modules (get_peft_model, say) before infinity.initialize, or put them into a group: "
+            'optimizer.add_param_group({"params": [...]})'
+        )
+        with torch._C.DisableTorchFunctionSubclass():
+            trains = any(p.requires_grad for p in present.values() if groups.index_of(p) is not None)
+        if not trains:
+            raise ModelError(f"{problem}, and no other is left to be trained. {cure}", fqn=fqn)
+        self._strangers.update(new)
+        logger.warning("%s and are in no parameter group: they will not be trained. %s", problem, cure)
+
+    def not_held(self) -> list[torch.Tensor]:
+        """Parameters that came into the model or into a group later: autograd adds to their gradients by itself."""
+        found: dict[int, torch.Tensor] = {id(parameter): parameter for parameter in self.loose.present()}
+        found |= self._holding.parameters_now()
+        return [parameter for parameter in found.values() if not self._holding.holds(parameter)]
+
+    def ungrouped(self) -> frozenset[tuple[int, int]]:
+        """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
+        members = {id(parameter) for parameter in self._template.params()}
+        return frozenset(
+            (unit.index, slot.index)
+            for unit in self._holding.units
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+            if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
+        )
+
+    def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor]) -> list[torch.Tensor]:
+        """Norms of all gradients, in the order in which ``clip_grad_norm_(model.parameters(), ...)`` takes them.
+
+        Args:
+            norms: of the main gradients, by (unit index, slot index).
+        """
+        found: list[torch.Tensor] = []
+        for parameter in self._holding.parameters_now().values():
+            if self._holding.holds(parameter):
+                unit, slot = self._holding.locate(parameter)
+                norm = norms.get((unit.index, slot.index))
+                if norm is not None:
+                    found.append(norm)
+                if slot.spec.is_trainable:
+                    continue
+            gradient = plain_grad(parameter)
+            if gradient is not None:
+                found.append(gradient_norm(gradient.detach().float()))
+        return found
+
+    def update_loose(self, groups: Groups, coefficient: torch.Tensor | None) -> None:
+        """Update the parameters that came into the groups later; see `LooseParameters`."""
+        self.loose.update(groups, coefficient)
+
+
+def _is_functional() -> bool:
+    """Whether a ``torch.func.functional_call`` is running in this thread, which puts parameters in place for a while."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _are_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether two groups have the very same objects as hyperparameters, the learning rate aside."""
+    return len(left) == len(right) and all(left.get(key, left) is value or key == "lr" for key, value in right.items())

@@ -1,0 +1,297 @@
+"""From gradients to updates: in backward as units become complete, or in the step, at once or when they are wanted.
+
+Knows gradients, the update stream and the optimizer's groups; must not know modules, hooks or the order of the user's
+calls.
+
+[Note: the order of updates]
+Updates that are pending when a step ends run beside the next forward, and nothing else keeps the drive busy in it. So those
+should be left over that the forward needs last. Backward delivers them first: therefore, where all weights fit into memory,
+the update whose unit the next forward needs soonest always comes next, and the others wait as far as there is room for their
+gradients. Where units have to make room for each other, updates run as they come: a pending one keeps its unit in memory,
+and those that the forward needs last would be kept at the expense of those that it needs first. Whoever waits for a unit gets
+it updated next in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.config import UpdateMode
+from infinity.device.compute import ComputeDevice
+from infinity.errors import PartialUpdateError
+from infinity.gradients.loss_scaler import LossScaler
+from infinity.gradients.main_grads import clip_coefficient, total_norm
+from infinity.gradients.shown_grads import ShownGradients
+from infinity.optim.groups import Groups
+from infinity.paging.pager import Pager
+from infinity.units.layout import Chunk, Slot
+from infinity.units.unit import Unit
+from infinity.updates.job import GradientSource, UpdateJob
+from infinity.updates.step_groups import StepGroups
+from infinity.updates.stream import UpdateStream
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How a step goes."""
+
+    gradient_clipping: float
+    """Largest global norm; 0 for no clipping."""
+    update: UpdateMode
+    """When units are updated."""
+    checks_overflow: bool = False
+    """Whether a step whose gradients are not finite updates nothing."""
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a unit is updated as soon as its gradients are complete."""
+        return self.update == "in_backward"
+
+
+class Stepper:
+    """One optimizer step after the other. Gradients come in with `deliver`, and `apply` ends the step."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        chunks: Sequence[Sequence[Chunk]],
+        rules: StepRules,
+        *,
+        device: ComputeDevice,
+        pager: Pager,
+        gradients: ShownGradients,
+        stream: UpdateStream,
+        groups: StepGroups,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        """
+        Args:
+            units: all units, by index.
+            chunks: of each unit.
+            rules: how a step goes.
+            device, pager, gradients, stream, groups: whom it works with.
+            scaler: knows with which factor the gradients come; None: with none.
+        """
+        self.units = list(units)
+        self.rules = rules
+        self.scaler = scaler or LossScaler(None)
+        self.gradients = gradients
+        gradients.scale = lambda: self.scaler.scale
+        self._chunks = chunks
+        self._device = device
+        self._pager = pager
+        self._stream = stream
+        self._step_groups = groups
+        self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
+        self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        self._ranks: dict[int, int] = {}
+        self._groups: Groups | None = None
+        self.divisor = 1
+        """What the gradients of the present step are divided by before they are used; see `infinity.loop.style`."""
+        self.updated: set[int] = set()
+        """Units that were updated in the backward of the present step."""
+        self.grad_norm: torch.Tensor | None = None
+        """2-norm of all gradients of the last step, before clipping: 0-dim fp32."""
+        self.is_skipped = False
+        """Whether the last step updated nothing, because its gradients were not finite."""
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether some weights are already those of the next step, and others those of this one."""
+        return bool(self.updated or self._waiting)
+
+    def deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
+        """Gradients of a micro-batch, whole per parameter; they belong to the stepper from now on.
+
+        Args:
+            unit: whose.
+            gradients: of some or all of its parameters.
+            updates_now: update the unit, as soon as no backward needs its weights any more.
+        """
+        self._pager.await_update(unit)  # an earlier one may still read the unit's gradient memory
+        if not updates_now:
+            self.gradients.add(unit, gradients)
+            return
+        self._waiting.append((unit, gradients))
+        self._update_waiting(only_settled=True)
+
+    def finish_backward(self, *, updates_now: bool) -> None:
+        """Backward has ended: update what waited for it, and, if ``updates_now``, all else that has a gradient."""
+        self._update_waiting(only_settled=False)
+        if updates_now:
+            for unit in self.units:
+                if unit.index not in self.updated and self.gradients.slots_with_gradient(unit):
+                    self._pager.prepare_update(unit)
+                    self._waiting.append((unit, {}))
+            self._update_waiting(only_settled=False)
+
+    def _update_waiting(self, *, only_settled: bool) -> None:
+        if self._waiting:
+            self._pager.turn.be_alone()
+        waiting, self._waiting = self._waiting, []
+        for place, (unit, gradients) in enumerate(waiting):
+            if unit.settle() or not only_settled:
+                self._pager.await_update(unit)
+                source = self.gradients.hand_over(unit, gradients, self._norms)
+                gradients.clear()
+                try:
+                    self._submit(unit, source, None if self.divisor == 1 else _scalar(1.0 / self.divisor))
+                except BaseException:
+                    self._waiting += waiting[place + 1 :]
+                    raise
+                self.updated.add(unit.index)
+                self._pager.on_pause()
+            else:
+                self._waiting.append((unit, gradients))
+
+    def _submit(
+        self, unit: Unit, source: GradientSource, coefficient: torch.Tensor | None, *, is_held: bool = False
+    ) -> None:
+        if self._groups is None:
+            self._groups = self._step_groups.read()
+        of_slots = ((slot.index, self._groups.of(unit.parameters[slot.index])) for slot in source.slots())
+        groups = {index: group for index, group in of_slots if group is not None}  # what is in none is not updated
+        is_gathered = bool(unit.gathered)
+        if is_gathered:
+            self._pager.before_update(unit)
+        elif not unit.num_active:
+            self._pager.store_changes(unit)
+        is_seen = unit.flat is not None and unit.flat.has_views
+        job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
+        job.is_held = is_held and job.accepts_buffer and not is_gathered
+        if self._pager.holds_all:  # see [Note: the order of updates]
+            job.rank = self._rank_of(unit)
+        unit.update = job
+        unit.version += 1
+        try:
+            if self.rules.updates_in_backward:  # once it is submitted, it may be too late
+                self._pager.attach_wanted(unit)
+            self._stream.submit(job)
+        except BaseException as error:
+            if not self._stream.has(job):  # else it was queued, and an interrupt came after that
+                source.release()
+                job.finish(error)
+                unit.update = None
+            raise
+        if (
+            source.is_lent or is_seen or is_gathered
+        ):  # somebody looks at gradients or weights, and may do so at any time
+            self._pager.await_update(unit)
+        if is_gathered:  # the user may write to it next, on top of what the update gives
+            self._pager.after_update(unit)
+
+    def apply(self, step: int, *, keeps: bool = False) -> None:
+        """The rest of the step: whatever has a gradient and was not updated in backward.
+
+        Or nothing at all, see `is_skipped`.
+
+        Args:
+            step: its number, for messages.
+            keeps: gradients stay until somebody drops them, as torch's do.
+
+        Raises:
+            PartialUpdateError: hyperparameters changed since the first update in backward.
+        """
+        was_in_backward = bool(self.updated)
+        if not was_in_backward:
+            self._groups = self._step_groups.read()
+        groups = self._groups or self._step_groups.read()
+        with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
+        for unit in with_gradients:
+            for slot in self.gradients.slots_with_gradient(unit):
+                self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
+        if was_in_backward:
+            self._check_groups_unchanged(step)
+        scale = self._common_scale(with_gradients) * self.divisor
+        self.grad_norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
+        self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
+        if self.is_skipped:
+            self.clear()
+            self._pager.pump()
+            return
+        coefficient = None
+        if self.rules.gradient_clipping > 0:
+            coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
+        is_held = self._pager.fills and not was_in_backward and self.rules.update != "step"
+        self._step_groups.update_loose(groups, self._factor(coefficient, self.scaler.scale))
+        for unit in with_gradients:
+            self._pager.prepare_update(unit)
+            factor = self._factor(coefficient, self.gradients.scale_of(unit))
+            self._submit(unit, self.gradients.source(unit, keeps=keeps), factor, is_held=is_held)
+            self.updated.add(unit.index)
+        self._forget()
+        if self.rules.update == "step":
+            with self._pager.clock.waiting("update"):
+                self._stream.drain()
+        if not was_in_backward:
+            self._pager.pump()
+
+    def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+        """What gradients of that loss scale are multiplied with."""
+        factor = scale * self.divisor
+        if factor == 1.0 and not self.scaler.is_active:
+            return coefficient
+        return (1.0 if coefficient is None else coefficient) / _scalar(factor)
+
+    def _common_scale(self, units: Sequence[Unit]) -> float:
+        """Bring the norms of the units' gradients to one scale; returns it."""
+        scales = {unit.index: self.gradients.scale_of(unit) for unit in units}
+        if len({*scales.values()}) < 2:
+            return scales.popitem()[1] if scales else self.scaler.scale
+        for key, norm in self._norms.items():
+            self._norms[key] = norm / scales.get(key[0], 1.0)
+        return 1.0
+
+    def _rank_of(self, unit: Unit) -> int:
+        """The unit's place in the next forward."""
+        if not self._ranks:
+            self._ranks = {index: rank for rank, index in enumerate(self._pager.forward_order())}
+        return self._ranks[unit.index]
+
+    def _in_forward_order(self) -> list[Unit]:
+        return [self.units[index] for index in self._pager.forward_order()]
+
+    def _check_groups_unchanged(self, step: int) -> None:
+        changed = self._step_groups.read().changed_since(self._groups) if self._groups is not None else []
+        if not changed:
+            return
+        raise PartialUpdateError(
+            step=step,
+            num_updated=len(self.updated),
+            num_units=len(self.units),
+            problem=f"the optimizer's {', '.join(changed)} changed between engine.backward() and engine.step()",
+            cure="Set them before engine.backward(), or set config key 'infinity.update' to \"deferred\"",
+        )
+
+    def _forget(self) -> None:
+        self._norms.clear()
+        self._ranks.clear()
+        self._groups = None
+        self.divisor = 1
+        self.updated.clear()
+        self._waiting.clear()
+
+    def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        """Forget the present step and all gradients, but for those ``kept``, by (unit index, slot index)."""
+        self._forget()
+        self.gradients.clear(kept)
+
+    def not_held(self) -> list[torch.Tensor]:
+        """Parameters in the model or in a group that are ordinary ones."""
+        return self._step_groups.not_held()
+
+    def ungrouped(self) -> frozenset[tuple[int, int]]:
+        """Parameters that are in no group, by (unit index, slot index)."""
+        return self._step_groups.ungrouped()
+
+    def is_used_up(self, unit: Unit, slot: Slot) -> bool:
+        """Whether the parameter's gradient went into an update in the backward of the present step."""
+        return bool(self.updated) and (unit.index, slot.index) in self._norms
+
+
+def _scalar(value: float) -> torch.Tensor:
+    """Whatever default dtype and device the user has set."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

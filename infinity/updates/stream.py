@@ -1,0 +1,390 @@
+"""The optimizer as a stream: read a chunk, update it, write it back, while the model computes.
+
+Knows jobs, chunks and working memory; must not know modules or autograd. One background thread runs the jobs in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from infinity.device.compute import ComputeDevice
+from infinity.errors import EngineClosedError
+from infinity.numerics.chunk_format import Workspace
+from infinity.numerics.state_codec import Noise
+from infinity.numerics.state_format import StateFormat
+from infinity.numerics.state_window import StateWindow
+from infinity.telemetry.timeline import Row, Timeline
+from infinity.threads.denormals import flush_denormals
+from infinity.threads.openmp import release_workers, use_one_thread
+from infinity.tiers.state_store import Lease, RecordStore
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.layout import Chunk, Piece
+from infinity.update_rules import HalvesUpdater, PieceUpdater
+from infinity.updates.job import POLL_SECONDS, ParameterState, UpdateJob
+from swapper import Bell, Handle
+
+_MOST_AHEAD = 16
+"""Chunks in hand at a time, where no pages limit them."""
+
+
+class _Read(Protocol):
+    def wait(self) -> None: ...
+
+
+@dataclass
+class _Item:
+    job: UpdateJob
+    chunk: Chunk
+    lease: Lease
+    reads: list[_Read]
+    is_last: bool
+    is_in_place: bool
+    """The workspace's model weight is that in the flat buffer."""
+
+
+class UpdateStream:
+    """Runs update jobs in order, reading ahead as far as working memory allows."""
+
+    def __init__(
+        self,
+        records: RecordStore,
+        weights: WeightStore | None,
+        updater: PieceUpdater,
+        device: ComputeDevice,
+        states: Mapping[tuple[int, int], ParameterState],
+        halves_updater: HalvesUpdater | None = None,
+        window: StateWindow | None = None,
+    ) -> None:
+        """
+        Args:
+            records: where optimizer state rests.
+            weights: where model weights rest; None when they rest in the flat buffers themselves.
+            updater: the optimizer's rule.
+            device: for copies to and from the device.
+            states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
+            halves_updater: the optimizer's rule where main weights are kept in two halves.
+            window: opens the states of ``records``; None where those are stored as fp32.
+        """
+        self._records = records
+        self._weights = weights
+        self._updater = updater
+        self._device = device
+        self._states = states
+        self._halves_updater = halves_updater
+        self._states_window = window or StateWindow(StateFormat.FP32)
+        self._pending: dict[UpdateJob, None] = {}
+        """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
+        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._work, self._progress = Bell(), Bell()
+        self._is_stopping = False
+        self._error: BaseException | None = None
+        self.busy_seconds = 0.0
+        self.timeline: Timeline | None = None
+        """Where updates are recorded, if anywhere."""
+        self._window: deque[_Item] = deque()
+        self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
+        self._next: tuple[UpdateJob, Chunk, bool] | None = None
+        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------------- training thread
+
+    def submit(self, job: UpdateJob) -> None:
+        """Queue a job."""
+        job.on_release = self._work.ring
+        with self._lock:
+            if self._error is not None:
+                job.finish(self._error)
+                raise self._error
+            self._pending[job] = None
+        self._work.ring()
+
+    def has(self, job: UpdateJob) -> bool:
+        """Whether the job is queued or running."""
+        return job in self._pending
+
+    def release_all(self) -> None:
+        """Hold no job back any longer: nobody will come to ask for the units that are left."""
+        with self._lock:
+            for job in self._pending:
+                job.is_held = False
+        self._work.ring()
+
+    def drain(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Return when every job is done; raises the error of the first that failed. ``on_progress``: called in between."""
+        self.release_all()
+        while self._pending and self._error is None:
+            on_progress()
+            self._progress.wait(POLL_SECONDS)  # looking up now and then, so that a KeyboardInterrupt gets through
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what stopped the stream, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs that are queued or running."""
+        return len(self._pending)
+
+    def stop(self) -> None:
+        """Have the thread end after the chunk in hand. Waits for nothing."""
+        self._is_stopping = True
+        self._work.ring()
+
+    def close(self) -> None:
+        """End the thread after the chunk in hand. Queued jobs are dropped: `drain` first if they matter."""
+        self.stop()
+        self._thread.join()
+
+    # ---------------------------------------------------------------------------------------------- background thread
+
+    def _run(self) -> None:
+        if self._device.shares_host_memory and self._halves_updater is not None and self._halves_updater.is_fused:
+            use_one_thread()  # as its kernel does: see [Note: one pool] in infinity.threads.openmp
+        try:
+            with torch.no_grad():
+                while self._advance():
+                    pass
+            if self._pending:
+                raise EngineClosedError("an update that was still pending")
+        except BaseException as error:
+            self._fail(error)
+
+    def _advance(self) -> bool:
+        self._fill()
+        if self._window and not self._is_stopping:
+            item = self._window[0]
+            item.lease.wait()
+            for handle in item.reads:
+                handle.wait()
+            if item.job.flat_arrival is not None:
+                item.job.flat_arrival.wait()
+                item.job.flat_arrival = None
+                # That wait ordered this thread's stream; the copies run on streams of their own.
+                item.job.after = self._device.mark()
+            begin = time.perf_counter()
+            flush_denormals(item.job.flushes_denormals)
+            self._update(item)
+            item.job.gradients.note_used(item.chunk)
+            self._window.popleft()
+            end = time.perf_counter()
+            self.busy_seconds += end - begin
+            if self.timeline is not None:
+                self.timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
+            if item.is_last:
+                self._finish(item.job)
+            return True
+        while not self._is_stopping and not self._runnable():
+            self._work.wait()
+        return not self._is_stopping
+
+    def _runnable(self) -> list[UpdateJob]:
+        with self._lock:
+            return [job for job in self._pending if not job.is_held and not job.has_begun]
+
+    def _fill(self) -> None:
+        """Start the reads of the next chunks while there are pages; the first one waits for a page."""
+        while not self._is_stopping:
+            if self._next is None:
+                self._next = self._take()
+                if self._next is None:
+                    return
+            job, chunk, is_last = self._next
+            if any(item.job is not job and item.job.unit is job.unit for item in self._window):
+                return  # an earlier update of this unit has not written yet: a read now would be stale
+            if len(self._window) >= _MOST_AHEAD:
+                return
+            weight = self._weight_in_place(job, chunk)
+            lease = self._records.open(
+                job.unit,
+                chunk,
+                is_blocking=not self._window,
+                weight=weight,
+                needs_scratch=job.gradients.needs_scratch or self._widens(job),
+            )
+            if lease is None:
+                return
+            self._next = None
+            item = _Item(job, chunk, lease, [], is_last, is_in_place=weight is not None)
+            self._window.append(item)
+            workspace = lease.workspace
+            handle = job.gradients.prepare(chunk, workspace.landing(job.gradients.dtype))
+            if handle is not None:
+                item.reads.append(handle)
+            if workspace.needs_weight and not job.flat_is_current and self._weights is not None:
+                read = self._weights.read_chunk(job.unit, chunk, workspace.weight)
+                if read is not None:
+                    item.reads.append(read)
+
+    def _weight_in_place(self, job: UpdateJob, chunk: Chunk) -> torch.Tensor | None:
+        """The chunk's model weights in the flat buffer, if the update may work on them there."""
+        # Gradients that land before they are widened land where the model weights of the workspace are.
+        is_taken = job.gradients.needs_scratch and self._widens(job)
+        if not job.unit.stays_resident or not self._device.shares_host_memory or is_taken:
+            return None
+        return job.weights_of(chunk)
+
+    def _widens(self, job: UpdateJob) -> bool:
+        """Whether gradients are copied to fp32 before they are used."""
+        return self._halves_updater is None and job.gradients.dtype != torch.float32
+
+    def _take(self) -> tuple[UpdateJob, Chunk, bool] | None:
+        while True:
+            if self._current is not None:
+                found = next(self._current, None)
+                if found is not None:
+                    return found
+                self._current = None
+            runnable = self._runnable()
+            if not runnable:
+                return None
+            first = min(runnable, key=lambda job: job.rank)
+            with self._lock:  # updates of one unit keep their order
+                job = next(job for job in self._pending if job.unit is first.unit and not job.has_begun)
+            job.begin()
+            if not job.chunks:
+                self._finish(job)
+                continue
+            self._current = ((job, chunk, chunk is job.chunks[-1]) for chunk in job.chunks)
+
+    def _update(self, item: _Item) -> None:
+        job, chunk, workspace = item.job, item.chunk, item.lease.workspace
+        flat = job.weights_of(chunk)
+        if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
+            self._device.download(workspace.weight, flat, job.after)
+        for piece in chunk.pieces:
+            if piece.slot.index in job.slots:
+                self._update_piece(job, piece, workspace)
+        workspace.cast_main()
+        handles: list[Handle] = []
+        if flat is not None and not item.is_in_place:
+            fence = self._device.upload(flat, workspace.weight, job.after)
+            self._device.synchronize(fence)
+        if self._weights is not None and not job.unit.stays_resident:
+            source = workspace.weight
+            if source.device.type != "cpu":
+                source = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+                self._device.download(source, workspace.weight, self._device.mark())
+            handle = self._weights.write_chunk(job.unit, chunk, source)
+            if handle is not None:
+                handles.append(handle)
+        item.lease.write_back(handles)
+
+    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: Workspace) -> None:
+        state = self._states[job.unit.index, piece.slot.index]
+        span = slice(piece.offset, piece.offset + piece.numel)
+        gradient = job.gradients.piece(piece, workspace.landing(job.gradients.dtype)[span])
+        group = job.groups[piece.slot.index]
+        stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
+        update = self._update_halves if workspace.main is None else self._update_whole
+        present: tuple[str, ...] = ()
+        scalars: dict[str, Any] = {}
+
+        def noise(name: str, start: int) -> Noise:
+            return Noise.of(piece.slot.spec.fqn, name, state.num_updates + 1, piece.start + start)
+
+        for part, views in self._states_window.parts(stored, piece.numel, noise):
+            place = slice(span.start + part.start, span.start + part.stop)
+            present, scalars = update(job, group, workspace, place, gradient[part], views, state)
+        if piece.stop == piece.slot.numel:  # scalars advance once per parameter, after its last piece
+            if state.is_fresh:
+                state.names = present
+            state.scalars = scalars
+            state.is_fresh = False
+            state.num_updates += 1
+
+    def _update_whole(
+        self,
+        job: UpdateJob,
+        group: dict[str, Any],
+        workspace: Workspace,
+        span: slice,
+        gradient: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
+        state: ParameterState,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        if workspace.main is None:
+            raise RuntimeError("the workspace has no main weight")
+        if gradient.dtype != workspace.gradient.dtype:
+            gradient = workspace.gradient[span].copy_(gradient)
+        if job.clip_coefficient is not None:
+            if job.gradients.is_kept:
+                gradient = gradient * job.clip_coefficient
+            else:
+                gradient.mul_(job.clip_coefficient)
+        tensors, scalars = self._updater.update(
+            group, workspace.main[span], gradient, None if state.is_fresh else views, state.scalars
+        )
+        if state.is_fresh:
+            for name, tensor in tensors.items():
+                views[name].copy_(tensor)
+        return tuple(tensors), scalars
+
+    def _update_halves(
+        self,
+        job: UpdateJob,
+        group: dict[str, Any],
+        workspace: Workspace,
+        span: slice,
+        gradient: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
+        state: ParameterState,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        if self._halves_updater is None or workspace.remainder is None:
+            raise RuntimeError("main weights are kept in two halves, and nothing is there to update those")
+        return self._halves_updater.update(
+            group,
+            workspace.weight[span],
+            workspace.remainder[span],
+            gradient,
+            job.clip_coefficient,
+            views,
+            state.scalars,
+            is_first=state.is_fresh,
+        )
+
+    def _update_empty(self, job: UpdateJob) -> None:
+        """Parameters without elements are in no chunk; their steps count all the same."""
+        for slot in job.gradients.slots():
+            if slot.numel == 0 and slot.index in job.slots:
+                state = self._states[job.unit.index, slot.index]
+                empty = torch.empty(0, dtype=torch.float32, device="cpu")
+                views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)
+                tensors, state.scalars = self._updater.update(
+                    job.groups[slot.index], empty, empty, views, state.scalars
+                )
+                state.names = tuple(tensors)
+                state.is_fresh = False
+                state.num_updates += 1
+
+    def _finish(self, job: UpdateJob) -> None:
+        self._update_empty(job)
+        job.gradients.release()
+        fence = self._device.mark() if job.flat is not None else None
+        job.finish(None, self._device, fence)
+        with self._lock:
+            del self._pending[job]
+        self._progress.ring()
+        release_workers()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            jobs = list(self._pending)
+        for item in self._window:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                item.lease.discard()
+        for job in jobs:
+            job.gradients.release()
+            job.finish(error)
+        self._progress.ring()

@@ -1,0 +1,122 @@
+"""io_uring: many transfers in flight from one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from swapper.backend import IORequest
+from swapper.backends.uring.ring_loop import RingLoop
+from swapper.backends.volume_backend import VolumeBackend
+from swapper.backends.workers import WorkerPool
+from swapper.config import ALIGNMENT
+from swapper.errors import ArgumentError, error_words
+from swapper.memory.region import AlignedRegion
+from swapper.volumes.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUE_DEPTH = 4096
+_NUM_BOUNCE_THREADS = 2
+
+
+class UringBackend(VolumeBackend):
+    """Knows a volume, the ring that transfers its bytes, and threads for what must be bounced; must not know extents.
+
+    Args:
+        volume: Where the bytes go; closed together with the backend.
+        queue_depth: So many reads and so many writes are in flight at once.
+
+    Raises:
+        BackendUnavailableError: The system does not allow io_uring, or the ``liburing`` package is missing.
+    """
+
+    def __init__(self, volume: Volume, queue_depth: int = 32) -> None:
+        if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
+            raise ArgumentError(f"queue_depth must be from 1 to {MAX_QUEUE_DEPTH}, got {queue_depth}")
+        super().__init__(volume)
+        self.concurrency = queue_depth
+        self._files = {file: index for index, file in enumerate(volume.files)}
+        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._pool: WorkerPool | None = None
+        self._has_complained = False
+        self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
+        weakref.finalize(self, self._loop.stop).atexit = False
+
+    @property
+    def num_fixed(self) -> int:
+        """Transfers of registered memory."""
+        return self._loop.num_fixed
+
+    def describe(self) -> str:
+        """Return one line for logs."""
+        return f"uring: {self.volume.describe()}, {self.concurrency} reads and {self.concurrency} writes in flight"
+
+    def submit(self, request: IORequest) -> None:
+        """Hand the request to the ring; see [Note: bounced transfers] for what it does not take."""
+        if self.block_bytes > 1 and (request.offset | request.address | len(request.memory)) % ALIGNMENT:
+            self._bounce_pool().submit(request)
+        else:
+            file, offset = self.volume.locate(request.offset)
+            self._loop.submit(request, self._files[file], offset)
+
+    def _bounce_pool(self) -> WorkerPool:
+        with self._lock:
+            if self._pool is None:  # few need it
+                self._pool = WorkerPool("bounce", self._transfer, _NUM_BOUNCE_THREADS)
+            return self._pool
+
+    def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
+        """Have the kernel pin memory once, instead of for each transfer of bytes inside it.
+
+        The region stays mapped until it is given back, even if it is released before; all of its pages are in memory from
+        now on. It must not be given back to the kernel with MADV_DONTNEED meanwhile. Where the kernel refuses, transfers
+        work as without, and one line in the log says why.
+
+        Returns:
+            What gives it back; calling it again, or after the backend was closed, does nothing.
+        """
+        registration = object()
+        region.registrations.add(registration)
+        try:
+            slots = self._loop.call(lambda memory: memory.add(region))
+        except OSError as error:
+            region.registrations.discard(registration)
+            self._complain(region.num_bytes, error)
+            slots = []
+
+        def give_back() -> None:
+            if slots:
+                given, slots[:] = list(slots), []
+                with contextlib.suppress(OSError):
+                    self._loop.call(lambda memory: memory.remove(given))
+                    region.registrations.discard(registration)
+
+        return give_back
+
+    def _complain(self, num_bytes: int, error: OSError) -> None:
+        if self._has_complained:
+            return
+        self._has_complained = True
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        logger.warning(
+            "%d bytes of memory are not registered with io_uring (%s; the limit on locked memory, ulimit -l, is %s): "
+            "its transfers take the ordinary way, at a little more CPU time",
+            num_bytes,
+            error_words(error),
+            "infinite" if limit == resource.RLIM_INFINITY else f"{limit} bytes",
+        )
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """End the threads and leave the files open for another backend; return whether all ended in time."""
+        deadline = time.monotonic() + timeout_seconds
+        self._loop.stop()
+        with self._lock:
+            pool = self._pool
+        has_ended = pool is None or pool.close(timeout_seconds)
+        return self._loop.close(deadline - time.monotonic()) and has_ended

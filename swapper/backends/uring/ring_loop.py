@@ -1,0 +1,321 @@
+"""The one thread that submits to a ring and reaps from it.
+
+[Note: sleeping and waking]
+With nothing to do, the thread sleeps in the kernel until a transfer completes or an eventfd, which the ring polls, is
+written to. Before it sleeps it says so (``_is_asleep``), and then looks once more for work; who brings work first leaves
+it and then looks whether the thread sleeps. So one of both always notices. Each sleep has a number (``_nap``), and who
+has written to the eventfd notes for which: others need not write again. Nobody but the thread itself says that it is
+awake: whoever said so and were delayed, or cut off by a signal, before he writes, would have the next one not wake it.
+
+In a busy stretch nobody has to wake anybody: the next requests come from the completions of earlier ones, on this very
+thread, and one call to the kernel submits all of them and waits for the next completion.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from swapper.backend import IORequest
+from swapper.backends.uring.memory_slots import MemorySlots
+from swapper.backends.uring.ring import Ring
+from swapper.errors import BackendUnavailableError, error_words
+from swapper.uncopyable import Uncopyable
+
+logger = logging.getLogger(__name__)
+
+_WAKE = 0  # the token of the poll; those of transfers count from 1
+_EXIT_SECONDS = 2.0
+_BACK_OFF_SECONDS = 0.001
+_BURST = 4
+_COMMAND_SECONDS = 60.0
+_LATER = frozenset({errno.EAGAIN, errno.EBUSY})
+
+_Result = TypeVar("_Result")
+
+_open_loops: weakref.WeakSet[RingLoop] = weakref.WeakSet()
+_abandoned: list[RingLoop] = []  # the kernel may still write into the memory of their requests
+
+
+def _close_all_at_exit() -> None:
+    # As for worker threads: nothing may be inside native code when the interpreter goes away.
+    for loop in list(_open_loops):
+        loop.close(_EXIT_SECONDS)
+
+
+def _disown_in_child() -> None:
+    for loop in list(_open_loops):
+        loop.disown()
+    _open_loops.clear()
+
+
+atexit.register(_close_all_at_exit)
+os.register_at_fork(after_in_child=_disown_in_child)
+
+
+class _Lane:
+    """The transfers of one direction. Slow ones of the other direction cannot take its places in the ring."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.waiting: deque[tuple[IORequest, int, int]] = deque()
+        self.num_inflight = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.waiting) and self.num_inflight < self.limit
+
+
+class RingLoop(Uncopyable):
+    """Knows a ring, its thread, and the transfers in flight, whose memory it keeps alive; must not know volumes.
+
+    The thread keeps the loop alive: whoever made it must stop it.
+
+    Args:
+        fds: The files. The kernel holds them open until the loop has ended.
+        limit: So many transfers of each direction are in flight at once; others wait.
+
+    Raises:
+        BackendUnavailableError: The system does not allow io_uring.
+    """
+
+    def __init__(self, fds: Sequence[int], limit: int) -> None:
+        self.num_fixed = 0
+        self._lanes = (_Lane(limit), _Lane(limit))
+        self._inflight: dict[int, IORequest] = {}
+        self._tokens = itertools.count(_WAKE + 1)
+        self._commands: deque[tuple[Future[Any], Callable[[MemorySlots], Any]]] = deque()
+        self._is_asleep = False
+        self._nap = 0
+        self._woken_nap = 0
+        self._is_polling = False
+        self._is_stopping = False
+        self._is_over = False
+        self._pid = os.getpid()
+        self._ring: Ring | None = None
+        self._wake_lock = threading.RLock()  # a finalizer may come in between, and stop the loop
+        self._wake_fd = _make_eventfd()
+        is_set_up: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(list(fds), is_set_up), name="swapper-ring", daemon=True)
+        try:
+            self._thread.start()
+            is_set_up.result()
+        except BaseException:
+            self.stop()
+            if not self._thread.is_alive():
+                self._close_wake_fd()
+            raise
+        finally:
+            del is_set_up  # it holds the error, whose traceback holds this frame
+        _open_loops.add(self)
+
+    # -- on any thread -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: IORequest, file: int, offset: int) -> None:
+        """Have a transfer carried out at an offset of one of the files."""
+        if self._is_stopping:
+            _complete(request, 0, _ended())
+            return
+        self._lanes[request.direction].waiting.append((request, file, offset))
+        if self._is_asleep:
+            self._wake()
+        if self._is_over:
+            self._refuse()
+
+    def call(self, function: Callable[[MemorySlots], _Result]) -> _Result:
+        """Have the ring's thread do something with the registered memory, and return what it returns.
+
+        Raises:
+            OSError: The function's own error, or the loop has ended.
+        """
+        future: Future[_Result] = Future()
+        self._commands.append((future, function))
+        if threading.current_thread() is self._thread:
+            self._run_commands()
+        if self._is_over:
+            self._refuse()
+        else:
+            self._wake()
+        try:
+            return future.result(_COMMAND_SECONDS)
+        except TimeoutError as error:
+            raise OSError(errno.ETIMEDOUT, "the ring's thread does not answer") from error
+
+    def stop(self) -> None:
+        """Have the thread end after everything it was asked for."""
+        if os.getpid() == self._pid and not self._is_stopping:
+            self._is_stopping = True
+            self._wake()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Stop the thread and wait for it; return whether it has ended and nothing is in flight."""
+        self.stop()
+        _open_loops.discard(self)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(0.0, timeout_seconds))
+        return not self._thread.is_alive() and not self._inflight
+
+    def disown(self) -> None:
+        """In a forked child: use nothing of this any more; the parent's thread goes on there."""
+        self._is_stopping = self._is_over = True
+        self._is_asleep = False
+        self._inflight.clear()
+        if self._ring is not None:
+            self._ring.disown()
+        with contextlib.suppress(OSError):
+            os.close(self._wake_fd)
+        self._wake_fd = -1
+
+    def _wake(self) -> None:
+        nap = self._nap
+        if self._woken_nap != nap or not self._is_asleep:
+            with self._wake_lock:
+                if self._wake_fd >= 0:
+                    os.eventfd_write(self._wake_fd, 1)
+            self._woken_nap = nap
+
+    def _close_wake_fd(self) -> None:
+        # Under the lock: whoever is about to wake the thread would otherwise write into another file of the same number.
+        with self._wake_lock:
+            fd, self._wake_fd = self._wake_fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+    def _refuse(self) -> None:
+        """Answer what came too late; any number of threads may do so at the same time."""
+        with contextlib.suppress(IndexError):
+            while True:
+                future, _ = self._commands.popleft()
+                future.set_exception(_ended())
+        for lane in self._lanes:
+            with contextlib.suppress(IndexError):
+                while True:
+                    request, _, _ = lane.waiting.popleft()
+                    _complete(request, 0, _ended())
+
+    # -- on the ring's thread ----------------------------------------------------------------------------------------
+
+    def _run(self, fds: Sequence[int], is_set_up: Future[None]) -> None:
+        try:
+            ring = self._ring = Ring(sum(lane.limit for lane in self._lanes) + 1, fds)
+        except BaseException as error:
+            self._is_over = True
+            self._close_wake_fd()
+            is_set_up.set_exception(error.with_traceback(None))
+            return
+        self._slots = MemorySlots(ring)
+        is_set_up.set_result(None)
+        del is_set_up
+        try:
+            self._serve(ring)
+        except Exception:
+            logger.exception("the ring's thread failed; what is in flight gets no answer")
+        finally:
+            self._is_over = True
+            self._ring = None
+            if self._inflight:
+                _abandoned.append(self)
+            else:
+                ring.close()
+                self._slots.clear()
+            self._close_wake_fd()
+            self._refuse()
+
+    def _serve(self, ring: Ring) -> None:
+        """See [Note: sleeping and waking]."""
+        while True:
+            self._run_commands()
+            self._prepare(ring)
+            is_stopping = self._is_stopping
+            if is_stopping and not self._inflight and not any(lane.waiting for lane in self._lanes):
+                return
+            self._nap += 1
+            self._is_asleep = True
+            has_work = bool(self._commands) or any(lane.is_ready for lane in self._lanes)
+            has_work = has_work or self._is_stopping is not is_stopping
+            self._submit(ring, num_awaited=0 if has_work else 1)
+            self._is_asleep = False
+            self._finish(ring)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            future, function = self._commands.popleft()
+            try:
+                future.set_result(function(self._slots))
+            except Exception as error:
+                future.set_exception(error)
+            del future, function
+
+    def _prepare(self, ring: Ring) -> None:
+        """Put into the submission queue what waits and has room."""
+        if not self._is_polling:
+            self._is_polling = ring.prepare_poll(self._wake_fd, _WAKE)
+        for direction, lane in enumerate(self._lanes):
+            while lane.is_ready:
+                request, file, offset = lane.waiting[0]
+                token, num_bytes = next(self._tokens), len(request.memory)
+                slot = self._slots.find(request.address, num_bytes)
+                if not ring.prepare(direction, file, request.address, num_bytes, offset, token, slot):
+                    return  # the queue is full; the next submission makes room
+                self._inflight[token] = request
+                lane.num_inflight += 1
+                self.num_fixed += slot >= 0
+                lane.waiting.popleft()
+
+    def _submit(self, ring: Ring, num_awaited: int) -> None:
+        try:
+            ring.submit(num_awaited)
+        except OSError as error:
+            if error.errno not in _LATER:
+                raise
+            time.sleep(_BACK_OFF_SECONDS)
+
+    def _finish(self, ring: Ring) -> None:
+        """Complete what the kernel has completed, and now and then submit what came of it: the drive must not run dry
+        while a long list is gone through."""
+        for index, (token, result) in enumerate(ring.reap(), 1):
+            if token == _WAKE:
+                self._is_polling = False
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+                continue
+            request = self._inflight.pop(token)
+            self._lanes[request.direction].num_inflight -= 1
+            if result < 0:
+                _complete(request, 0, OSError(-result, os.strerror(-result)))
+            else:
+                _complete(request, result, None)
+            if index % _BURST == 0:
+                self._prepare(ring)
+                self._submit(ring, num_awaited=0)
+
+
+def _complete(request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+    try:
+        request.complete(transferred_bytes, error)
+    except BaseException:  # whatever it is: all other requests need this thread
+        logger.exception("completing a request raised; the ring goes on")
+
+
+def _ended() -> OSError:
+    return OSError(errno.ESHUTDOWN, "the ring's thread has ended")
+
+
+def _make_eventfd() -> int:
+    try:
+        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    except (AttributeError, OSError) as error:
+        words = error_words(error) if isinstance(error, OSError) else "this platform has none"
+        cure = "raise the limit on open files (ulimit -n)"
+        raise BackendUnavailableError("uring", f"no eventfd can be made: {words}", cure) from error

@@ -1,0 +1,113 @@
+"""What io_uring must prove before anybody trusts it with a model: bytes on a volume's own files, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.backend import Direction, IORequest
+from swapper.backends.uring.backend import UringBackend
+from swapper.config import ALIGNMENT
+from swapper.memory.region import AlignedRegion
+from swapper.volumes.volume import Volume
+
+_TEST_BYTES = 4 * ALIGNMENT
+_MAX_STRIPES = 1024  # to look through for one of each file
+_TIMEOUT_SECONDS = 10.0
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+def find_fault(backend: UringBackend) -> str:
+    """Write and read a few blocks of each file through the ring, and check every byte by ordinary reads and writes.
+
+    Once with ordinary and once with registered memory, as far as memory can be registered. What lay in the files is put
+    back.
+
+    Returns:
+        What went wrong, in words; nothing if all is well.
+    """
+    region = AlignedRegion(2 * _TEST_BYTES)
+    memory = region.array()
+    for is_registered in (False, True):
+        give_back = backend.register_memory(region) if is_registered else None
+        try:
+            for offset, num_bytes in _places(backend.volume):
+                fault = _try_place(backend, offset, memory[:num_bytes], memory[_TEST_BYTES : _TEST_BYTES + num_bytes])
+                if fault:
+                    path = "registered" if is_registered else "ordinary"
+                    return f"its self-test with {path} memory failed: {fault}"
+        finally:
+            if give_back is not None:
+                give_back()
+    return ""
+
+
+def _places(volume: Volume) -> list[tuple[int, int]]:
+    """An address in each file, and how many bytes can be used there."""
+    found: dict[int, tuple[int, int]] = {}
+    step = volume.stripe_bytes or volume.capacity_bytes or 1
+    for offset in range(0, min(volume.capacity_bytes, step * _MAX_STRIPES), step):
+        column = volume.column_of(offset)
+        if column not in found:
+            found[column] = (offset, min(_TEST_BYTES, volume.capacity_bytes - offset, step))
+        if len(found) == len(volume.files):
+            break
+    return list(found.values())
+
+
+def _try_place(backend: UringBackend, offset: int, data: _Bytes, copy: _Bytes) -> str:
+    file, file_offset = backend.volume.locate(offset)
+    before = AlignedRegion(data.size).array()
+    try:
+        os.preadv(file.fd, [before.data], file_offset)
+    except OSError as error:
+        return f"{file.name} cannot be read: {error}"
+    try:
+        data[:] = _pattern(data.size, 1)
+        fault = _transfer(backend, Direction.WRITE, offset, data)
+        if not fault:
+            os.preadv(file.fd, [copy.data], file_offset)
+            fault = _compare(data, copy, f"written to {file.name}")
+        if not fault:
+            data[:] = _pattern(data.size, 2)
+            os.pwritev(file.fd, [data.data], file_offset)
+            copy[:] = 0
+            fault = _transfer(backend, Direction.READ, offset, copy) or _compare(data, copy, f"read from {file.name}")
+        return fault
+    except OSError as error:
+        return f"{file.name} cannot be used: {error}"
+    finally:
+        with contextlib.suppress(OSError):
+            os.pwritev(file.fd, [before.data], file_offset)
+
+
+def _pattern(num_bytes: int, seed: int) -> _Bytes:
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+def _compare(expected: _Bytes, found: _Bytes, what: str) -> str:
+    num_wrong = int((expected != found).sum())
+    return f"{num_wrong} of {expected.size} bytes {what} differ" if num_wrong else ""
+
+
+def _transfer(backend: UringBackend, direction: Direction, offset: int, array: _Bytes) -> str:
+    is_over = threading.Event()
+    outcome: list[str] = []
+
+    def complete(request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+        if error is not None:
+            outcome.append(f"a {direction.name.lower()} failed: {error}")
+        elif transferred_bytes != array.size:
+            outcome.append(f"a {direction.name.lower()} moved {transferred_bytes} of {array.size} bytes")
+        is_over.set()
+
+    address: int = array.__array_interface__["data"][0]
+    backend.submit(IORequest(direction, offset, array.data, address, complete))
+    if not is_over.wait(_TIMEOUT_SECONDS):
+        return f"a {direction.name.lower()} had no answer for {_TIMEOUT_SECONDS:g} seconds"
+    return outcome[0] if outcome else ""

@@ -1,0 +1,76 @@
+"""Who wants to hear of each transfer."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swapper.backend import Direction
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """One transfer that is over.
+
+    Attributes:
+        direction: Read or write.
+        extent_name: Whose bytes.
+        num_bytes: As many as count in the statistics: 0 if it failed, the part that came if it was short.
+        queued_seconds: Between the moment at which its operation could have begun and its hand-over to the backend.
+        began_seconds: Its hand-over to the backend, as ``time.perf_counter`` gives it.
+        ended_seconds: Its completion, likewise.
+    """
+
+    direction: Direction
+    extent_name: str
+    num_bytes: int
+    queued_seconds: float
+    began_seconds: float
+    ended_seconds: float
+
+
+Observer = Callable[[TransferRecord], None]
+
+
+class Observers:
+    """Knows whom to tell of transfers. False while there is nobody, so that nothing is noted for nobody.
+
+    Records are put here under the scheduler's lock and told outside of it: an observer may use the swapper.
+    """
+
+    def __init__(self) -> None:
+        self._observers: tuple[Observer, ...] = ()
+        self._records: deque[TransferRecord] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    def add(self, observer: Observer) -> Callable[[], None]:
+        """Tell ``observer`` of every transfer from now on; return what ends that."""
+        self._observers = (*self._observers, observer)
+
+        def remove() -> None:
+            self._observers = tuple(other for other in self._observers if other is not observer)
+
+        return remove
+
+    def note(self, record: TransferRecord) -> None:
+        """Take a record; `tell` passes it on."""
+        self._records.append(record)
+
+    def tell(self) -> None:
+        """Pass on what was noted; on a backend's thread, so what an observer raises goes no further."""
+        while self._records:
+            try:
+                record = self._records.popleft()
+            except IndexError:  # another thread has told it
+                return
+            for observer in self._observers:
+                try:
+                    observer(record)
+                except Exception:
+                    logger.exception("an observer of transfers raised")

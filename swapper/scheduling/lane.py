@@ -1,0 +1,186 @@
+"""The queue of one direction: which transfer comes next."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from swapper.backend import CompletionCallback, Direction
+from swapper.config import ALIGNMENT, Priority, SwapperConfig
+from swapper.meters.busy import BusyTimes
+from swapper.meters.observer import Observers, TransferRecord
+from swapper.scheduling.operation import Operation, OperationState, Transfer
+
+
+class Lane:
+    """Knows the operations of one direction that are ready, and the transfers at the backend. Its owner locks.
+
+    Operations of one priority are served in the order in which they became ready. A higher priority goes first, but
+    only ``max_overtakes`` transfers may pass a waiting lower one before that gets its turn: nothing starves.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        config: SwapperConfig,
+        limit: int,
+        boundary_bytes: int,
+        on_complete: CompletionCallback,
+        busy: BusyTimes,
+        observers: Observers,
+    ) -> None:
+        self.direction = direction
+        self.limit = limit
+        self.num_queued = 0
+        self.inflight: dict[Transfer, None] = {}
+        self.num_bytes = 0
+        self.num_transfers = 0
+        self.num_retries = 0
+        self.busy = busy
+        self._request_bytes = config.request_bytes
+        self._boundary_bytes = boundary_bytes
+        self._max_overtakes = config.max_overtakes
+        self._on_complete = on_complete
+        self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
+        self._overtaken = [0 for _ in Priority]
+        self._observers = observers
+
+    @property
+    def has_room(self) -> bool:
+        """Whether something is ready and the backend would take more."""
+        return self.num_queued > 0 and len(self.inflight) < self.limit
+
+    @property
+    def queued(self) -> list[Operation]:
+        """The operations that are not handed over completely."""
+        return [each for queue in self._queues for each in queue if each.state is OperationState.QUEUED]
+
+    @property
+    def blocked_by(self) -> Operation | None:
+        """One of the operations that hang, if everything that the backend takes at once hangs: nothing more can start."""
+        if len(self.inflight) < self.limit:
+            return None
+        operations = [transfer.operation for transfer in self.inflight]
+        return operations[0] if all(each.state is OperationState.STALLED for each in operations) else None
+
+    def enqueue(self, operation: Operation) -> None:
+        """Take an operation that is ready."""
+        if self._observers:
+            operation.ready_seconds = time.perf_counter()
+        operation.move_to(OperationState.QUEUED)
+        self._queues[operation.priority].append(operation)
+        self.num_queued += 1
+
+    def enqueue_again(self, transfer: Transfer) -> None:
+        """Take a transfer that has to be tried again; it goes before everything of its priority."""
+        operation = transfer.operation
+        operation.retries.append(transfer)
+        if operation.state is OperationState.RUNNING:
+            operation.move_to(OperationState.QUEUED)
+            self._queues[operation.priority].appendleft(operation)
+            self.num_queued += 1
+
+    def promote(self, operation: Operation, priority: Priority) -> None:
+        """Give a queued operation a higher priority; its old place is skipped when its turn comes there."""
+        operation.priority = priority
+        if operation.state is OperationState.QUEUED:
+            self._queues[priority].append(operation)
+
+    def withdraw(self, operation: Operation) -> None:
+        """Hand nothing more of an operation over; its transfers at the backend still complete."""
+        operation.retries.clear()
+        if operation.state is OperationState.QUEUED:
+            operation.move_to(OperationState.RUNNING)
+            self.num_queued -= 1
+
+    def take(self, tick: int) -> Transfer | None:
+        """Return the next transfer for the backend, or ``None`` if there is none or the backend has enough.
+
+        Args:
+            tick: The watchdog's time.
+        """
+        if not self.num_queued or len(self.inflight) >= self.limit:
+            return None
+        operation = self._choose()
+        if operation is None:
+            return None
+        transfer = operation.retries.pop() if operation.retries else self._cut(operation)
+        operation.outstanding += 1
+        if operation.cursor >= operation.num_bytes and not operation.retries:
+            operation.move_to(OperationState.RUNNING)
+            self._queues[operation.priority].popleft()
+            self.num_queued -= 1
+        was_idle = not self.inflight
+        if transfer.submitted_tick < 0:  # another attempt has what is left of the time of the first
+            transfer.submitted_tick = tick
+        transfer.began_seconds = time.perf_counter() if self._observers else 0.0
+        self.inflight[transfer] = None
+        if was_idle:
+            self.busy.begin(self.direction)
+        return transfer
+
+    def give_back(self, transfer: Transfer) -> None:
+        """Note that the backend has completed a transfer."""
+        del self.inflight[transfer]
+        transfer.operation.outstanding -= 1
+        if not self.inflight:
+            self.busy.end(self.direction)
+
+    def count(self, transfer: Transfer, num_bytes: int) -> None:
+        """Count what a completed transfer has moved: all of it, a part, or 0 if it failed."""
+        self.num_bytes += num_bytes
+        if self._observers and transfer.began_seconds:
+            operation, began = transfer.operation, transfer.began_seconds
+            queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
+            name = operation.extent.name
+            self._observers.note(TransferRecord(self.direction, name, num_bytes, queued, began, time.perf_counter()))
+
+    def _choose(self) -> Operation | None:
+        """Return the operation whose turn it is, and leave it at the head of its queue."""
+        first: int | None = None
+        chosen: int | None = None
+        for priority, queue in enumerate(self._queues):
+            while queue and (queue[0].state is not OperationState.QUEUED or queue[0].priority != priority):
+                queue.popleft()
+            if not queue:
+                self._overtaken[priority] = 0
+            elif first is None:
+                first = chosen = priority
+            elif self._overtaken[priority] >= self._max_overtakes:
+                chosen = priority
+            else:
+                self._overtaken[priority] += 1
+        if chosen is None:
+            return None
+        self._overtaken[chosen] = 0
+        return self._queues[chosen][0]
+
+    def _cut(self, operation: Operation) -> Transfer:
+        """Return the next piece of an operation: to the end, the next boundary, or ``request_bytes`` further.
+
+        The first piece ends on a block, so that only the two ends of an operation can be unaligned.
+        """
+        cursor = operation.cursor
+        start = operation.start + cursor
+        length = self._request_bytes
+        if cursor == 0:
+            length -= start % ALIGNMENT
+        if self._boundary_bytes:
+            length = min(length, self._boundary_bytes - start % self._boundary_bytes)
+        length = min(length, operation.num_bytes - cursor)
+        memory = operation.memory
+        if memory is None:
+            raise RuntimeError("an operation without memory was queued")
+        operation.cursor = stop = cursor + length
+        transfer = Transfer(
+            operation.direction,
+            start,
+            memory if length == operation.num_bytes else memory[cursor:stop],
+            operation.address + cursor,
+            self._on_complete,
+            operation.may_pad,
+        )
+        transfer.operation = operation
+        transfer.num_retries = 0
+        transfer.submitted_tick = -1
+        return transfer

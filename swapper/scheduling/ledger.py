@@ -1,0 +1,95 @@
+"""What is known of the bytes of one extent: which can be read, and who is at work on them.
+
+[Note: order on the same bytes]
+Operations that touch the same block of an extent, at least one of them writing, run one after the other in the order of
+their submission; all others run side by side. An operation keeps the earlier ones it must wait for in ``blockers`` and
+becomes ready when the last of them is over, whether it succeeded or not: a failed write has by then marked its bytes as
+broken, so a read behind it fails instead of returning stale bytes, and a later write of the same bytes heals them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swapper.backend import Direction
+from swapper.errors import BrokenExtentError, UnwrittenExtentError
+from swapper.extents.extent import Extent
+from swapper.extents.intervals import IntervalSet
+from swapper.scheduling.operation import Operation
+
+
+class Ledger:
+    """Knows which bytes of an extent are written or broken, and its unfinished operations. Its owner locks."""
+
+    __slots__ = ("_broken", "_reads", "_writes", "_written", "extent")
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        # A write counts from its submission on, because whatever is submitted later runs after it.
+        self._written = IntervalSet()
+        if extent.is_prewritten:
+            self._written.add(0, extent.num_bytes)
+        # Bytes whose last finished write failed.
+        self._broken = IntervalSet()
+        # In submission order (a dict is an ordered set).
+        self._reads: dict[Operation, None] = {}
+        self._writes: dict[Operation, None] = {}
+
+    @property
+    def operations(self) -> list[Operation]:
+        """All operations that are unfinished or stalled."""
+        return [*self._reads, *self._writes]
+
+    def check(self, operation: Operation) -> None:
+        """Refuse a read of bytes that are known to be unreadable; see whether a write has neighbours to care for."""
+        offset, stop = operation.offset, operation.stop
+        if operation.direction is Direction.READ:
+            if not self._written.covers(offset, stop):
+                start, stop = self._written.first_gap(offset, stop) or (offset, stop)
+                raise UnwrittenExtentError(self.extent.name, start, stop - start)
+            if self._broken and not self._writes:
+                self.check_broken(operation)
+        else:
+            # The neighbours in the blocks at the two ends matter only if somebody wrote them.
+            operation.may_pad = not (
+                self._written.overlaps(operation.hazard_start, offset)
+                or self._written.overlaps(stop, operation.hazard_stop)
+            )
+
+    def check_broken(self, operation: Operation) -> None:
+        """Refuse a read of bytes whose last write failed. Final once nothing blocks the operation any more."""
+        if self._broken and operation.direction is Direction.READ:
+            overlap = self._broken.first_overlap(operation.offset, operation.stop)
+            if overlap is not None:
+                raise BrokenExtentError(self.extent.name, overlap[0], overlap[1] - overlap[0])
+
+    def admit(self, operation: Operation) -> None:
+        """Take an operation and put the ones it must wait for into its ``blockers``."""
+        _collect_overlapping(self._writes, operation)
+        if operation.direction is Direction.READ:
+            self._reads[operation] = None
+        else:
+            _collect_overlapping(self._reads, operation)
+            self._writes[operation] = None
+            self._written.add(operation.offset, operation.stop)
+
+    def settle(self, operation: Operation) -> None:
+        """Note how an operation ended."""
+        if operation.direction is Direction.READ:
+            return
+        if operation.error is None:
+            self._broken.remove(operation.offset, operation.stop)
+        else:
+            # Writing a part of a block rewrites the rest of it, which may be torn as well.
+            self._broken.add(operation.hazard_start, min(operation.hazard_stop, self.extent.num_bytes))
+
+    def discharge(self, operation: Operation) -> None:
+        """Forget an operation that nothing is at work on any more."""
+        (self._reads if operation.direction is Direction.READ else self._writes).pop(operation, None)
+
+
+def _collect_overlapping(candidates: Iterable[Operation], operation: Operation) -> None:
+    start, stop = operation.hazard_start, operation.hazard_stop
+    for earlier in candidates:
+        if earlier.hazard_start < stop and start < earlier.hazard_stop:
+            operation.blockers[earlier] = None

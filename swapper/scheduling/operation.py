@@ -1,0 +1,162 @@
+"""One read or write of an extent, from its submission to its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.backend import Direction, IORequest
+from swapper.config import ALIGNMENT, Priority
+from swapper.errors import SwapperError
+from swapper.extents.extent import Extent
+from swapper.memory.device_bytes import DeviceBytes
+from swapper.memory.held import let_go
+
+
+class OperationState(Enum):
+    """Who holds an operation, and with it the buffer."""
+
+    BLOCKED = "blocked"  # earlier operations on the same bytes
+    QUEUED = "queued"  # the lane: ready, at least one transfer is not handed over yet
+    RUNNING = "running"  # the backend: every transfer is handed over
+    STALLED = "stalled"  # nobody waits any more, but the backend still has the buffer
+    DONE = "done"  # nobody: the buffer is the user's again
+
+
+LEGAL_OPERATION_TRANSITIONS = {
+    OperationState.BLOCKED: frozenset({OperationState.QUEUED, OperationState.DONE}),
+    OperationState.QUEUED: frozenset({OperationState.RUNNING, OperationState.STALLED, OperationState.DONE}),
+    OperationState.RUNNING: frozenset({OperationState.QUEUED, OperationState.STALLED, OperationState.DONE}),
+    OperationState.STALLED: frozenset({OperationState.DONE}),
+    OperationState.DONE: frozenset[OperationState](),
+}
+
+
+class Operation:
+    """Knows one read or write and what it waits for; all of it belongs to the scheduler, under its lock.
+
+    Attributes:
+        offset: First byte in the extent.
+        stop: The byte behind its last one in the extent.
+        start: First byte in the backend's address space.
+        hazard_start: First byte of the extent that it touches, neighbours in the same block included.
+        cursor: So many bytes have been handed to the backend.
+        outstanding: Transfers at the backend, and those that have to wait before they are tried again.
+        ready_seconds: When it became ready, if somebody observes transfers; 0 otherwise.
+        retries: Transfers that have to be tried again.
+        blockers: Unfinished earlier operations on the same bytes.
+        dependents: Later operations that have this one among their blockers.
+        error: Why it failed.
+        is_finished: It is known how it ended; the backend may still have the buffer (see ``OperationState.STALLED``).
+        is_observed: Somebody has seen the error.
+        num_observers: So many threads wait to see it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "array",
+        "blockers",
+        "callbacks",
+        "cursor",
+        "dependents",
+        "direction",
+        "error",
+        "extent",
+        "hazard_start",
+        "hazard_stop",
+        "is_finished",
+        "is_observed",
+        "may_pad",
+        "memory",
+        "num_bytes",
+        "num_observers",
+        "offset",
+        "outstanding",
+        "priority",
+        "ready_seconds",
+        "retries",
+        "start",
+        "state",
+        "stop",
+        "waiters",
+    )
+
+    def __init__(
+        self,
+        direction: Direction,
+        extent: Extent,
+        offset: int,
+        array: npt.NDArray[np.uint8] | DeviceBytes,
+        priority: Priority,
+        block_bytes: int,
+    ) -> None:
+        self.direction = direction
+        self.extent = extent
+        self.offset = offset
+        self.num_bytes = num_bytes = array.size
+        self.stop = offset + num_bytes
+        self.start = extent.start + offset
+        self.array: npt.NDArray[np.uint8] | DeviceBytes | None = array
+        self.memory: memoryview | None = array.data
+        self.address: int = array.address if isinstance(array, DeviceBytes) else array.__array_interface__["data"][0]
+        self.priority = priority
+        self.hazard_start = offset - offset % block_bytes
+        self.hazard_stop = -(-(offset + num_bytes) // block_bytes) * block_bytes
+        self.may_pad = False
+        self.cursor = 0
+        self.outstanding = 0
+        self.ready_seconds = 0.0
+        self.retries: list[Transfer] = []
+        self.state = OperationState.BLOCKED
+        self.blockers: dict[Operation, None] = {}
+        self.dependents: list[Operation] = []
+        self.error: SwapperError | None = None
+        self.is_finished = False
+        self.is_observed = False
+        self.num_observers = 0
+        self.waiters: list[threading.Lock] = []
+        self.callbacks: list[Callable[[], None]] = []
+
+    def move_to(self, state: OperationState) -> None:
+        """Change the state; only legal transitions are possible."""
+        if state not in LEGAL_OPERATION_TRANSITIONS[self.state]:
+            raise RuntimeError(f"an operation cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def drop_memory(self) -> None:
+        """Let go of the user's buffer."""
+        let_go(self)
+        self.memory = self.array = None
+
+
+class Transfer(IORequest):
+    """One piece of an operation at the backend."""
+
+    __slots__ = ("began_seconds", "num_retries", "operation", "submitted_tick")
+
+    began_seconds: float
+    """When it was handed over, if somebody observes transfers; 0 otherwise."""
+    operation: Operation
+    num_retries: int
+    submitted_tick: int
+    """The watchdog's time when it was handed over first, or again after it had moved something; -1 before that."""
+
+    def advance(self, transferred_bytes: int) -> int:
+        """Leave out what has been transferred, and return how much that is.
+
+        Only whole blocks count: the rest must start where a backend can continue without a detour.
+        """
+        stop = (self.offset + transferred_bytes) // ALIGNMENT * ALIGNMENT
+        num_bytes = max(0, stop - self.offset)
+        self.offset += num_bytes
+        self.address += num_bytes
+        self.memory = self.memory[num_bytes:]
+        self.num_retries += 1
+        if num_bytes:
+            self.submitted_tick = -1
+        return num_bytes

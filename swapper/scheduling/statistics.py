@@ -1,0 +1,118 @@
+"""What a swapper has done so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from swapper.backend import Direction, IOBackend
+from swapper.scheduling.lane import Lane
+from swapper.scheduling.operation import Operation, OperationState
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A snapshot; ``after - before`` gives what happened between two of them (gauges are those of ``after``).
+
+    Attributes:
+        read_bytes: Bytes read by finished transfers, as asked for by users (bounced blocks not included).
+        write_bytes: Bytes written by finished transfers.
+        num_reads: Finished read transfers.
+        num_writes: Finished write transfers.
+        num_retries: Transfers tried again.
+        num_errors: Reads and writes that failed.
+        num_bounced: Transfers that were copied through other memory, because theirs was not aligned.
+        read_busy_seconds: Wall time during which at least one read was at the backend.
+        write_busy_seconds: Wall time during which at least one write was at the backend.
+        busy_seconds: Wall time during which at least one transfer of either direction was there: the union of both.
+        inflight_reads: Gauge: reads at the backend now.
+        inflight_writes: Gauge: writes at the backend now.
+        queued_reads: Gauge: reads not handed over completely yet.
+        queued_writes: Gauge: writes not handed over completely yet.
+        capacity_bytes: Gauge: size of the storage.
+        free_bytes: Gauge: storage that belongs to no extent.
+        is_direct: Whether transfers bypass the page cache.
+    """
+
+    read_bytes: int
+    write_bytes: int
+    num_reads: int
+    num_writes: int
+    num_retries: int
+    num_errors: int
+    num_bounced: int
+    read_busy_seconds: float
+    write_busy_seconds: float
+    busy_seconds: float
+    inflight_reads: int
+    inflight_writes: int
+    queued_reads: int
+    queued_writes: int
+    capacity_bytes: int
+    free_bytes: int
+    is_direct: bool
+
+    @property
+    def inflight(self) -> int:
+        """Transfers at the backend now."""
+        return self.inflight_reads + self.inflight_writes
+
+    @property
+    def queued(self) -> int:
+        """Reads and writes not handed over completely yet."""
+        return self.queued_reads + self.queued_writes
+
+    def __sub__(self, before: Statistics) -> Statistics:
+        """Return what happened since ``before``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in _COUNTERS:
+            values[name] -= getattr(before, name)
+        return Statistics(**values)
+
+
+_COUNTERS = (
+    "read_bytes",
+    "write_bytes",
+    "num_reads",
+    "num_writes",
+    "num_retries",
+    "num_errors",
+    "num_bounced",
+    "read_busy_seconds",
+    "write_busy_seconds",
+    "busy_seconds",
+)
+
+
+def take_snapshot(
+    lanes: Sequence[Lane],
+    operations: Iterable[Operation],
+    backend: IOBackend,
+    num_errors: int,
+    capacity_bytes: int,
+    free_bytes: int,
+) -> Statistics:
+    """Return the statistics of a scheduler's lanes and unfinished operations; the caller holds its lock."""
+    reads, writes = lanes
+    busy = reads.busy.seconds()
+    waiting = (OperationState.BLOCKED, OperationState.QUEUED)
+    queued = [operation.direction for operation in operations if operation.state in waiting]
+    return Statistics(
+        read_bytes=reads.num_bytes,
+        write_bytes=writes.num_bytes,
+        num_reads=reads.num_transfers,
+        num_writes=writes.num_transfers,
+        num_retries=reads.num_retries + writes.num_retries,
+        num_errors=num_errors,
+        num_bounced=backend.num_bounced,
+        read_busy_seconds=busy.read,
+        write_busy_seconds=busy.write,
+        busy_seconds=busy.either,
+        inflight_reads=len(reads.inflight),
+        inflight_writes=len(writes.inflight),
+        queued_reads=queued.count(Direction.READ),
+        queued_writes=queued.count(Direction.WRITE),
+        capacity_bytes=capacity_bytes,
+        free_bytes=free_bytes,
+        is_direct=backend.is_direct,
+    )

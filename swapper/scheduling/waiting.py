@@ -1,0 +1,115 @@
+"""Blocking until an operation is over, but never for ever."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from swapper.backend import IOBackend
+from swapper.config import bounded_seconds
+from swapper.scheduling.failure import stall_error
+from swapper.scheduling.operation import Operation
+from swapper.scheduling.pending import PendingErrors
+from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
+from swapper.sync.reentry import refuse_reentry, resting
+
+logger = logging.getLogger(__name__)
+
+
+class WaitingRoom:
+    """Knows how to wait for operations and when to give up; must not know what makes them end.
+
+    Args:
+        lock: The scheduler's; guards the operations.
+        pending: Gets the error of an operation whose waiter went away.
+        backend: Says in which file something hangs.
+        deadline_seconds: A wait ends when nothing at all has completed for so long.
+    """
+
+    def __init__(
+        self, lock: threading.RLock, pending: PendingErrors, backend: IOBackend, deadline_seconds: float
+    ) -> None:
+        self._lock = lock
+        self._pending = pending
+        self._backend = backend
+        self._deadline_seconds = deadline_seconds
+        self.num_completions = 0
+
+    def wait(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
+        """Block until the operation is over.
+
+        Args:
+            operation: What to wait for.
+            timeout_seconds: How long at most; by default, until nothing has completed for the deadline.
+            observes: The caller will see to the operation's error, so that it need not be remembered.
+
+        Raises:
+            StallError: It is not over.
+            ReentryError: A signal handler or finalizer waits, in the midst of something that has to go on first.
+        """
+        refuse_reentry("waiting")
+        # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            if _is_over(operation):
+                return
+            operation.waiters.append(waiter)
+            operation.num_observers += observes
+        is_woken = False
+        try:
+            is_woken = self._sleep(waiter, timeout_seconds)
+        finally:
+            with self._lock:
+                operation.num_observers -= observes
+                if waiter in operation.waiters:
+                    operation.waiters.remove(waiter)
+                if observes and not is_woken and _is_over(operation) and operation.error is not None:
+                    self._pending.add(operation)  # it failed when the only one who wanted to know had gone
+        if not is_woken and not _is_over(operation):
+            limit = self._deadline_seconds if timeout_seconds is None else timeout_seconds
+            detail = f"is not over after a wait of {limit:g} seconds ({operation.state.value})"
+            raise stall_error(operation, None, self._backend, detail)
+
+    @resting
+    def _sleep(self, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
+        if timeout_seconds is not None:
+            return waiter.acquire(timeout=max(0.0, bounded_seconds(timeout_seconds)))
+        # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
+        num_idle = 0
+        while num_idle < TICKS_PER_DEADLINE + 1:
+            num_completions = self.num_completions
+            if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)):
+                return True
+            num_idle = num_idle + 1 if num_completions == self.num_completions else 0
+        return False
+
+    def wait_for_all(self, operations: Iterable[Operation]) -> None:
+        """Block until all of them are over; their errors are left for whoever asks next."""
+        for operation in operations:
+            self.wait(operation, observes=False)
+
+
+def _is_over(operation: Operation) -> bool:
+    # A call, because other threads change the attribute: a type checker would take its first value for the last.
+    return operation.is_finished
+
+
+def announce(over: Iterable[Operation]) -> None:
+    """Wake who waits for these operations and call back who asked for it; not under the lock."""
+    for operation in over:
+        for waiter in operation.waiters:
+            waiter.release()
+        operation.waiters.clear()
+        for callback in operation.callbacks:
+            call_back(callback)
+        operation.callbacks.clear()
+
+
+def call_back(callback: Callable[[], None]) -> None:
+    """Call a user's function; what it raises must not reach a backend thread."""
+    try:
+        callback()
+    except Exception:
+        logger.exception("a callback of a finished read or write raised")

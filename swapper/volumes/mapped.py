@@ -1,0 +1,101 @@
+"""Large copies that need no memory of their own: bytes in nameless files, looked at through the page cache.
+
+What is written to such an array stays in this process (a private mapping), so it behaves like any array. Its pages can be
+dropped and read again by the kernel, as those of a program's code: they are no part of what a process cannot do without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.errors import VolumeError
+from swapper.volumes.scratch_file import open_nameless
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class MappedFile:
+    """One file of a fixed size: written once, then given out as an array. It goes when that does.
+
+    Raises:
+        OSError, VolumeError: there is no room in the directory, or it cannot be written to.
+    """
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._fd = open_nameless(directory)
+        try:
+            if _libc.fallocate(self._fd, 0, 0, num_bytes):
+                code = ctypes.get_errno()
+                if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                    raise OSError(code, os.strerror(code))
+                os.ftruncate(self._fd, num_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
+        """Put bytes at an offset."""
+        view = data.data
+        while view:
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """All bytes, 1-D and writable; what is written reaches nobody else. To be called once, in the end."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, self._num_bytes, protection, mmap.MAP_PRIVATE, self._fd, 0)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.close()  # the mapping keeps the file
+        return np.asarray(_Mapping(int(address), self._num_bytes))
+
+    def close(self) -> None:
+        """Give the file up, unless an array looks at it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Mapping:
+    """Lends a mapping to NumPy, and ends it when nobody looks at it any more."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        weakref.finalize(self, _libc.munmap, address, num_bytes).atexit = False
+
+
+@contextmanager
+def mapped_file(directories: Sequence[Path], num_bytes: int) -> Iterator[MappedFile | None]:
+    """A new file in the first directory that has room for it, or None; closed when the ``with`` block ends."""
+    found: MappedFile | None = None
+    for directory in directories:
+        try:
+            found = MappedFile(directory, num_bytes)
+            break
+        except (OSError, VolumeError):
+            continue
+    try:
+        yield found
+    finally:
+        if found is not None:
+            found.close()
+
+
+__all__ = ["MappedFile", "mapped_file"]

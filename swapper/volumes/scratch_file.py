@@ -1,0 +1,276 @@
+"""One file of scratch space: reserved when it is opened, gone when the process is gone.
+
+It never has a name that outlives its creation: it is made without one (O_TMPFILE), or unlinked at once where the file
+system cannot do that. So nothing is left after any kind of exit, and two processes that use one directory cannot meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import struct
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from swapper.config import ALIGNMENT
+from swapper.errors import (
+    NotDirectoryError,
+    UnwritableDirectoryError,
+    VolumeError,
+    VolumeTooSmallError,
+    error_words,
+)
+from swapper.memory.region import AlignedRegion
+from swapper.uncopyable import Uncopyable
+from swapper.volumes.file_system import Drive
+
+logger = logging.getLogger(__name__)
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+_FILL_BYTES = 8 << 20
+_FILL_CHECK_BYTES = 64 << 20
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
+
+
+class ScratchFile(Uncopyable):
+    """Knows one nameless file with reserved space; must not know what is stored in it.
+
+    Args:
+        drive: What lies under the directory in which it is made.
+
+    Raises:
+        VolumeError: A subclass says what is wrong with the directory.
+    """
+
+    __slots__ = ("__weakref__", "buffered_because", "directory", "drive", "fd", "name", "num_bytes")
+
+    def __init__(self, drive: Drive) -> None:
+        self.drive = drive
+        self.directory = drive.path
+        self.num_bytes = 0
+        self.name = f"the scratch file in {str(drive.path)!r} on {drive.words()}"
+        self.buffered_because = "not tried yet"
+        self.fd = -1
+        self.fd = open_nameless(drive.path)
+        _open_files.add(self)
+
+    def __del__(self) -> None:
+        # Workers of a swapper that nobody closed hold the file until they have ended.
+        self.close()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether transfers bypass the page cache."""
+        return not self.buffered_because
+
+    def reserve(self, num_bytes: int) -> None:
+        """Give the file a length and take the space for it from the file system.
+
+        Raises:
+            VolumeTooSmallError: There is not enough.
+            VolumeError: It cannot be reserved for another reason.
+        """
+        if num_bytes < self.num_bytes:
+            os.ftruncate(self.fd, num_bytes)
+        elif num_bytes > self.num_bytes:
+            self._grow(num_bytes)
+        self.num_bytes = num_bytes
+
+    def _grow(self, num_bytes: int) -> None:
+        directory = self.directory
+        stat = os.fstatvfs(self.fd)
+        free_bytes = stat.f_bavail * stat.f_frsize + self.num_bytes
+        # Asked first, because a reservation that fails half way would fill the drive for a moment, for everybody on it.
+        if stat.f_blocks and free_bytes < num_bytes:
+            raise VolumeTooSmallError(directory, num_bytes, free_bytes)
+        if not self.num_bytes and self.drive.file_system == "btrfs":
+            _write_in_place(self.fd)
+        try:
+            try:
+                fallocate(self.fd, num_bytes)
+                return
+            except OSError as refusal:
+                if refusal.errno not in _CANNOT_RESERVE:
+                    raise
+            if self._fill(num_bytes):
+                return
+        except OSError as refusal:
+            error = refusal
+        else:
+            os.ftruncate(self.fd, num_bytes)
+            logger.warning(
+                "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
+                self.name,
+                self.drive.file_system,
+                num_bytes,
+            )
+            return
+        if error.errno in _FULL:
+            os.ftruncate(self.fd, self.num_bytes)
+            raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
+        raise VolumeError(
+            directory,
+            f"cannot reserve {num_bytes} bytes in directory {str(directory)!r} on {self.drive.words()}: "
+            f"{error_words(error)}; choose another one",
+        ) from error
+
+    def _fill(self, num_bytes: int) -> bool:
+        """Take the space by writing zeros; return false if the file system does not give any for them.
+
+        That is as fast as the drive writes; what libc does instead, a small write into each block, takes hours per TiB.
+        """
+        logger.info(
+            "%s: %s cannot reserve space, so %d bytes are written", self.name, self.drive.file_system, num_bytes
+        )
+        first = self.num_bytes
+        zeros = AlignedRegion(_FILL_BYTES).array().data
+        offset, is_checked = first, False
+        while offset < num_bytes:
+            length = min(_FILL_BYTES, num_bytes - offset)
+            offset += os.pwrite(self.fd, zeros[:length], offset)
+            if not is_checked and (offset - first >= _FILL_CHECK_BYTES or offset >= num_bytes):
+                # Some keep no zeros, or no blocks at all: then writing on would be of no use.
+                os.fsync(self.fd)
+                if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
+                    return False
+                is_checked = True
+        os.fsync(self.fd)  # a network file system may say only now that there is no room
+        return True
+
+    def bypass_page_cache(self, direct: bool) -> None:
+        """Use direct transfers if they are wanted and work; else ``buffered_because`` says why they are not used.
+
+        Raises:
+            VolumeError: The drive fails.
+        """
+        _set_direct(self.fd, False)
+        self.buffered_because = "direct=False"
+        if direct:
+            try:
+                self.buffered_because = _try_direct(self.fd)
+            except OSError as error:
+                raise VolumeError(
+                    self.directory, f"{self.name} cannot be used: {error_words(error)}; choose another directory"
+                ) from error
+
+    def close(self) -> None:
+        """Close the file, with which its space goes back to the file system. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def fallocate(fd: int, num_bytes: int) -> None:
+    """Have the kernel give a file its first bytes, as ``fallocate(2)`` does; unlike libc's ``posix_fallocate`` never by
+    writing into each block.
+
+    Raises:
+        OSError: There is no room, or the file system cannot do that (EOPNOTSUPP), or there is no such call here (ENOSYS).
+    """
+    if _fallocate is None:
+        raise OSError(errno.ENOSYS, "this platform has no fallocate")
+    while _fallocate(fd, 0, 0, num_bytes):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # musl has the latter only
+    if function is not None:
+        function.restype = ctypes.c_int
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return function
+
+
+_fallocate = _find_fallocate() if sys.platform == "linux" else None
+
+_open_files: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
+    for file in list(_open_files):
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def open_nameless(directory: Path) -> int:
+    """A descriptor of a new file without a name, open for reading and writing."""
+    try:
+        if not directory.is_dir():
+            raise NotDirectoryError(directory)
+        if _O_TMPFILE:
+            try:
+                return os.open(directory, os.O_RDWR | _O_TMPFILE | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                if error.errno not in _CANNOT_BE_UNNAMED:
+                    raise
+        fd, path = tempfile.mkstemp(prefix=".swapper-", dir=directory)
+        try:
+            os.unlink(path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+    except OSError as error:
+        if error.errno in _FULL:
+            raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
+        raise UnwritableDirectoryError(directory, error_words(error)) from error
+
+
+def _free_bytes(directory: Path) -> int:
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _write_in_place(fd: int) -> None:
+    """Turn copy-on-write off for an empty file: its reserved space would not hold a second copy of what is rewritten."""
+    with contextlib.suppress(OSError):
+        flags = struct.unpack("i", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(4)))[0]
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("i", flags | _FS_NOCOW_FL))
+
+
+def _set_direct(fd: int, is_direct: bool) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if _O_DIRECT and bool(flags & _O_DIRECT) is not is_direct:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ _O_DIRECT)
+
+
+def _try_direct(fd: int) -> str:
+    """Turn O_DIRECT on and try it; return why it cannot be used, or nothing."""
+    if not _O_DIRECT:
+        return "this platform has no O_DIRECT"
+    try:
+        _set_direct(fd, True)
+    except OSError as error:
+        return f"the file system refuses O_DIRECT: {error_words(error)}"
+    # Some file systems take the flag and refuse the transfer.
+    region = AlignedRegion(ALIGNMENT)
+    try:
+        memory = region.array().data
+        if os.fstat(fd).st_size >= ALIGNMENT:
+            os.pwritev(fd, [memory], 0)
+            os.preadv(fd, [memory], 0)
+    except OSError as error:
+        if error.errno not in _NOT_DIRECT:
+            raise
+        _set_direct(fd, False)
+        return f"the file system refuses direct transfers of {ALIGNMENT} bytes: {error_words(error)}"
+    return ""

@@ -1,0 +1,190 @@
+"""Scratch space on drives: reserved when it is opened, and shared out to several by their speed and their room."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from swapper.config import ALIGNMENT, round_up
+from swapper.errors import ArgumentError, VolumeError, VolumeTooSmallError
+from swapper.uncopyable import Uncopyable
+from swapper.volumes.directory import Directory, DirectoryLike, as_directories
+from swapper.volumes.drive_speed import speeds_of
+from swapper.volumes.file_system import describe_drive
+from swapper.volumes.scratch_file import ScratchFile
+from swapper.volumes.space import Space
+from swapper.volumes.striping import StripeMap
+
+logger = logging.getLogger(__name__)
+
+
+class Volume(Uncopyable):
+    """Knows scratch files and how one address space is striped over them; must not know extents.
+
+    With several directories, stripes are dealt to the drives in proportion to their speeds, which are measured unless
+    they are given; ``swapper/volumes/striping.py`` draws it. A directory takes no more than its capacity, or than what is free
+    in it: the others take the rest. What is reserved is exactly what addresses need.
+
+    Args:
+        directories: One directory per drive, at least one; a single one is taken as it is.
+        capacity_bytes: Size of the address space; rounded up to whole stripes, or to 4096 in a single directory.
+        stripe_bytes: Length of a stripe. Multiple of 4096.
+        direct: Bypass the page cache where the file system can.
+
+    Raises:
+        VolumeError: A subclass says what is wrong with which directory. Nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[DirectoryLike] | DirectoryLike,
+        capacity_bytes: int,
+        *,
+        stripe_bytes: int = 1 << 20,
+        direct: bool = True,
+    ) -> None:
+        wanted = as_directories(directories)
+        if capacity_bytes < 0:
+            raise ArgumentError(f"capacity_bytes cannot be negative, got {capacity_bytes}")
+        if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
+            raise ArgumentError(f"stripe_bytes must be a positive multiple of {ALIGNMENT}, got {stripe_bytes}")
+        self.stripe_bytes = stripe_bytes if len(wanted) > 1 else 0
+        self.capacity_bytes = round_up(capacity_bytes, self.stripe_bytes or ALIGNMENT)
+        self._map: StripeMap | None = None
+        self.files: tuple[ScratchFile, ...] = ()
+        try:
+            for directory in wanted:
+                # One by one into the tuple, so that an error in a later directory closes the earlier files.
+                self.files = (*self.files, ScratchFile(describe_drive(directory.path)))
+            _refuse_twins(self.files)
+            if self.stripe_bytes:
+                self._share_out(wanted, direct)
+            else:
+                self._take_all(wanted[0])
+            for file in self.files:
+                file.bypass_page_cache(direct)
+        except BaseException:
+            self.close()
+            raise
+        for file in self.files:
+            _warn(file, direct)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all files bypass the page cache."""
+        return all(file.is_direct for file in self.files)
+
+    @property
+    def is_network(self) -> bool:
+        """Whether another machine (or a FUSE process) serves one of the files."""
+        return any(file.drive.is_network for file in self.files)
+
+    def locate(self, offset: int) -> tuple[ScratchFile, int]:
+        """Return the file and the offset in it of a byte of the address space."""
+        if self._map is None:
+            return self.files[0], offset
+        column, file_offset = self._map.locate(offset)
+        return self.files[column], file_offset
+
+    def column_of(self, offset: int) -> int:
+        """Return which of ``files`` holds a byte of the address space."""
+        return 0 if self._map is None else self._map.locate(offset)[0]
+
+    def describe(self) -> str:
+        """Return one line for logs."""
+        ways = ", ".join(
+            f"{str(file.directory)!r} on {file.drive.words()}"
+            f"{f', {file.num_bytes} bytes' if self.stripe_bytes else ''}"
+            f" ({'direct' if file.is_direct else 'page cache: ' + file.buffered_because})"
+            for file in self.files
+        )
+        return f"{self.capacity_bytes} bytes in {ways}"
+
+    def close(self) -> None:
+        """Close all files; their space goes back to the file systems. Idempotent."""
+        for file in self.files:
+            file.close()
+
+    def _take_all(self, directory: Directory) -> None:
+        limit_bytes = directory.capacity_bytes
+        if limit_bytes is not None and limit_bytes < self.capacity_bytes:
+            given_bytes = min(limit_bytes, self.files[0].drive.free_bytes)
+            raise VolumeTooSmallError(
+                directory.path, self.capacity_bytes, given_bytes, f"its capacity_bytes is {limit_bytes}"
+            )
+        self.files[0].reserve(self.capacity_bytes)
+
+    def _share_out(self, directories: Sequence[Directory], direct: bool) -> None:
+        """Decide what lies where, and reserve exactly that."""
+        drives = [file.drive for file in self.files]
+        space = Space(directories, drives, self.capacity_bytes, self.stripe_bytes)
+        rooms = [space.room_bytes(column) for column in range(len(drives))]
+        speeds = speeds_of(self.files, directories, rooms, self.capacity_bytes, direct)
+        while True:
+            stripes = space.share_out(speeds)
+            try:
+                self._reserve(stripes)
+                break
+            except _NoRoomError as error:
+                # File systems need some space for their own books, quotas are not shown, and others write meanwhile.
+                asked_bytes = error.cause.needed_bytes
+                less_bytes = min(error.cause.free_bytes, asked_bytes - asked_bytes // 32)
+                space.lessen(error.column, less_bytes, "found when reserving")
+        self._map = stripes
+        self._log_shares(stripes, speeds)
+
+    def _reserve(self, stripes: StripeMap) -> None:
+        # First what gives space back, for those that share a file system with it.
+        for grows in (False, True):
+            for column, file in enumerate(self.files):
+                num_bytes = stripes.file_bytes(column)
+                if (num_bytes > file.num_bytes) is grows:
+                    try:
+                        file.reserve(num_bytes)
+                    except VolumeTooSmallError as error:
+                        raise _NoRoomError(column, error) from error
+
+    def _log_shares(self, stripes: StripeMap, speeds: Sequence[float]) -> None:
+        cycle = stripes.first_cycle
+        shares = "; ".join(
+            f"{str(file.directory)!r} on {file.drive.words()}: {cycle.count(column)} of {len(cycle)} stripes"
+            f"{f' at {speeds[column] / 1e6:.0f} MB/s' if max(speeds) > 1 else ''}, {file.num_bytes} bytes in all"
+            for column, file in enumerate(self.files)
+        )
+        logger.info("striped over %d directories: %s", len(self.files), shares)
+
+
+class _NoRoomError(Exception):
+    """Knows which file could not have its space."""
+
+    def __init__(self, column: int, cause: VolumeTooSmallError) -> None:
+        super().__init__(column)
+        self.column = column
+        self.cause = cause
+
+
+def _refuse_twins(files: Sequence[ScratchFile]) -> None:
+    """Refuse a directory that is named twice, also if that is by another path, a link or a bind mount."""
+    seen: dict[tuple[int, int], ScratchFile] = {}
+    for file in files:
+        try:
+            status = os.stat(file.directory)
+        except OSError as error:
+            raise VolumeError(file.directory, f"directory {str(file.directory)!r} is gone: {error}") from error
+        twin = seen.setdefault((status.st_dev, status.st_ino), file)
+        if twin is not file:
+            raise ArgumentError(
+                f"a directory is given twice, as {str(twin.directory)!r} and as {str(file.directory)!r}; "
+                "name each drive once"
+            )
+
+
+def _warn(file: ScratchFile, direct: bool) -> None:
+    name, drive = str(file.directory), file.drive
+    if drive.is_tmpfs:
+        logger.warning("directory %r is %s: its bytes lie in RAM, not on a drive", name, drive.file_system)
+    if drive.is_network:
+        logger.warning("directory %r is a network file system (%s): expect less speed", name, drive.file_system)
+    if direct and not file.is_direct:
+        logger.warning("%s goes through the page cache: %s", file.name, file.buffered_because)

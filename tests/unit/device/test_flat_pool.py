@@ -1,0 +1,144 @@
+"""Flat buffers: handed out up to a capacity, taken back, and unmapped when the last view has died."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.device.compute import ComputeDevice, FlatBuffer, HostFlatBuffer
+from infinity.device.flat_pool import FlatPool
+
+_PAGE = 4096
+
+
+class _Device(ComputeDevice):
+    """Counts the bytes of buffers that are allocated and not released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+
+    def allocate_flat(self, num_bytes: int) -> FlatBuffer:
+        device = self
+        device.live_bytes += num_bytes
+
+        class Counted(HostFlatBuffer):
+            def release(self) -> None:
+                device.live_bytes -= self.num_bytes
+                super().release()
+
+        return Counted(num_bytes)
+
+
+@given(
+    st.integers(1, 12),
+    st.lists(st.one_of(st.integers(1, 6).map(lambda n: ("take", n)), st.integers(0, 20).map(lambda n: ("give", n)))),
+)
+@settings(max_examples=60, deadline=None)
+def test_memory_in_use_and_kept_never_exceeds_the_capacity(room: int, actions: list[tuple[str, int]]) -> None:
+    device = _Device()
+    pool = FlatPool(device, room * _PAGE)
+    used: list[FlatBuffer] = []
+    for action, number in actions:
+        if action == "take":
+            flat = pool.allocate(number * _PAGE)
+            in_use = sum(buffer.num_bytes for buffer in used)
+            assert (flat is None) == (in_use + number * _PAGE > room * _PAGE), "fails only when the room is in use"
+            if flat is not None:
+                assert flat.num_bytes == number * _PAGE
+                assert flat.address not in {buffer.address for buffer in used}
+                used.append(flat)
+        elif used:
+            pool.give_back(used.pop(number % len(used)))
+        assert pool.used_bytes == sum(buffer.num_bytes for buffer in used)
+        assert device.live_bytes == pool.used_bytes + pool.free_bytes <= room * _PAGE
+    for buffer in used:
+        pool.give_back(buffer)
+    pool.close()
+    assert device.live_bytes == 0
+
+
+def test_a_buffer_of_the_same_size_is_used_again() -> None:
+    pool = FlatPool(ComputeDevice(), 4 * _PAGE)
+    first = pool.allocate(2 * _PAGE)
+    assert first is not None
+    pool.give_back(first)
+    assert pool.allocate(2 * _PAGE) is first
+    pool.close()
+
+
+def test_views_are_seen_however_they_were_derived() -> None:
+    flat = HostFlatBuffer(_PAGE)
+    assert not flat.has_views
+    base = flat.tensor()
+    assert flat.has_views
+    view = base.view(torch.float32)[:6].view(2, 3).t()
+    del base
+    assert flat.has_views
+    assert view.untyped_storage().data_ptr() == flat.address
+    del view
+    assert not flat.has_views
+    flat.release()
+
+
+def test_a_view_that_autograd_saved_counts() -> None:
+    flat = HostFlatBuffer(_PAGE)
+    flat.tensor().zero_()
+    x = torch.ones(2, 4, requires_grad=True)
+    out = torch.nn.functional.linear(x, flat.tensor().view(torch.float32)[:12].view(3, 4))
+    assert flat.has_views
+    out.sum().backward()
+    assert not flat.has_views
+    flat.release()
+
+
+def test_all_tensors_of_a_buffer_share_one_storage() -> None:
+    flat = HostFlatBuffer(_PAGE)
+    one, two = flat.tensor(), flat.tensor()
+    one.fill_(7)
+    assert torch.equal(two, torch.full((_PAGE,), 7, dtype=torch.uint8))
+    assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr() == flat.address
+    flat.release()
+
+
+def test_released_memory_lives_as_long_as_its_last_view() -> None:
+    flat = HostFlatBuffer(_PAGE)
+    view = flat.tensor()
+    view.fill_(3)
+    flat.release()
+    del flat
+    gc.collect()
+    assert int(view.sum()) == 3 * _PAGE
+
+
+@pytest.mark.parametrize("num_bytes", [_PAGE, 3 * _PAGE, 1 << 21])
+def test_buffers_are_aligned_for_direct_transfers(num_bytes: int) -> None:
+    flat = HostFlatBuffer(num_bytes)
+    assert flat.address % _PAGE == 0
+    assert flat.tensor().numel() == num_bytes
+    flat.release()
+
+
+def test_the_front_of_a_buffer_makes_room_and_takes_no_memory() -> None:
+    huge = 2 << 20
+    pool = FlatPool(ComputeDevice(), 4 * huge)
+    flat = pool.allocate(4 * huge)
+    assert flat is not None
+    flat.tensor().fill_(7)
+    assert not pool.give_back_front(flat, huge - 1), "memory goes in whole huge pages"
+    assert pool.give_back_front(flat, 2 * huge + 5)
+    assert not pool.give_back_front(flat, 2 * huge + 5)
+    assert pool.used_bytes == 2 * huge
+    assert bool((flat.tensor()[2 * huge :] == 7).all())
+    other = pool.allocate(2 * huge)
+    assert other is not None
+    assert pool.allocate(1) is None
+    pool.give_back(flat)
+    assert (pool.used_bytes, pool.free_bytes) == (2 * huge, 0)
+    pool.give_back(other)
+    assert pool.used_bytes == 0
+    pool.close()

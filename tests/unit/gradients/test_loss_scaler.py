@@ -1,0 +1,87 @@
+"""The loss scale follows the steps as DeepSpeed's does, and with a hysteresis of 1 as torch's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from infinity.config import LossScaling
+from infinity.errors import LossScaleError
+from infinity.gradients.loss_scaler import LossScaler
+
+
+def _rules(**changes: object) -> LossScaling:
+    values: dict[str, object] = {
+        "initial": 1024.0,
+        "is_dynamic": True,
+        "window": 3,
+        "hysteresis": 1,
+        "refills_hysteresis": False,
+        "minimum": 2.0**-20,
+    }
+    return LossScaling(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _follow(scaler: LossScaler, steps: str) -> list[float]:
+    """The scale after each step: "." is a finite one, "x" is not."""
+    found = []
+    for number, step in enumerate(steps):
+        scaler.note(is_finite=step == ".", step=number)
+        found.append(scaler.scale)
+    return found
+
+
+def test_it_is_torchs() -> None:
+    draws = random.Random(3)
+    for window, share in ((1, 0.5), (2, 0.7), (5, 0.85)):
+        ours = LossScaler(_rules(window=window, minimum=2.0**-100))
+        theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=window)
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.0)
+        for step in range(200):
+            is_finite = draws.random() < share
+            theirs.scale(parameter.sum() * (1.0 if is_finite else float("inf"))).backward()
+            theirs.step(optimizer)
+            theirs.update()
+            optimizer.zero_grad()
+            ours.note(is_finite=is_finite, step=step)
+            assert ours.scale == theirs.get_scale(), (window, step)
+
+
+def test_patience() -> None:
+    # The first overflow is forgiven; the second and each after it, until the scale has been doubled, is not.
+    assert _follow(LossScaler(_rules(hysteresis=2)), "x.x.x...x") == [1024, 1024, 512, 512, 256, 256, 256, 512, 512]
+    refilled = LossScaler(_rules(hysteresis=2, refills_hysteresis=True))
+    assert _follow(refilled, "x.x.xx...x") == [1024, 1024, 1024, 1024, 1024, 512, 512, 512, 1024, 1024]
+
+
+def test_the_smallest_scale() -> None:
+    scaler = LossScaler(_rules(minimum=300.0))
+    assert _follow(scaler, "xx") == [512, 300]
+    with pytest.raises(LossScaleError, match=r"gradients of step 2 .*300\.0"):
+        scaler.note(is_finite=False, step=2)
+    assert _follow(scaler, "...") == [300, 300, 600]
+
+
+def test_it_stays_finite() -> None:
+    assert _follow(LossScaler(_rules(initial=2.0**95, window=1)), "....") == [2.0**96] * 4
+
+
+def test_without_zero_it_is_the_rule_of_deepspeeds_own_fp16_optimizer() -> None:
+    scaler = LossScaler(_rules(initial=16.0, window=2, hysteresis=2, minimum=1.0), has_zero=False)
+    assert _follow(scaler, ".....") == [16, 16, 32, 32, 64], "doubled after the window, not at its end"
+    assert _follow(scaler, "xxxxxxxx") == [32, 16, 8, 4, 2, 1, 1, 1], "halved at once, and no error at the minimum"
+    assert _follow(scaler, "...x.") == [1, 1, 2, 1, 1]
+
+
+def test_static_or_none() -> None:
+    assert _follow(LossScaler(_rules(is_dynamic=False, initial=7.0)), "xxx....") == [7] * 7
+    none = LossScaler(None)
+    assert _follow(none, "xx..") == [1] * 4
+    assert not none.is_active
+    loss = torch.tensor(3.0, dtype=torch.bfloat16)
+    assert torch.equal(none.share_of(loss, 2), loss / 2)
+    share = LossScaler(_rules(initial=2.0**40)).share_of(torch.tensor(60000.0, dtype=torch.float16), 4)
+    assert torch.equal(share, torch.tensor(60000.0 / 4 * 2.0**40))

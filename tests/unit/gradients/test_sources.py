@@ -1,0 +1,129 @@
+"""Memory of gradients on their way into an update: whichever is free first goes to whoever comes next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infinity.device.compute import ComputeDevice
+from infinity.device.flat_pool import FlatPool
+from infinity.gradients.main_grads import GradientStore
+from infinity.telemetry.clock import StepClock
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+from swapper import Swapper
+from tests.unit.stage import trainable_unit
+
+_SHAPES = [(70, 40), (33,)]
+_FP32_BYTES = 4
+
+
+@pytest.fixture
+def swapper() -> Iterator[Swapper]:
+    with Swapper.in_memory(1 << 22) as opened:
+        yield opened
+
+
+def _make(
+    swapper: Swapper, room_for: int, in_memory: tuple[int, ...] = ()
+) -> tuple[GradientStore, list[Unit], FlatPool]:
+    units = [trainable_unit(index, _SHAPES) for index in range(4)]
+    pool = FlatPool(ComputeDevice(), room_for * units[0].layout.trainable_numel * _FP32_BYTES)
+    store = GradientStore(
+        units, ComputeDevice(), StepClock(), in_memory=in_memory, open_swapper=lambda: swapper, pool=pool
+    )
+    return store, units, pool
+
+
+def _ones(unit: Unit) -> dict[Slot, torch.Tensor]:
+    return {slot: torch.ones(slot.spec.shape) for slot in unit.layout.slots}
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_room_comes_from_the_loan_that_ends_first(swapper: Swapper, ended: int) -> None:
+    store, units, pool = _make(swapper, room_for=2)
+    sources = [store.hand_over(unit, _ones(unit), {}) for unit in units[:2]]
+    assert pool.used_bytes == pool.capacity_bytes
+    timer = threading.Timer(0.05, sources[ended].release)
+    timer.start()
+    third = store.hand_over(units[2], _ones(units[2]), {})
+    timer.join()
+    sources[1 - ended].release()
+    third.release()
+    store.close()
+
+
+def test_a_loan_that_ended_before_costs_no_waiting(swapper: Swapper) -> None:
+    store, units, _ = _make(swapper, room_for=1)
+    for unit in units:
+        store.hand_over(unit, _ones(unit), {}).release()
+    assert store._clock.waited_seconds["gradients"] == 0
+    store.close()
+
+
+def test_what_was_kept_for_a_unit_is_free_for_all_when_its_update_has_it(swapper: Swapper) -> None:
+    store, units, pool = _make(swapper, room_for=3, in_memory=(0, 1))
+    for unit in units[:2]:
+        store.add(unit, _ones(unit))
+    norms: dict[tuple[int, int], torch.Tensor] = {}
+    sources = [store.hand_over(unit, _ones(unit), norms) for unit in units[:2]]
+    assert len(norms) == 2 * len(_SHAPES)
+    assert not store.has_any
+    for source in sources:
+        source.release()
+    held = [store.hand_over(unit, _ones(unit), {}) for unit in units[:3]]
+    assert pool.used_bytes == pool.capacity_bytes
+    for source in held:
+        source.release()
+    store.add(units[1], _ones(units[1]))
+    slot = units[1].layout.slots[0]
+    assert store.norm_of(units[1], slot) == torch.ones(slot.spec.shape).norm()
+    store.close()
+
+
+def test_a_failed_update_gives_its_memory_back(swapper: Swapper) -> None:
+    store, units, _ = _make(swapper, room_for=1)
+    source = store.hand_over(units[0], _ones(units[0]), {})
+    source.release()
+    source.release()
+    store.hand_over(units[1], _ones(units[1]), {}).release()
+    store.close()
+
+
+_HUGE_PAGE = 2 << 20
+
+
+def _large(swapper: Swapper, room_bytes: int) -> tuple[GradientStore, list[Unit], FlatPool]:
+    """Units whose gradients take 4, 4 and 6 huge pages."""
+    units = [trainable_unit(index, [(pages << 9, 1 << 10)]) for index, pages in enumerate((4, 4, 6))]
+    pool = FlatPool(ComputeDevice(), room_bytes)
+    store = GradientStore(units, ComputeDevice(), StepClock(), in_memory=(), open_swapper=lambda: swapper, pool=pool)
+    return store, units, pool
+
+
+def test_memory_that_an_update_has_used_up_makes_room_before_it_ends(swapper: Swapper) -> None:
+    store, units, pool = _large(swapper, 10 * _HUGE_PAGE)
+    first, second = (store.hand_over(unit, _ones(unit), {}) for unit in units[:2])
+    chunks = units[0].layout.chunks(1 << 19)
+    assert len(chunks) == 4
+
+    def use_up() -> None:
+        for chunk in chunks[:3]:
+            first.note_used(chunk)
+        second.note_used(chunks[0])
+
+    timer = threading.Timer(0.05, use_up)
+    timer.start()
+    third = store.hand_over(units[2], _ones(units[2]), {})
+    timer.join()
+    assert pool.used_bytes == pool.capacity_bytes
+    rest = first.piece(chunks[3].pieces[0], torch.empty(0)).clone()
+    assert torch.equal(rest, torch.ones(1 << 19)), "what is not used up is left alone"
+    for source in (first, second, third):
+        source.release()
+    store._retire()
+    assert pool.used_bytes == 0
+    store.close()

@@ -1,0 +1,337 @@
+"""Learning rate schedules against their formulas, written out here step by step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.config import SchedulerSection
+from infinity.errors import ConfigValueError
+from infinity.optim.lr_schedules import (
+    SCHEDULES,
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+    find_schedule,
+    schedule_parameters,
+)
+
+NUM_STEPS = 30
+
+
+def two_groups(cls: type[Optimizer] = AdamW, lrs: tuple[Any, Any] = (1e-3, 2e-3)) -> Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in lrs]
+    return cls(groups)  # type: ignore[call-arg]
+
+
+def run(schedule: LRScheduler, num_steps: int = NUM_STEPS) -> list[list[float]]:
+    """The rates of each training step, per group."""
+    rates = []
+    for _ in range(num_steps):
+        rates.append([float(group["lr"]) for group in schedule.optimizer.param_groups])
+        schedule.optimizer.step()
+        schedule.step()
+    return rates
+
+
+def warmup(step: int, num_steps: int, kind: str) -> float:
+    """Fraction of the warmup in training step `step`: it stands still once, between the first two steps."""
+    index = max(0, step - 1)
+    if index >= num_steps:
+        return 1.0
+    return math.log(index + 1) / math.log(num_steps) if kind == "log" else index / num_steps
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup(kind: str) -> None:
+    schedule = WarmupLR(two_groups(), warmup_min_lr=1e-4, warmup_max_lr=5e-3, warmup_num_steps=10, warmup_type=kind)
+    expected = [1e-4 + (5e-3 - 1e-4) * warmup(step, 10, kind) for step in range(NUM_STEPS)]
+    for rates, rate in zip(run(schedule), expected, strict=True):
+        assert rates == pytest.approx([rate, rate], rel=1e-12)
+
+
+def test_warmup_begins_one_step_late() -> None:
+    rates = [first for first, _ in run(WarmupLR(two_groups(), warmup_num_steps=4, warmup_type="linear"), 7)]
+    assert rates == pytest.approx([0, 0, 0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_warmup_to_each_groups_own_rate() -> None:
+    assert run(WarmupLR(two_groups(), warmup_num_steps=4))[-1] == [1e-3, 2e-3]
+
+
+def test_one_value_per_group() -> None:
+    schedule = WarmupLR(two_groups(), warmup_min_lr=[1e-6, 2e-6], warmup_max_lr=[3e-3, 4e-3], warmup_num_steps=4)
+    rates = run(schedule)
+    assert rates[0] == pytest.approx([1e-6, 2e-6])
+    assert rates[-1] == pytest.approx([3e-3, 4e-3])
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_decay(kind: str) -> None:
+    schedule = WarmupDecayLR(
+        two_groups(), total_num_steps=20, warmup_min_lr=1e-5, warmup_max_lr=4e-3, warmup_num_steps=6, warmup_type=kind
+    )
+
+    def fraction(step: int) -> float:
+        index = step - 1
+        return warmup(step, 6, kind) if index < 6 else max(0.0, (20 - index) / (20 - 6))
+
+    for step, rates in enumerate(run(schedule)):
+        rate = 1e-5 + (4e-3 - 1e-5) * fraction(step)
+        assert rates == pytest.approx([rate, rate], rel=1e-12)
+    assert rates == pytest.approx([1e-5, 1e-5])
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_cosine(kind: str) -> None:
+    schedule = WarmupCosineLR(
+        two_groups(), total_num_steps=20, warmup_min_ratio=0.2, warmup_num_steps=5, cos_min_ratio=0.1, warmup_type=kind
+    )
+
+    def ratio(step: int) -> float:
+        if step == 0:
+            return 0.0
+        index = step - 1
+        if index < 5:
+            return 0.2 + 0.8 * warmup(step, 5, kind)
+        progress = min(1.0, (index - 4) / 15)
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+
+    for step, rates in enumerate(run(schedule)):
+        assert rates == pytest.approx([1e-3 * ratio(step), 2e-3 * ratio(step)], rel=1e-12)
+    assert rates == pytest.approx([1e-4, 2e-4])
+
+
+def test_shortest_warmup_is_two_steps() -> None:
+    by_length = [run(WarmupLR(two_groups(), warmup_num_steps=length)) for length in (0, 1, 2)]
+    assert by_length[0] == by_length[1] == by_length[2]
+
+
+def test_warmup_longer_than_training_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        WarmupDecayLR(two_groups(), total_num_steps=3, warmup_num_steps=9)
+    assert "total_num_steps 3 is less than warmup_num_steps 9" in caplog.text
+
+
+def test_one_cycle() -> None:
+    optimizer = two_groups()
+    schedule = OneCycle(
+        optimizer,
+        cycle_min_lr=1e-4,
+        cycle_max_lr=1e-2,
+        decay_lr_rate=0.5,
+        cycle_first_step_size=5,
+        cycle_second_step_size=10,
+        decay_step_size=3,
+        cycle_min_mom=0.7,
+        cycle_max_mom=0.9,
+        decay_mom_rate=0.1,
+    )
+    for step in range(NUM_STEPS):
+        height = step / 5 if step <= 5 else (15 - step) / 10
+        if step <= 15:
+            rate = 1e-4 + (1e-2 - 1e-4) * height
+            momentum = 0.9 - 0.2 * height if step else 0.7
+        else:
+            rate = 1e-4 / (1 + 0.5 * (step - 15) / 3)
+            momentum = 0.9 * (1 + 0.1 * (step - 15) / 3)
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(rate, rel=1e-12)
+            assert group["betas"] == pytest.approx((momentum, 0.99), rel=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+def test_one_cycle_in_stairs() -> None:
+    schedule = OneCycle(
+        two_groups(),
+        cycle_min_lr=0.0,
+        cycle_max_lr=6.0,
+        cycle_first_step_size=6,
+        cycle_first_stair_count=3,
+        cycle_second_stair_count=2,
+    )
+    rates = [first for first, _ in run(schedule, 14)]
+    assert rates == pytest.approx([0, 0, 2, 2, 4, 4, 6, 3, 3, 3, 0, 0, 0, 0])
+
+
+def test_one_cycle_stays_at_the_end_without_decay() -> None:
+    rates = run(OneCycle(two_groups(), cycle_min_lr=1e-4, cycle_max_lr=1e-2, cycle_first_step_size=3))
+    assert rates[6:] == [[1e-4, 1e-4]] * (NUM_STEPS - 6)
+
+
+def test_one_cycle_leaves_momentum_alone_when_told_or_without_betas(caplog: pytest.LogCaptureFixture) -> None:
+    told = two_groups()
+    run(OneCycle(told, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=3, cycle_momentum=False))
+    assert told.param_groups[0]["betas"] == (0.9, 0.999)
+    assert not caplog.records
+    without = two_groups(SGD)
+    run(OneCycle(without, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=3))
+    assert "betas" not in without.param_groups[0]
+    assert "SGD has no betas" in caplog.text
+
+
+@pytest.mark.parametrize("staircase", [False, True])
+def test_range_test(staircase: bool) -> None:
+    schedule = LRRangeTest(
+        two_groups(),
+        lr_range_test_min_lr=1e-4,
+        lr_range_test_step_size=4,
+        lr_range_test_step_rate=2.0,
+        lr_range_test_staircase=staircase,
+    )
+    for step, rates in enumerate(run(schedule)):
+        interval = step // 4 if staircase else step / 4
+        assert rates == pytest.approx([1e-4 * (1 + 2.0 * interval)] * 2, rel=1e-12)
+
+
+MAKERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "WarmupLR": lambda optimizer: WarmupLR(optimizer, warmup_num_steps=7),
+    "WarmupDecayLR": lambda optimizer: WarmupDecayLR(optimizer, 20, warmup_num_steps=7),
+    "WarmupCosineLR": lambda optimizer: WarmupCosineLR(optimizer, 20, warmup_num_steps=7),
+    "OneCycle": lambda optimizer: OneCycle(optimizer, 1e-4, 1e-2, cycle_first_step_size=6),
+    "LRRangeTest": lambda optimizer: LRRangeTest(optimizer, lr_range_test_step_size=3),
+}
+
+
+def test_makers_cover_all_schedules() -> None:
+    assert set(MAKERS) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_state_continues_where_it_was_saved(name: str) -> None:
+    whole = run(MAKERS[name](two_groups()))
+    first = MAKERS[name](two_groups())
+    run(first, 11)
+    saved = pickle.loads(pickle.dumps((first.state_dict(), first.optimizer.state_dict())))
+    optimizer = two_groups()
+    second = MAKERS[name](optimizer)
+    second.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert run(second, NUM_STEPS - 11) == whole[11:]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_takes_deepspeeds_state(name: str) -> None:
+    whole = run(MAKERS[name](two_groups()))
+    schedule = MAKERS[name](two_groups())
+    schedule.load_state_dict({"last_batch_iteration": 10})  # 11 steps are done
+    schedule.optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in schedule.optimizer.param_groups] == whole[12]
+
+
+@pytest.mark.parametrize("keyword", [None, "last_batch_iteration", "batch_iteration"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_to_a_batch_is_deepspeeds(name: str, keyword: str | None) -> None:
+    """Its `step(n)` says which batch was the last, so the rate is that of step n + 1; without n it goes on from there."""
+    whole = run(MAKERS[name](two_groups()))
+    schedule: Any = MAKERS[name](two_groups())
+    schedule.optimizer.step()
+    for batch in (10, 4):
+        schedule.step(batch) if keyword is None else schedule.step(**{keyword: batch})
+        assert [group["lr"] for group in schedule.optimizer.param_groups] == whole[batch + 1]
+    schedule.step()
+    assert [group["lr"] for group in schedule.optimizer.param_groups] == whole[6]
+    assert schedule.get_last_lr() == whole[6]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_is_a_torch_scheduler(name: str) -> None:
+    schedule = MAKERS[name](two_groups())
+    assert isinstance(schedule, LRScheduler)
+    run(schedule, 5)
+    assert schedule.last_epoch == 5
+    assert schedule.get_last_lr() == [group["lr"] for group in schedule.optimizer.param_groups]
+
+
+def test_tensor_rates_are_written_in_place() -> None:
+    optimizer = two_groups(lrs=(torch.tensor(1e-3), torch.tensor(2e-3)))
+    tensor = optimizer.param_groups[1]["lr"]
+    run(WarmupLR(optimizer, warmup_num_steps=4))
+    assert optimizer.param_groups[1]["lr"] is tensor
+    assert tensor.item() == pytest.approx(2e-3)
+
+
+# ---- by name
+
+
+def test_build_by_name_gives_the_same() -> None:
+    built = build_scheduler(
+        SchedulerSection("warmupdecaylr", {"total_num_steps": 20, "warmup_num_steps": 7}), two_groups()
+    )
+    assert type(built) is WarmupDecayLR
+    assert run(built) == run(MAKERS["WarmupDecayLR"](two_groups()))
+
+
+def test_build_torchs_own() -> None:
+    built = build_scheduler(SchedulerSection("CosineAnnealingLR", {"T_max": 10}), two_groups())
+    assert type(built) is torch.optim.lr_scheduler.CosineAnnealingLR
+
+
+def test_build_in_the_middle() -> None:
+    whole = run(WarmupLR(two_groups(), warmup_num_steps=7))
+    built = build_scheduler(
+        SchedulerSection("WarmupLR", {"warmup_num_steps": 7, "last_batch_iteration": 2}), two_groups()
+    )
+    assert [group["lr"] for group in built.optimizer.param_groups] == whole[3]
+
+
+def test_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(ConfigValueError, match=r"scheduler.type.*'WarmUpDecay'.*Did you mean 'WarmupDecayLR'"):
+        find_schedule("WarmUpDecay")
+
+
+@pytest.mark.parametrize("name", ["ReduceLROnPlateau", "LambdaLR", "SequentialLR"])
+def test_what_json_cannot_describe_is_refused(name: str) -> None:
+    with pytest.raises(ConfigValueError, match=rf"scheduler.type.*lr_scheduler=lambda optimizer: {name}"):
+        find_schedule(name)
+
+
+@pytest.mark.parametrize("name", ["LRScheduler", "_LRScheduler", "Optimizer"])
+def test_base_classes_are_no_schedules(name: str) -> None:
+    with pytest.raises(ConfigValueError, match="no such schedule"):
+        find_schedule(name)
+
+
+def test_parameters() -> None:
+    assert schedule_parameters("WarmupDecayLR") == {
+        "total_num_steps": True,
+        "warmup_min_lr": False,
+        "warmup_max_lr": False,
+        "warmup_num_steps": False,
+        "warmup_type": False,
+        "last_epoch": False,
+        "last_batch_iteration": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("WarmupLR", {"warmup_type": "cosine"}, r"warmup_type' = 'cosine'.*linear"),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, r"warmup_num_steps' = 1.5.*whole number"),
+        ("WarmupLR", {"warmup_num_steps": -1}, r"warmup_num_steps' = -1"),
+        ("WarmupLR", {"warmup_max_lr": [1e-3]}, r"warmup_max_lr.*1 values for 2 parameter groups"),
+        ("WarmupCosineLR", {}, r"total_num_steps.*missing.*give a number"),
+        ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps' = 0.*at least 1"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "cycle_first_step_size"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size' = 0"),
+        ("WarmupLR", {"warmup": 3}, r"scheduler.params.*unexpected keyword argument 'warmup'.*takes warmup_min_lr"),
+        ("CosineAnnealingLR", {"T_max": 10, "eta": 1}, "takes T_max, eta_min"),
+    ],
+)
+def test_bad_arguments(name: str, params: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigValueError, match=words):
+        build_scheduler(SchedulerSection(name, params), two_groups())

@@ -1,0 +1,288 @@
+"""The forecast: recorded, replayed, and found again after the model took another path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.device.compute import Fence, FlatBuffer
+from infinity.paging.trace import Trace, distinct, simulate, simulate_fetches, wanted
+from tests.unit.stage import TensorSource, frozen_unit, make_pager
+
+
+def _record(trace: Trace, forward: Sequence[int], backward: Sequence[int]) -> None:
+    trace.begin()
+    for unit in forward:
+        trace.touch(unit)
+    trace.begin_backward()
+    for unit in backward:
+        trace.touch(unit)
+
+
+def test_a_record_becomes_the_forecast() -> None:
+    trace = Trace([0, 1, 2, 2, 1, 0])
+    _record(trace, [2, 0, 1], [1, 0])
+    assert trace.has_backward
+    assert trace.order == (0, 1, 2, 2, 1, 0), "not before the micro-batch has ended well"
+    assert trace.commit()
+    assert trace.order == (2, 0, 1, 1, 0)
+    assert trace.backward_start == 3
+    assert list(trace.upcoming()) == [2, 0, 1]
+    _record(trace, [2, 0, 1], [1, 0])
+    assert trace.num_misses == 0
+    assert not trace.commit(), "the same again changes nothing"
+
+
+def test_a_unit_in_use_is_recorded_once_but_again_when_backward_begins() -> None:
+    trace = Trace([0, 1])
+    trace.begin()
+    assert trace.touch(0)
+    assert not trace.touch(0)
+    assert trace.touch(1)
+    trace.begin_backward()
+    trace.begin_backward()
+    assert trace.touch(1)
+    assert not trace.touch(1)
+    assert trace.touch(0)
+    trace.commit()
+    assert trace.order == (0, 1, 1, 0)
+    assert trace.backward_start == 2
+
+
+def test_an_empty_record_leaves_the_forecast() -> None:
+    trace = Trace([3, 4])
+    trace.begin()
+    assert not trace.commit()
+    assert trace.order == (3, 4)
+
+
+def test_skipped_units_move_the_forecast_on() -> None:
+    trace = Trace([0, 1, 2, 3, 4])
+    trace.begin()
+    trace.touch(0)
+    trace.touch(3)
+    assert trace.num_misses == 0
+    assert list(trace.upcoming()) == [3, 4, 0, 1, 2]
+
+
+def test_an_unknown_unit_counts_as_a_miss_and_leaves_the_forecast_in_place() -> None:
+    trace = Trace([0, 1, 2])
+    trace.begin()
+    trace.touch(0)
+    trace.touch(9)
+    assert trace.num_misses == 1
+    assert list(trace.upcoming()) == [0, 1, 2]
+    trace.touch(1)
+    assert list(trace.upcoming()) == [1, 2, 0]
+
+
+def test_far_ahead_is_no_skip() -> None:
+    trace = Trace(range(100))
+    trace.begin()
+    trace.touch(0)
+    trace.touch(60)
+    assert trace.num_misses == 1
+    assert next(trace.upcoming()) == 0
+    trace.touch(20)
+    assert next(trace.upcoming()) == 20
+
+
+def test_backward_continues_where_the_recorded_one_began() -> None:
+    trace = Trace([])
+    _record(trace, [0, 1, 2, 3], [3, 2, 1, 0])
+    trace.commit()
+    trace.begin()
+    trace.touch(0)  # the rest of this forward is skipped
+    trace.begin_backward()
+    assert list(trace.upcoming()) == [3, 2, 1, 0]
+
+
+def test_a_trace_without_any_forecast_gives_none() -> None:
+    trace = Trace([])
+    trace.begin()
+    assert trace.touch(5)
+    assert list(trace.upcoming()) == []
+
+
+_orders = st.lists(st.integers(0, 5), min_size=1, max_size=14)
+
+
+@given(_orders, st.integers(0, 40))
+@settings(max_examples=80, deadline=None)
+def test_distinct_gives_each_unit_at_its_next_need(order: list[int], position: int) -> None:
+    found = list(distinct(order, position))
+    assert sorted(found) == sorted(set(order))
+    next_need = {unit: _distance(order, position, unit) for unit in found}
+    assert found == sorted(found, key=next_need.__getitem__)
+
+
+@given(_orders, st.lists(st.integers(1, 4), min_size=6, max_size=6), st.integers(1, 24), st.integers(0, 13))
+@settings(max_examples=80, deadline=None)
+def test_wanted_is_the_longest_prefix_that_fits(order: list[int], sizes: list[int], room: int, position: int) -> None:
+    found = wanted(order, position, sizes, room)
+    upcoming = list(distinct(order, position))
+    assert found == upcoming[: len(found)]
+    assert sum(sizes[unit] for unit in found) <= room
+    if len(found) < len(upcoming):
+        assert sum(sizes[unit] for unit in upcoming[: len(found) + 1]) > room
+
+
+def _distance(order: Sequence[int], position: int, unit: int) -> int:
+    return next(step for step in range(len(order)) if order[(position + step) % len(order)] == unit)
+
+
+def _brute_force(
+    order: Sequence[int], sizes: Sequence[int], room: int, *, prefetches: bool, num_cycles: int
+) -> list[tuple[int, int]]:
+    """Holds a set, looks into the future afresh for every decision, and runs until the start is forgotten."""
+    future = [order[step % len(order)] for step in range(40 * len(order))]
+    held: list[int] = []
+    fetches = []
+    num_warm = len(order)
+    for now in range((num_cycles + 1) * len(order)):
+        needed: list[int] = []
+        for unit in future[now : now + len(order)] if prefetches else [future[now]]:
+            if unit in needed:
+                continue
+            if prefetches and sum(sizes[other] for other in [*needed, unit]) > room:
+                break
+            needed.append(unit)
+        for unit in needed or [future[now]]:
+            if unit in held:
+                continue
+            while held and sum(sizes[other] for other in held) + sizes[unit] > room:
+                free = [other for other in held if other not in needed]
+                if not free:
+                    break
+                held.remove(max(free, key=lambda other: future.index(other, now)))
+            held.append(unit)
+            if now >= num_warm:
+                fetches.append((now - num_warm, unit))
+    return fetches
+
+
+@st.composite
+def _scans(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+    order = draw(_orders)
+    sizes = draw(st.lists(st.integers(1, 4), min_size=6, max_size=6))
+    # The plan gives room for any two units at least.
+    room = draw(st.integers(sum(sorted(sizes)[-2:]), sum(sizes) + 2))
+    return order, sizes, room
+
+
+@given(_scans(), st.booleans(), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_simulated_fetches_are_those_of_brute_force(
+    scan: tuple[list[int], list[int], int], prefetches: bool, num_cycles: int
+) -> None:
+    order, sizes, room = scan
+    expected = _brute_force(order, sizes, room, prefetches=prefetches, num_cycles=num_cycles)
+    assert simulate_fetches(order, sizes, room, prefetches=prefetches, num_cycles=num_cycles) == expected
+
+
+@given(_scans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_simulated_fetches_are_those_of_the_pager(scan: tuple[list[int], list[int], int], prefetches: bool) -> None:
+    order, pages, room = scan
+    order = [unit for place, unit in enumerate(order) if place == 0 or unit != order[place - 1]]
+    source = TensorSource()
+    units = [frozen_unit(index, num_pages) for index, num_pages in enumerate(pages)]
+    pager = make_pager(units, source, room * 4096, prefetches=prefetches, guess=order)
+    fetches: list[tuple[int, int]] = []
+
+    def note(position: int) -> None:
+        fetches.extend((position - len(order), unit) for unit in source.fetched)
+        source.fetched.clear()
+
+    for cycle in range(4):
+        pager.begin_forward()
+        for place, unit in enumerate(order):
+            pager.touch(units[unit])
+            note(cycle * len(order) + place)
+        pager.end_forward()
+        pager.end_backward(is_complete=True, fetches=True)
+        note((cycle + 1) * len(order))  # already for the cycle to come
+    pager.close()
+    simulated = simulate_fetches(order, [u.num_bytes for u in units], room * 4096, prefetches=prefetches, num_cycles=3)
+    assert [fetch for fetch in fetches if 0 <= fetch[0] < 3 * len(order)] == simulated
+
+
+def test_everything_that_fits_is_fetched_once_and_for_all() -> None:
+    assert simulate_fetches([0, 1, 2, 1], [5, 5, 5], 15, prefetches=True) == []
+    assert simulate_fetches([0, 1, 2, 1], [5, 5, 5], 15, prefetches=False) == []
+
+
+def test_a_scan_larger_than_memory_keeps_some_of_it() -> None:
+    """The least recently used unit would be the one needed next, every time: 24 fetches."""
+    assert len(simulate_fetches([0, 1, 2, 3], [1] * 4, 2, prefetches=False, num_cycles=6)) < 18
+
+
+def test_what_is_in_memory_between_cycles() -> None:
+    order = [0, 1, 2, 3, 2, 1, 0]
+    sizes = [1, 1, 1, 1]
+    for room in (1, 2, 3, 4):
+        assert simulate(order, sizes, room, prefetches=True).held == set(range(room))
+    assert simulate(order, sizes, 2, prefetches=False).held == {0, 1}
+    assert simulate(order, sizes, 2, prefetches=True, staying=[3]).held == {0, 1, 3}
+
+
+def test_what_is_about_to_be_updated_makes_room_only_on_demand() -> None:
+    units, source = [frozen_unit(index, 1) for index in range(4)], TensorSource()
+    pager = make_pager(units, source, 2 * 4096, prefetches=True)
+    pager.touch(units[0])
+    assert source.fetched == [0, 1]
+    pager.due.add(0)
+    pager.touch(units[1])
+    assert source.fetched == [0, 1] and units[0].flat is not None
+    pager.due.clear()
+    pager.pump()
+    assert source.fetched == [0, 1, 2] and units[0].flat is None
+    pager.due.update((1, 2))
+    pager.touch(units[2])
+    pager.touch(units[3])
+    assert source.fetched == [0, 1, 2, 3] and units[3].flat is not None, "what is needed now comes all the same"
+    pager.close()
+
+
+class _Update:
+    """Of a unit: pending until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.flat: FlatBuffer | None = None
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def promote(self) -> None: ...
+
+    @property
+    def accepts_buffer(self) -> bool:
+        return self.flat is None and not self.is_done
+
+    def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
+        self.flat = flat
+        return True
+
+
+def test_an_update_of_what_is_needed_first_gets_a_buffer_as_soon_as_there_is_room() -> None:
+    units = [frozen_unit(index, 1) for index in range(3)]
+    source = TensorSource()
+    pager = make_pager(units, source, 2 * 4096, prefetches=True, guess=[0, 1, 2])
+    first, second = _Update(), _Update()
+    for unit, update in ((units[1], first), (units[2], second)):
+        pager.make_resident(unit)
+        unit.update = update
+    wanted = units[0].update = _Update()
+    pager.pump()
+    pager.attach_wanted()
+    assert wanted.flat is None, "the units that are being updated fill all room"
+    second.is_done = True
+    pager.attach_wanted()
+    assert wanted.flat is not None and units[0].flat is wanted.flat
+    assert units[2].flat is None
+    assert source.fetched == [1, 2], "it fetches nothing"

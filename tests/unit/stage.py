@@ -1,0 +1,153 @@
+"""Engine parts put together by hand, without config, files or optimizer: a model whose weights rest in plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.device.compute import ComputeDevice
+from infinity.device.flat_pool import FlatPool
+from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.pager import Pager
+from infinity.paging.parameter_handler import Residence
+from infinity.telemetry.clock import StepClock
+from infinity.units.layout import ParameterSpec, Slot, UnitLayout
+from infinity.units.parameter import hold
+from infinity.units.partition import partition
+from infinity.units.unit import Arrival, Unit, spec_of
+
+
+class Arrived:
+    """Weights that are there at once."""
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+    def promote(self) -> None: ...
+
+
+class TensorSource:
+    """Gives each unit the bytes that were stored for it, and notes who asked."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, torch.Tensor] = {}
+        self.fetched: list[int] = []
+
+    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        self.fetched.append(unit.index)
+        assert unit.flat is not None
+        if unit.index in self.stored:
+            unit.flat.tensor().copy_(self.stored[unit.index])
+        return Arrived()
+
+
+def make_pager(
+    units: Sequence[Unit],
+    source: TensorSource | None,
+    capacity_bytes: int,
+    *,
+    prefetches: bool,
+    guess: Sequence[int] | None = None,
+) -> Pager:
+    """A pager over host memory. It guesses that units are needed in order, unless told otherwise."""
+    return Pager(
+        units,
+        FlatPool(ComputeDevice(), capacity_bytes),
+        source,
+        StepClock(),
+        prefetches=prefetches,
+        guess=[unit.index for unit in units] if guess is None else guess,
+        budget=("infinity.host_memory_budget", capacity_bytes),
+    )
+
+
+def frozen_unit(index: int, num_pages: int) -> Unit:
+    """A unit of ``num_pages`` times 4096 bytes, without parameters."""
+    numel = num_pages * 1024
+    return Unit(index, f"unit {index}", [], UnitLayout([ParameterSpec("p", (numel,), (1,), torch.float32, False)]))
+
+
+def trainable_unit(index: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Unit:
+    """A unit of trainable parameters that no engine holds."""
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    specs = [spec_of(f"unit{index}.p{number}", p, dtype) for number, p in enumerate(parameters)]
+    return Unit(index, f"unit {index}", parameters, UnitLayout(specs))
+
+
+class TensorWriter:
+    """Stores what was written into units where a `TensorSource` finds it."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        return False
+
+    def is_urgent(self, unit: Unit) -> bool:
+        return unit.stays_resident
+
+    def store_written(self, unit: Unit) -> None:
+        assert unit.flat is not None
+        self._source.stored[unit.index] = unit.flat.tensor().clone()
+        unit.dirty.clear()
+
+
+class Held:
+    """A model under a pager: everything about parameters is as in an engine, nothing about training is.
+
+    Attributes:
+        values: what each parameter really is.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, dtype: torch.dtype = torch.float32, is_paged: bool = True, room: int | None = None
+    ) -> None:
+        self.model = model
+        named = dict(model.named_parameters())
+        self.values = {fqn: p.detach().to(dtype).clone() for fqn, p in named.items()}
+        self.units = [
+            Unit(
+                index,
+                members.name,
+                [named[fqn] for fqn in members.fqns],
+                UnitLayout([spec_of(fqn, named[fqn], dtype) for fqn in members.fqns]),
+            )
+            for index, members in enumerate(partition(model, dtype.itemsize))
+        ]
+        for unit in self.units:
+            unit.stays_resident = not is_paged
+        self.source = TensorSource()
+        capacity = room or sum(unit.num_bytes for unit in self.units)
+        self.pager = make_pager(self.units, self.source if is_paged else None, capacity, prefetches=False)
+        self.pager.writer = TensorWriter(self.source)
+        self.holding = ModelHolding(model, self.units)
+        self.residence = Residence(self.holding, self.pager)
+        for unit in self.units:
+            base = torch.zeros(unit.num_bytes, dtype=torch.uint8)
+            for slot in unit.layout.slots:
+                unit.view(base, slot).copy_(self.values[slot.spec.fqn])
+            self.source.stored[unit.index] = base
+            if not is_paged:
+                flat = self.pager.pool.allocate(unit.num_bytes)
+                assert flat is not None
+                flat.tensor().copy_(base)
+                self.pager.place(unit, flat)
+            for parameter in unit.parameters:
+                hold(parameter, self.residence, dtype, torch.device("cpu"))
+
+    def install(self) -> None:
+        """Hook the model, so that its forward and backward page."""
+        self.holding.install(self.pager, lambda unit, slots: None, self, lambda parameters: None, lambda gathered: None)
+
+    def stored(self, fqn: str) -> torch.Tensor:
+        """A parameter as it rests."""
+        unit, slot = self.holding.locate(self.model.get_parameter(fqn))
+        self.pager.collect_all()
+        if self.pager._source is None:
+            assert unit.flat is not None
+            return unit.view(unit.flat.tensor(), slot).clone()
+        return unit.view(self.source.stored[unit.index], slot).clone()

@@ -1,0 +1,507 @@
+"""Measurements move the bytes they report, keep the window they promise, and find every byte that is not as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import swapper.measure.measurement as measurement_module
+from swapper import (
+    ALIGNMENT,
+    ArgumentError,
+    MissingDirectoryError,
+    SwapperConfig,
+    TransferError,
+    Volume,
+    WrongDataError,
+)
+from swapper.backend import Direction, IOBackend, IORequest
+from swapper.measure.borrowed import BorrowedVolume
+from swapper.measure.io_setting import WindowSize
+from swapper.measure.measurement import STEP_READ_SHARE, DriveTest, IOSetting, Sample, Workload
+from swapper.measure.pattern import CheckedPattern, Piece
+from swapper.measure.window import Track
+from swapper.selection.choice import open_backend
+from swapper.volumes.directory import Directory
+
+SMALL = IOSetting("threads", 64 << 10, num_threads=2, max_inflight=2)
+FILE_BYTES = 4 << 20
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[DriveTest]:
+    with DriveTest([tmp_path], FILE_BYTES) as test:
+        test.prepare()
+        yield test
+
+
+class _Watched:
+    """A backend that remembers how its inner one was used."""
+
+    def __init__(self, inner: IOBackend) -> None:
+        self._inner = inner
+        self._lock = threading.Lock()
+        self.requests: list[tuple[Direction, int, int]] = []
+        self.inflight = 0
+        self.most_inflight = 0
+        self.holds_until_inflight = 0
+        self._is_full = threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def submit(self, request: IORequest) -> None:
+        with self._lock:
+            self.requests.append((request.direction, request.offset, len(request.memory)))
+            self.inflight += 1
+            self.most_inflight = max(self.most_inflight, self.inflight)
+            if self.inflight >= self.holds_until_inflight:
+                self._is_full.set()
+        on_complete = request.on_complete
+
+        def completed(request: IORequest, transferred: int, error: OSError | None) -> None:
+            self._is_full.wait(5.0)
+            with self._lock:
+                self.inflight -= 1
+            on_complete(request, transferred, error)
+
+        request.on_complete = completed
+        self._inner.submit(request)
+
+
+@dataclass
+class _Hold:
+    """Nothing completes before so many requests were in flight."""
+
+    num_inflight: int = 0
+
+
+@pytest.fixture
+def hold() -> _Hold:
+    return _Hold()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, hold: _Hold) -> list[_Watched]:
+    """The backends that measurements open, one after the other."""
+    opened: list[_Watched] = []
+
+    def open_watched(volume: Volume, config: SwapperConfig) -> IOBackend:
+        opened.append(_Watched(open_backend(volume, config)))
+        opened[-1].holds_until_inflight = hold.num_inflight
+        return opened[-1]  # type: ignore[return-value]
+
+    monkeypatch.setattr(measurement_module, "open_backend", open_watched)
+    return opened
+
+
+def _damage(test: DriveTest, offset: int, data: bytes) -> None:
+    with open(test.paths[0], "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), data, offset)
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("workload", Workload)
+def test_a_sample_tells_what_the_backend_did(drive: DriveTest, watched: list[_Watched], workload: Workload) -> None:
+    sample = drive.measure(SMALL, workload, 0.05)
+    done = {direction: 0 for direction in Direction}
+    for direction, _, num_bytes in watched[0].requests:
+        done[direction] += num_bytes
+    assert (sample.read_bytes, sample.write_bytes) == (done[Direction.READ], done[Direction.WRITE])
+    assert (sample.read_bytes > 0) == (workload is not Workload.WRITE)
+    assert (sample.write_bytes > 0) == (workload is not Workload.READ)
+    assert sample.seconds >= 0.05
+    assert sample.setting is SMALL and sample.workload is workload
+    assert sample.bytes_per_second == (sample.read_bytes + sample.write_bytes) / sample.seconds
+    assert sample.cpu_cores == sample.cpu_seconds / sample.seconds >= 0
+
+
+def test_processor_time_counts_all_threads(drive: DriveTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    burnt = threading.Event()
+
+    def burn() -> None:
+        while not burnt.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=burn)
+    thread.start()
+    try:
+        assert drive.measure(SMALL, Workload.READ, 0.3).cpu_seconds > 0.01
+    finally:
+        burnt.set()
+        thread.join()
+
+
+def test_a_measurement_goes_on_where_the_last_one_ended_and_starts_over_at_the_end(
+    drive: DriveTest, watched: list[_Watched]
+) -> None:
+    setting = IOSetting("threads", 64 << 10, num_threads=1, max_inflight=1)
+    offsets: list[int] = []
+    while len(offsets) <= FILE_BYTES // setting.request_bytes:
+        drive.measure(setting, Workload.READ, 0.002)
+        offsets += [offset for _, offset, _ in watched[-1].requests]
+    assert len(watched) > 1, "one measurement went through the whole file: take a larger one"
+    expected = [index * setting.request_bytes % FILE_BYTES for index in range(len(offsets))]
+    assert offsets == expected
+
+
+def test_a_file_that_is_no_multiple_of_the_request_is_used_to_its_end(tmp_path: Path, watched: list[_Watched]) -> None:
+    with DriveTest(tmp_path, FILE_BYTES + 12288) as test:
+        test.prepare()
+        seen: set[tuple[int, int]] = set()
+        while not seen >= {(0, SMALL.request_bytes), (FILE_BYTES, 12288)}:
+            test.measure(SMALL, Workload.READ, 0.02)
+            seen.update((offset, num_bytes) for _, offset, num_bytes in watched[-1].requests)
+            assert all(num_bytes in (SMALL.request_bytes, 12288) for _, num_bytes in seen)
+        test.verify(SMALL)
+
+
+@pytest.mark.parametrize("share", [STEP_READ_SHARE, 0.2, 0.9])
+def test_both_directions_keep_their_shares_all_the_time(
+    drive: DriveTest, watched: list[_Watched], share: float
+) -> None:
+    drive.measure(SMALL, Workload.MIXED, 0.05, read_share=share)
+    read_bytes = total = 0
+    for direction, _, num_bytes in watched[0].requests:
+        read_bytes += num_bytes if direction is Direction.READ else 0
+        total += num_bytes
+        # Which of two requests comes first is up to the threads; more than a window they may not drift apart.
+        assert abs(read_bytes - share * total) <= 2 * SMALL.bytes_inflight
+    # Neither direction ever waits for the other one to be done with the same bytes.
+    halves = {(direction, offset >= FILE_BYTES // 2) for direction, offset, _ in watched[0].requests}
+    assert halves == {(Direction.READ, False), (Direction.WRITE, True)}
+
+
+@pytest.mark.parametrize("workload", Workload)
+@pytest.mark.parametrize(
+    "setting", [IOSetting("threads", 16 << 10, 6, 6), IOSetting("threads", 4096, 32, 32)], ids=lambda s: s.describe()
+)
+def test_the_window_is_full_at_the_backend(
+    drive: DriveTest, watched: list[_Watched], hold: _Hold, setting: IOSetting, workload: Workload
+) -> None:
+    hold.num_inflight = setting.num_inflight
+    drive.measure(setting, workload, 0.1)
+    most = watched[0].most_inflight
+    assert most >= setting.num_inflight
+    # Both directions together: no more than the operation of several requests that is kept ready.
+    per_operation = setting.operation_bytes // setting.request_bytes
+    spare = per_operation if workload is Workload.MIXED and per_operation > 1 else 0
+    assert most <= setting.num_inflight + spare
+    assert {num_bytes for *_, num_bytes in watched[0].requests} == {setting.request_bytes}
+
+
+@pytest.mark.parametrize("num_inflight", [1, 2, 3, 8, 31, 32, 256])
+@pytest.mark.parametrize("request_bytes", [4096, 1 << 20, 8 << 20])
+def test_memory_is_what_is_in_flight(num_inflight: int, request_bytes: int) -> None:
+    size = WindowSize(request_bytes, num_inflight)
+    inflight = request_bytes * num_inflight
+    for workload in Workload:
+        memory = size.operation_bytes * size.operations_for(workload)
+        assert inflight <= memory <= 1.5 * inflight + request_bytes
+
+
+def test_threads_bound_what_is_in_flight() -> None:
+    assert IOSetting("threads", 1 << 20, 4, 32).num_inflight == 4
+    assert IOSetting("threads", 1 << 20, 32, 4).bytes_inflight == 4 << 20
+    assert IOSetting("uring", 1 << 20, 4, 32).num_inflight == 32
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def test_what_was_written_is_verified(drive: DriveTest) -> None:
+    for setting in (SMALL, IOSetting("threads", 12288, 3, 3)):
+        for workload in (Workload.WRITE, Workload.MIXED):
+            drive.measure(setting, workload, 0.02, verify=True)
+            drive.verify(IOSetting("threads", 1 << 20, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "found"),
+    [
+        (0, b"\0" * 4096, "offset 0: about 504 of its 512 bytes are something else"),
+        (1_052_672 + 100, b"?", "offset 1052672: about 8 of its 512 bytes are something else"),
+        (FILE_BYTES - 512, b"\0" * 512, f"offset {FILE_BYTES - 512}: "),
+    ],
+)
+def test_changed_bytes_are_found(drive: DriveTest, offset: int, data: bytes, found: str) -> None:
+    _damage(drive, offset, data)
+    with pytest.raises(WrongDataError, match=re.escape(found)) as caught:
+        drive.verify(SMALL)
+    assert caught.value.offset == offset // 512 * 512
+    with pytest.raises(WrongDataError):
+        for _ in range(50):
+            drive.measure(SMALL, Workload.READ, 0.05, verify=True)
+
+
+def test_old_and_misplaced_blocks_are_found(drive: DriveTest) -> None:
+    with open(drive.paths[0], "rb", buffering=0) as file:
+        before = os.pread(file.fileno(), 8192, 0)
+    _damage(drive, 0, before[4096:])
+    with pytest.raises(WrongDataError, match="offset 0: it holds what was written 4096 bytes on"):
+        drive.verify(SMALL)
+    drive.measure(SMALL, Workload.WRITE, 0.05)
+    drive.prepare()
+    drive.verify(SMALL)
+    _damage(drive, 0, before[:4096])
+    with pytest.raises(WrongDataError, match="offset 0: it holds write number 1 instead of number"):
+        drive.verify(SMALL)
+
+
+def test_a_torn_block_is_found(drive: DriveTest) -> None:
+    with open(drive.paths[0], "rb", buffering=0) as file:
+        before = os.pread(file.fileno(), 4096, 0)
+    drive.prepare()
+    _damage(drive, 2048, before[2048:])
+    with pytest.raises(WrongDataError, match="offset 2048: it holds write number 1"):
+        drive.verify(SMALL)
+
+
+def test_blocks_of_a_failed_write_are_not_held_against_the_drive() -> None:
+    pattern = CheckedPattern([8192])
+    memory = np.empty(8192, np.uint8)
+    pattern.fill(memory)
+    pieces = [Piece(0, 0, 8192)]
+    pattern.confirm(pieces, pattern.mark(memory, pieces))
+    old = memory.copy()
+    pattern.mark(memory[:4096], [Piece(0, 0, 4096)])
+    for maybe in (old, memory):
+        assert pattern.check(maybe, pieces) is None, "whether it was written is not known"
+    old[4096] += 1
+    mismatch = pattern.check(old, pieces)
+    assert mismatch is not None and mismatch.offset == 4096
+
+
+def test_the_pattern_outlives_many_generations() -> None:
+    pattern = CheckedPattern([4096])
+    pattern._last_generation = (1 << 24) - 3
+    memory = np.empty(4096, np.uint8)
+    pattern.fill(memory)
+    pieces = [Piece(0, 0, 4096)]
+    for _ in range(5):
+        pattern.confirm(pieces, pattern.mark(memory, pieces))
+        assert pattern.check(memory, pieces) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_another_process_can_open_the_file(drive: DriveTest, tmp_path: Path) -> None:
+    assert os.listdir(tmp_path) == []
+    (path,) = drive.paths
+    assert path == f"/proc/{os.getpid()}/fd/{os.path.basename(path)}"
+    script = f"import os; fd = os.open({path!r}, os.O_RDWR); print(os.fstat(fd).st_size)"
+    with os.popen(f"python3 -c {script!r}") as answer:
+        assert int(answer.read()) == FILE_BYTES
+    assert not os.path.samestat(os.stat(path), os.stat(tmp_path))
+
+
+def test_every_setting_uses_the_same_files(drive: DriveTest) -> None:
+    before = os.stat(drive.paths[0]).st_ino
+    for request_bytes in (4096, 64 << 10, 512 << 10):
+        drive.measure(IOSetting("threads", request_bytes, 2, 2), Workload.READ, 0.01)
+    assert os.stat(drive.paths[0]).st_ino == before
+
+
+def test_several_directories_are_striped_by_the_request(tmp_path: Path, watched: list[_Watched]) -> None:
+    directories = [tmp_path / name for name in "abc"]
+    for directory in directories:
+        directory.mkdir()
+    with DriveTest(directories, FILE_BYTES) as test:
+        assert len(set(test.paths)) == 3
+        test.prepare()
+        test.verify(SMALL)
+        for request_bytes in (64 << 10, 12288, 512 << 10):
+            setting = IOSetting("threads", request_bytes, 3, 3)
+            test.measure(setting, Workload.MIXED, 0.05, verify=True)
+            assert max(num_bytes for *_, num_bytes in watched[-1].requests) == request_bytes
+            test.verify(SMALL)
+        for path in test.paths:
+            assert os.stat(path).st_blocks * 512 >= FILE_BYTES
+
+
+def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    owner = Volume([tmp_path / "a", tmp_path / "b"], 16 << 20, stripe_bytes=4 << 20)
+    try:
+        borrowed = BorrowedVolume(owner, 8 << 20)
+        used: dict[int, int] = {}
+        for piece in borrowed.pieces(0, 8 << 20):
+            used[piece.file_index] = max(used.get(piece.file_index, 0), piece.offset + piece.num_bytes)
+        for stripe_bytes in (64 << 10, 12288, 4 << 20):
+            borrowed = BorrowedVolume(owner, 8 << 20)
+            borrowed.restripe(stripe_bytes)
+            assert 0.9 * (8 << 20) < borrowed.capacity_bytes <= 8 << 20
+            pieces = borrowed.pieces(0, borrowed.capacity_bytes)
+            assert {piece.num_bytes for piece in pieces} == {stripe_bytes}
+            assert all(piece.offset + piece.num_bytes <= used[piece.file_index] for piece in pieces)
+            assert len(set(pieces)) == len(pieces), "two addresses for one place"
+    finally:
+        owner.close()
+
+
+def test_a_borrowed_volume_leaves_the_files_open(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        owner = Volume(["."], 1 << 20)
+    borrowed = BorrowedVolume(owner, 4096)
+    borrowed.close()
+    assert owner.files[0].fd >= 0
+    assert borrowed.pieces(4096, 8192) == [Piece(0, 4096, 8192)]
+    owner.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_sizes_are_rounded_down_and_that_is_said(tmp_path: Path) -> None:
+    with DriveTest([tmp_path], FILE_BYTES + 1000) as test:
+        assert test.num_bytes == FILE_BYTES
+        assert test.notes == (f"{FILE_BYTES} of the {FILE_BYTES + 1000} bytes asked for are used: whole blocks only",)
+    with DriveTest([tmp_path], FILE_BYTES) as test:
+        assert test.notes == ()
+
+
+def test_files_too_small(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="file_bytes must be at least 4096, got 4095"):
+        DriveTest([tmp_path], ALIGNMENT - 1)
+    with DriveTest([tmp_path], 1 << 20) as test:
+        test.prepare()
+        with pytest.raises(ArgumentError, match=r"too few for threads, 1 MiB x 2 in flight \(read\): at least 3145728"):
+            test.measure(IOSetting("threads", 1 << 20, 2, 2), Workload.READ, 0.01)
+        with pytest.raises(ArgumentError, match=r"\(mixed\): at least 2097152 are needed; take a larger file_bytes"):
+            test.measure(IOSetting("threads", 1 << 20, 1, 1), Workload.MIXED, 0.01)
+        test.measure(IOSetting("threads", 512 << 10, 1, 1), Workload.MIXED, 0.01)
+
+
+def test_nothing_is_measured_before_the_file_is_filled(tmp_path: Path) -> None:
+    with DriveTest([tmp_path], FILE_BYTES) as test:
+        with pytest.raises(ArgumentError, match=r"call prepare\(\) before measure\(\)"):
+            test.measure(SMALL, Workload.READ, 0.01)
+        with pytest.raises(ArgumentError, match=r"call prepare\(\) before verify\(\)"):
+            test.verify(SMALL)
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0, 0.5), (-1, 0.5), (float("nan"), 0.5), (1, 0.0), (1, 1.0)])
+def test_arguments_that_mean_nothing(drive: DriveTest, seconds: float, share: float) -> None:
+    with pytest.raises(ArgumentError, match="seconds must be positive"):
+        drive.measure(SMALL, Workload.MIXED, seconds, read_share=share)
+
+
+def test_settings_that_cannot_work(drive: DriveTest) -> None:
+    for setting in (IOSetting("threads", 1000, 1, 1), IOSetting("threads", 4096, 0, 1), IOSetting("threads", 0, 1, 1)):
+        with pytest.raises(ArgumentError):
+            drive.measure(setting, Workload.READ, 0.01)
+
+
+def test_bad_directories(tmp_path: Path) -> None:
+    with pytest.raises(MissingDirectoryError):
+        DriveTest([tmp_path, tmp_path / "missing"], FILE_BYTES)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_a_drive_that_fails_raises_and_the_test_goes_on(
+    drive: DriveTest, watched: list[_Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwritev
+
+    def failing(*arguments: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    with pytest.raises(TransferError, match="EIO"):
+        drive.measure(SMALL, Workload.WRITE, 0.01)
+    monkeypatch.setattr(os, "pwritev", real)
+    drive.verify(SMALL)  # what the failed writes left is not known, the rest is right
+    drive.measure(SMALL, Workload.WRITE, 0.02)
+
+
+def test_an_interrupt_leaves_nothing_running(drive: DriveTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(track: Track) -> tuple[int, int]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Track, "advance", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            drive.measure(SMALL, Workload.READ, 0.01)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("swapper")]
+    drive.measure(SMALL, Workload.READ, 0.01)
+
+
+def test_progress(tmp_path: Path) -> None:
+    with DriveTest([tmp_path], FILE_BYTES) as test:
+        seen: list[tuple[int, int]] = []
+        test.prepare(lambda done, total: seen.append((done, total)))
+        assert seen[-1] == (FILE_BYTES, FILE_BYTES)
+        seen.clear()
+        test.verify(SMALL, lambda done, total: seen.append((done, total)))
+        assert seen[-1] == (FILE_BYTES, FILE_BYTES) and len(seen) > 10
+
+
+def test_files_in_the_page_cache_are_measured_at_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(BorrowedVolume, "sync", lambda self: calls.append("sync"))
+    monkeypatch.setattr(BorrowedVolume, "drop_cache", lambda self: calls.append("drop"))
+    with DriveTest([tmp_path], FILE_BYTES, direct=False) as test:
+        assert not test.is_direct
+        test.prepare()
+        calls.clear()
+        test.measure(SMALL, Workload.WRITE, 0.01)
+        assert calls[-1] == "sync"
+        calls.clear()
+        sample = test.measure(SMALL, Workload.READ, 0.05)
+        assert len(calls) >= sample.read_bytes // FILE_BYTES
+        test.verify(SMALL)
+
+
+def test_a_sample_is_small_enough_to_store() -> None:
+    sample = Sample(SMALL, Workload.READ, 10, 0, 2.0, 1.0)
+    assert (sample.bytes_per_second, sample.cpu_cores) == (5.0, 0.5)
+
+
+def test_a_filling_that_is_cut_short_is_used_as_far_as_it_came(tmp_path: Path, watched: list[_Watched]) -> None:
+    with DriveTest([tmp_path], 64 << 20) as test:
+        assert test.num_bytes == 64 << 20
+        real, calls = time.monotonic, iter(range(1000))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measurement_module.time, "monotonic", lambda: next(calls))
+            test.prepare(max_seconds=5)
+        assert time.monotonic is real
+        written = sum(num_bytes for *_, num_bytes in watched[-1].requests)
+        assert test.num_bytes == written == 16 << 20
+        test.measure(SMALL, Workload.READ, 0.05, verify=True)
+        assert max(offset for _, offset, _ in watched[-1].requests) < written
+        test.verify(SMALL)
+
+
+def test_uneven_drives_get_their_shares_at_every_request_size(
+    tmp_path: Path, watched: list[_Watched], hold: _Hold
+) -> None:
+    directories = []
+    for name, speed in (("fast", 3e9), ("slow", 1e9)):
+        (tmp_path / name).mkdir()
+        directories.append(Directory(tmp_path / name, bytes_per_second=speed))
+    with DriveTest(directories, 8 << 20) as test:
+        test.prepare()
+        hold.num_inflight = 6  # two threads for each drive, and one request for each in hand
+        test.measure(IOSetting("threads", 64 << 10, num_threads=2, max_inflight=32), Workload.READ, 0.05)
+        assert watched[-1].most_inflight == 6
+        hold.num_inflight = 0
+        sizes = [os.stat(path).st_size for path in test.paths]
+        assert sizes[0] == 3 * sizes[1] and sum(sizes) == 16 << 20
+        test.measure(SMALL, Workload.MIXED, 0.05, verify=True)
+        test.verify(SMALL)

@@ -1,0 +1,76 @@
+"""What may be read into and written from."""
+
+from __future__ import annotations
+
+import array
+
+import numpy as np
+import pytest
+import torch
+
+from swapper import ArgumentError, InvalidBufferError
+from swapper.memory.buffer import bytes_of
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64],
+)
+def test_a_tensor_of_any_dtype(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, 5, dtype=dtype)
+    view = bytes_of(tensor, for_read=True)
+    assert view.dtype == np.uint8 and view.shape == (tensor.nbytes,)
+    assert view.__array_interface__["data"][0] == tensor.data_ptr()
+    view[:] = 1
+    assert tensor.view(torch.uint8).sum() == tensor.nbytes
+
+
+def test_a_scalar_and_a_parameter_that_requires_grad() -> None:
+    assert bytes_of(torch.tensor(1.5), for_read=False).size == 4
+    assert bytes_of(torch.nn.Parameter(torch.zeros(4)), for_read=True).size == 16
+
+
+def test_a_view_starts_where_it_starts() -> None:
+    tensor = torch.arange(10, dtype=torch.uint8)
+    assert bytes_of(tensor[3:7], for_read=False).tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [bytearray(12), np.zeros((2, 3), dtype=np.int16), array.array("i", [0, 0, 0]), memoryview(bytearray(12))],
+    ids=lambda buffer: type(buffer).__name__,
+)
+def test_other_buffers(buffer: object) -> None:
+    view = bytes_of(buffer, for_read=True)
+    view[:] = 255
+    assert view.size == 12
+    assert bytes(memoryview(buffer).cast("B")) == b"\xff" * 12  # type: ignore[arg-type]
+
+
+def test_a_write_may_come_from_read_only_memory() -> None:
+    assert bytes_of(b"abc", for_read=False).tolist() == [97, 98, 99]
+    with pytest.raises(InvalidBufferError, match="read-only"):
+        bytes_of(b"abc", for_read=True)
+
+
+@pytest.mark.parametrize("empty", [torch.zeros(0, 3), np.zeros(0), b""], ids=["tensor", "array", "bytes"])
+def test_nothing(empty: object) -> None:
+    assert bytes_of(empty, for_read=False).size == 0
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.zeros(4, 4).t(), "not contiguous"),
+        (torch.zeros(4, device="meta"), "device 'meta'"),
+        (torch.zeros(4).to_sparse(), "not contiguous"),
+        (np.zeros((4, 4))[:, ::2], "not contiguous"),
+        (object(), "object has no memory"),
+        ([1, 2], "list has no memory"),
+        (None, "NoneType has no memory"),
+    ],
+)
+def test_what_cannot_be_transferred(buffer: object, message: str) -> None:
+    with pytest.raises(InvalidBufferError, match=message):
+        bytes_of(buffer, for_read=False)
+    assert issubclass(InvalidBufferError, ArgumentError)

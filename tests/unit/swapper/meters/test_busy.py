@@ -1,0 +1,245 @@
+"""How long the drive was at work, whoever gave it work: counted against brute force, and seen through a swapper."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import swapper.meters.busy
+from swapper import ALIGNMENT, BusyTimes, Direction, Statistics, Swapper, SwapperConfig, TransferRecord
+from tests.manual_backend import ManualBackend
+from tests.waiting import wait_until
+
+_CAPACITY = 256 * ALIGNMENT
+_WORKERS = ("a", "b", "c")
+
+
+class _Clock:
+    """A second passes whenever somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Clock]:
+    """The clock that `swapper.meters.busy` sees."""
+    clock = _Clock()
+    monkeypatch.setattr(swapper.meters.busy, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    yield clock
+
+
+_EVENTS = st.lists(st.tuples(st.sampled_from(_WORKERS), st.sampled_from(Direction), st.booleans(), st.integers(0, 3)))
+
+
+@given(_EVENTS)
+def test_against_counting_every_second(events: list[tuple[str, Direction, bool, int]]) -> None:
+    clock = _Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swapper.meters.busy, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+        times = BusyTimes()
+        busy: set[tuple[str, Direction]] = set()
+        expected = [0, 0, 0]
+        for worker, direction, begins, seconds in events:
+            (times.begin if begins else times.end)(direction, worker)
+            (busy.add if begins else busy.discard)((worker, direction))
+            clock.now += seconds
+            for one in Direction:
+                expected[one] += seconds * any(other is one for _, other in busy)
+            expected[2] += seconds * bool(busy)
+            assert list(times.seconds()) == expected
+
+
+def test_a_total_counts_once_what_several_do_together(clock: _Clock) -> None:
+    total = BusyTimes()
+    left, right = BusyTimes(total), BusyTimes(total)
+    left.begin(Direction.READ)
+    clock.now += 1
+    right.begin(Direction.READ)
+    right.begin(Direction.WRITE)
+    clock.now += 2
+    left.end(Direction.READ)
+    clock.now += 4
+    right.end(Direction.READ)
+    right.end(Direction.READ)
+    clock.now += 8
+    right.end(Direction.WRITE)
+    clock.now += 16
+    assert left.seconds() == (3, 0, 3)
+    assert right.seconds() == (6, 14, 14)
+    assert total.seconds() == (7, 14, 15)
+
+
+def _fill(opened: Swapper, name: str, num_blocks: int = 1) -> None:
+    extent = opened.allocate(num_blocks * ALIGNMENT, name)
+    opened.write(extent, np.zeros(num_blocks * ALIGNMENT, dtype=np.uint8))
+
+
+def test_statistics_give_the_union_at_any_moment(clock: _Clock) -> None:
+    backend = ManualBackend(_CAPACITY)
+    with Swapper(backend, SwapperConfig(max_inflight=2)) as opened:
+        extent = opened.allocate(8 * ALIGNMENT, "x")
+        for block in range(4):
+            opened.write(extent, np.zeros(ALIGNMENT, dtype=np.uint8), offset=block * ALIGNMENT)
+        clock.now += 1
+        assert _busy(opened.statistics()) == (0, 1, 1)
+        backend.complete_all()
+        clock.now += 2
+        assert _busy(opened.statistics()) == (0, 1, 1), "nothing is at the backend"
+        opened.read(extent, np.zeros(ALIGNMENT, dtype=np.uint8))
+        clock.now += 4
+        opened.write(extent, np.zeros(ALIGNMENT, dtype=np.uint8), offset=4 * ALIGNMENT)
+        clock.now += 8
+        assert _busy(opened.statistics()) == (12, 9, 13), "what still runs counts"
+        backend.complete(0)
+        clock.now += 16
+        backend.complete(0)
+        clock.now += 32
+        before = opened.statistics()
+        assert _busy(before) == (12, 25, 29)
+        clock.now += 1
+        assert _busy(opened.statistics() - before) == (0, 0, 0)
+
+
+def _busy(statistics: Statistics) -> tuple[float, float, float]:
+    return statistics.read_busy_seconds, statistics.write_busy_seconds, statistics.busy_seconds
+
+
+def test_swappers_side_by_side_count_in_one_total(clock: _Clock) -> None:
+    total = BusyTimes()
+    backends = [ManualBackend(_CAPACITY) for _ in range(2)]
+    with Swapper(backends[0], busy=total) as one, Swapper(backends[1], busy=total) as two:
+        _fill(one, "x")
+        clock.now += 1
+        _fill(two, "y")
+        clock.now += 2
+        backends[0].complete_all()
+        clock.now += 4
+        backends[1].complete_all()
+        clock.now += 8
+        assert one.statistics().busy_seconds == 3
+        assert two.statistics().busy_seconds == 6
+        assert total.seconds() == (0, 7, 7)
+
+
+def test_failed_and_repeated_transfers_leave_nothing_busy(clock: _Clock) -> None:
+    backend = ManualBackend(_CAPACITY)
+    with Swapper(backend, SwapperConfig(max_retries=1)) as opened:
+        extent = opened.allocate(ALIGNMENT, "x")
+        handle = opened.write(extent, np.zeros(ALIGNMENT, dtype=np.uint8))
+        clock.now += 1
+        backend.fail(11)  # EAGAIN: tried again after a moment, in which nothing is busy
+        wait_until(lambda: bool(backend.open))
+        clock.now += 2
+        backend.fail(5)
+        clock.now += 4
+        assert _busy(opened.statistics()) == (0, 3, 3)
+        with pytest.raises(Exception, match="errno 5"):
+            handle.wait()
+
+
+def test_every_transfer_is_told_once_with_its_bytes_and_times() -> None:
+    backend = ManualBackend(_CAPACITY)
+    records: list[TransferRecord] = []
+    with Swapper(backend, SwapperConfig(request_bytes=2 * ALIGNMENT, max_inflight=2)) as opened:
+        extent = opened.allocate(16 * ALIGNMENT, "weights of x")
+        opened.write(extent, np.zeros(6 * ALIGNMENT, dtype=np.uint8))
+        backend.complete_all()
+        assert records == [], "nobody observed"
+        opened.observe(records.append)
+        before = opened.statistics()
+        opened.write(extent, np.zeros(6 * ALIGNMENT, dtype=np.uint8))
+        opened.read(extent, np.zeros(100, dtype=np.uint8), offset=8 * ALIGNMENT - 100 - 2 * ALIGNMENT)
+        backend.complete_all()
+        opened.flush()
+        moved = opened.statistics() - before
+        assert [record.direction for record in records] == [Direction.WRITE] * 3 + [Direction.READ]
+        assert {record.extent_name for record in records} == {"weights of x"}
+        assert sum(r.num_bytes for r in records if r.direction is Direction.WRITE) == moved.write_bytes
+        assert sum(r.num_bytes for r in records if r.direction is Direction.READ) == moved.read_bytes == 100
+        for record in records:
+            assert record.began_seconds <= record.ended_seconds
+            assert record.queued_seconds >= 0
+        ends = [record.ended_seconds for record in records]
+        assert ends == sorted(ends)
+        # Two at a time: the third piece of the write waits for the first.
+        assert records[2].queued_seconds > records[0].queued_seconds
+
+
+def test_the_busy_time_is_the_union_of_what_was_told() -> None:
+    backend = ManualBackend(_CAPACITY)
+    records: list[TransferRecord] = []
+    with Swapper(backend, SwapperConfig(request_bytes=ALIGNMENT, max_inflight=4)) as opened:
+        opened.observe(records.append)
+        extent = opened.allocate(64 * ALIGNMENT, "x")
+        opened.write(extent, np.zeros(64 * ALIGNMENT, dtype=np.uint8))
+        while backend.open:
+            backend.complete(len(backend.open) // 2)
+        statistics = opened.statistics()
+    union = 0.0
+    covered = 0.0
+    for record in sorted(records, key=lambda record: record.began_seconds):
+        union += max(0.0, record.ended_seconds - max(covered, record.began_seconds))
+        covered = max(covered, record.ended_seconds)
+    assert statistics.busy_seconds == pytest.approx(union, rel=0.2, abs=1e-3)
+
+
+def test_short_and_failed_transfers_are_told_with_the_bytes_that_count() -> None:
+    backend = ManualBackend(_CAPACITY)
+    records: list[TransferRecord] = []
+    with Swapper(backend, SwapperConfig(max_retries=2)) as opened:
+        extent = opened.allocate(4 * ALIGNMENT, "x")
+        opened.observe(records.append)
+        handle = opened.write(extent, np.zeros(4 * ALIGNMENT, dtype=np.uint8))
+        backend.open.pop().complete(3 * ALIGNMENT + 100)
+        backend.complete_all()
+        handle.wait()
+        assert [record.num_bytes for record in records] == [3 * ALIGNMENT, ALIGNMENT]
+        assert opened.statistics().write_bytes == 4 * ALIGNMENT
+        failing = opened.write(extent, np.zeros(ALIGNMENT, dtype=np.uint8))
+        backend.fail(5)
+        with pytest.raises(Exception, match="errno 5"):
+            failing.wait()
+        assert [record.num_bytes for record in records[2:]] == [0]
+
+
+def test_an_observer_may_use_the_swapper_leave_and_be_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    backend = ManualBackend(_CAPACITY)
+    seen = itertools.count()
+
+    with Swapper(backend) as opened:
+
+        def ask(record: TransferRecord) -> None:
+            next(seen)
+            assert opened.statistics().write_bytes >= record.num_bytes
+            raise ValueError("observers may be wrong")
+
+        others: list[TransferRecord] = []
+        remove = opened.observe(ask)
+        opened.observe(others.append)
+        _fill(opened, "x")
+        backend.complete_all()
+        assert "an observer of transfers raised" in caplog.text
+        remove()
+        remove()
+        _fill(opened, "y")
+        backend.complete_all()
+        assert next(seen) == 1
+        assert len(others) == 2
+
+
+def test_a_record_cannot_be_changed() -> None:
+    record = TransferRecord(Direction.READ, "x", 1, 0.0, 1.0, 2.0)
+    with pytest.raises(AttributeError):
+        record.num_bytes = 2  # type: ignore[misc]
+    assert replace(record, num_bytes=2).num_bytes == 2

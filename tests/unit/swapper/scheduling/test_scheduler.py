@@ -1,0 +1,238 @@
+"""Which request goes first, which ones run side by side, and how they are cut. Nothing here depends on time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from swapper import ALIGNMENT, Extent, Handle, Priority, Swapper, SwapperConfig
+from swapper.backend import Direction
+from tests.manual_backend import ManualBackend
+
+_BLOCK = ALIGNMENT
+
+
+@contextmanager
+def _opened(backend: ManualBackend, **settings: int) -> Iterator[Swapper]:
+    with Swapper(backend, SwapperConfig(**settings)) as swapper:  # type: ignore[arg-type]
+        yield swapper
+        backend.complete_all()
+        swapper.flush()
+
+
+def _written(swapper: Swapper, backend: ManualBackend, num_blocks: int, name: str = "x") -> Extent:
+    """An extent whose bytes are all written; the backend's log starts behind that."""
+    extent = swapper.allocate(num_blocks * _BLOCK, name)
+    swapper.write(extent, np.zeros(num_blocks * _BLOCK, dtype=np.uint8))
+    backend.complete_all()
+    backend.submitted.clear()
+    return extent
+
+
+def _read(swapper: Swapper, extent: Extent, block: int = 0, num_blocks: int = 1, priority: int = 0) -> Handle:
+    memory = np.empty(num_blocks * _BLOCK, dtype=np.uint8)
+    return swapper.read(extent, memory, offset=block * _BLOCK, priority=Priority(priority))
+
+
+def _write(swapper: Swapper, extent: Extent, block: int = 0, num_blocks: int = 1, priority: int = 2) -> Handle:
+    memory = np.full(num_blocks * _BLOCK, 7, dtype=np.uint8)
+    return swapper.write(extent, memory, offset=block * _BLOCK, priority=Priority(priority))
+
+
+def test_long_requests_are_cut_and_end_with_their_last_piece() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend, request_bytes=2 * _BLOCK) as swapper:
+        extent = _written(swapper, backend, 5)
+        handle = _read(swapper, extent, num_blocks=5)
+        assert backend.log == [("read", 0, 2 * _BLOCK), ("read", 2 * _BLOCK, 2 * _BLOCK), ("read", 4 * _BLOCK, _BLOCK)]
+        for index in (2, 0):
+            backend.complete(index)
+            assert not handle.done()
+        backend.complete()
+        assert handle.done()
+
+
+def test_pieces_never_cross_a_boundary_and_only_ends_are_unaligned() -> None:
+    backend = ManualBackend(64 * _BLOCK, block_bytes=_BLOCK, boundary_bytes=4 * _BLOCK)
+    with _opened(backend, request_bytes=8 * _BLOCK) as swapper:
+        extent = _written(swapper, backend, 16)
+        swapper.read(extent, np.empty(9 * _BLOCK, dtype=np.uint8), offset=100)
+        pieces = [(offset, offset + length) for _, offset, length in backend.log]
+        assert pieces[0][0] == 100 and pieces[-1][1] == 9 * _BLOCK + 100
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))
+        assert all(stop % _BLOCK == 0 for _, stop in pieces[:-1])
+        assert all(start // (4 * _BLOCK) == (stop - 1) // (4 * _BLOCK) for start, stop in pieces)
+
+
+def test_in_flight_is_bounded_for_each_direction() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend, max_inflight=3) as swapper:
+        extent = _written(swapper, backend, 32)
+        for block in range(10):
+            _read(swapper, extent, block)
+            _write(swapper, extent, 16 + block)
+            assert backend.inflight(Direction.READ) == backend.inflight(Direction.WRITE) == min(3, block + 1)
+        statistics = swapper.statistics()
+        assert (statistics.inflight_reads, statistics.inflight_writes, statistics.inflight) == (3, 3, 6)
+        assert (statistics.queued_reads, statistics.queued_writes, statistics.queued) == (7, 7, 14)
+        backend.complete()
+        assert backend.inflight(Direction.READ) == 3
+    assert backend.log[:6].count(("read", 0, _BLOCK)) == 1
+
+
+def test_a_backend_may_take_less_than_max_inflight() -> None:
+    backend = ManualBackend(64 * _BLOCK, concurrency=2)
+    with _opened(backend) as swapper:
+        extent = _written(swapper, backend, 8)
+        for block in range(8):
+            _read(swapper, extent, block)
+        assert len(backend.open) == 2
+
+
+def test_demand_before_prefetch_before_write_back() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend, max_inflight=1) as swapper:
+        extent = _written(swapper, backend, 8)
+        _read(swapper, extent, 0)  # occupies the only place
+        _read(swapper, extent, 1, priority=Priority.WRITE_BACK)
+        _read(swapper, extent, 2, priority=Priority.PREFETCH)
+        _read(swapper, extent, 3, priority=Priority.DEMAND)
+        _read(swapper, extent, 4, priority=Priority.PREFETCH)
+        backend.complete_all()
+        assert [offset // _BLOCK for _, offset, _ in backend.log] == [0, 3, 2, 4, 1]
+
+
+def test_a_waiting_request_is_overtaken_only_so_often() -> None:
+    backend = ManualBackend(256 * _BLOCK)
+    with _opened(backend, max_inflight=1, max_overtakes=5) as swapper:
+        extent = _written(swapper, backend, 128)
+        for block in range(100):
+            _write(swapper, extent, block, priority=Priority.DEMAND)
+            if block == 0:
+                _write(swapper, extent, 101, priority=Priority.WRITE_BACK)
+                _write(swapper, extent, 102, priority=Priority.PREFETCH)
+        backend.complete_all()
+        order = [offset // _BLOCK for _, offset, _ in backend.log]
+        assert sorted(order) == [*range(100), 101, 102]
+        assert order.index(102) <= 1 + 5 + 1
+        assert order.index(101) <= 1 + 5 + 2
+
+
+def test_a_long_request_of_low_priority_is_overtaken_between_its_pieces() -> None:
+    backend = ManualBackend(256 * _BLOCK)
+    with _opened(backend, max_inflight=1, request_bytes=_BLOCK) as swapper:
+        extent = _written(swapper, backend, 128)
+        _read(swapper, extent, 0, num_blocks=50, priority=Priority.PREFETCH)
+        backend.complete()
+        _read(swapper, extent, 100)
+        backend.complete()
+        assert backend.open[0].offset == 100 * _BLOCK
+
+
+def test_promotion_moves_a_request_to_the_front() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend, max_inflight=1) as swapper:
+        extent = _written(swapper, backend, 16)
+        _read(swapper, extent, 0)
+        handles = [_read(swapper, extent, block, priority=Priority.PREFETCH) for block in range(1, 6)]
+        handles[3].promote()
+        assert handles[3].priority is Priority.DEMAND
+        handles[3].promote(Priority.WRITE_BACK)
+        assert handles[3].priority is Priority.DEMAND, "a promotion must never lower a priority"
+        backend.complete_all()
+        assert [offset // _BLOCK for _, offset, _ in backend.log] == [0, 4, 1, 2, 3, 5]
+        handles[0].promote()  # too late, and harmless
+
+
+def test_a_promoted_read_pulls_the_writes_it_waits_for() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend, max_inflight=1) as swapper:
+        extent = _written(swapper, backend, 16)
+        for block in range(8):
+            _write(swapper, extent, block)
+        read = _read(swapper, extent, 6, priority=Priority.PREFETCH)
+        assert not backend.inflight(Direction.READ), "a read must wait for the write of its bytes"
+        read.promote()
+        backend.complete_all()
+        order = [(name, offset // _BLOCK) for name, offset, _ in backend.log]
+        assert order.index(("write", 6)) == 1, "the write that the read waits for was not pulled along"
+        assert order.index(("read", 6)) == 2
+
+
+def test_a_promotion_passes_through_a_chain_of_hazards() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend, max_inflight=1) as swapper:
+        extent = _written(swapper, backend, 16)
+        for block in range(8, 14):
+            _write(swapper, extent, block)
+        _write(swapper, extent, 0, 2)
+        _write(swapper, extent, 1, 2)
+        _write(swapper, extent, 2, 2)
+        _read(swapper, extent, 3, priority=Priority.DEMAND)  # waits for a write that waits for a write that waits ...
+        backend.complete_all()
+        order = [(name, offset // _BLOCK) for name, offset, _ in backend.log]
+        assert order[1:5] == [("write", 0), ("write", 1), ("write", 2), ("read", 3)]
+
+
+@pytest.mark.parametrize("first", ["read", "write"])
+@pytest.mark.parametrize("second", ["read", "write"])
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_hazards_only_between_overlapping_requests_of_which_one_writes(first: str, second: str, shift: int) -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend) as swapper:
+        extent = _written(swapper, backend, 8)
+        (_read if first == "read" else _write)(swapper, extent, 2, 2)
+        (_read if second == "read" else _write)(swapper, extent, 1 + shift, 1)
+        overlaps = shift in (1, 2)
+        must_wait = overlaps and (first, second) != ("read", "read")
+        assert len(backend.open) == (1 if must_wait else 2)
+        backend.complete()
+        assert len(backend.open) == 1
+
+
+def test_hazards_do_not_reach_into_other_extents() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend) as swapper:
+        extents = [_written(swapper, backend, 1, str(i)) for i in range(2)]
+        for extent in extents:
+            _write(swapper, extent)
+        assert len(backend.open) == 2
+
+
+def test_neighbours_in_one_block_are_a_hazard_where_blocks_are_written_whole() -> None:
+    for block_bytes, num_open in ((1, 2), (_BLOCK, 1)):
+        backend = ManualBackend(64 * _BLOCK, block_bytes=block_bytes)
+        with _opened(backend) as swapper:
+            extent = _written(swapper, backend, 2)
+            swapper.write(extent, np.ones(100, dtype=np.uint8), offset=0)
+            swapper.write(extent, np.ones(100, dtype=np.uint8), offset=100)
+            assert len(backend.open) == num_open
+
+
+def test_a_write_may_destroy_only_neighbours_that_nobody_wrote() -> None:
+    backend = ManualBackend(64 * _BLOCK, block_bytes=_BLOCK)
+    with _opened(backend) as swapper:
+        extent = swapper.allocate(4 * _BLOCK, "x")
+        may_pad = []
+        for offset, num_bytes in ((100, 50), (0, 100), (2 * _BLOCK, 10), (2 * _BLOCK + 10, 10), (2 * _BLOCK, _BLOCK)):
+            swapper.write(extent, np.ones(num_bytes, dtype=np.uint8), offset=offset)
+            may_pad.append(backend.submitted[-1].may_pad)
+            backend.complete_all()
+        assert may_pad == [True, False, True, False, True]
+
+
+def test_completions_inside_submit_do_not_grow_the_stack() -> None:
+    num_pieces = 5000
+    with Swapper.in_memory(num_pieces * _BLOCK, SwapperConfig(request_bytes=_BLOCK)) as threaded:
+        assert threaded.describe().startswith("memory")
+    from swapper.backends.memory import MemoryBackend
+
+    with Swapper(MemoryBackend(num_pieces * _BLOCK), SwapperConfig(request_bytes=_BLOCK)) as swapper:
+        extent = swapper.allocate(num_pieces * _BLOCK, "long")
+        handle = swapper.write(extent, np.zeros(num_pieces * _BLOCK, dtype=np.uint8))
+        assert handle.done()
+        assert swapper.statistics().num_writes == num_pieces

@@ -1,0 +1,168 @@
+"""What lies under a directory: the kind of file system, the drive, and whether it is a drive at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import swapper.volumes.file_system as module
+from swapper import MissingDirectoryError, UnwritableDirectoryError, VolumeError, describe_drive
+from swapper.volumes.file_system import file_system
+
+_MOUNTS = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 27 0:28 / {here} rw shared:7 master:2 - {kind} {source} rw,size=1k
+31 27 0:29 / /elsewhere rw - xfs /dev/vdb rw
+"""
+
+
+def _mounted(
+    monkeypatch: pytest.MonkeyPatch, path: Path, kind: str, source: str = "none", mount_id: str = "30"
+) -> None:
+    text = _MOUNTS.format(here=str(path).replace(" ", "\\040"), kind=kind, source=source)
+    real = Path.read_text
+
+    def read_text(self: Path, *arguments: object, **options: object) -> str:
+        if str(self) == "/proc/self/mountinfo":
+            return text
+        if str(self).startswith("/proc/self/fdinfo/"):
+            return f"pos:\t0\nmnt_id:\t{mount_id}\nino:\t1\n"
+        return real(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+
+def test_the_drive_under_a_directory(nvme_dir: Path) -> None:
+    drive = describe_drive(nvme_dir)
+    assert drive.path == nvme_dir
+    assert drive.file_system == file_system(nvme_dir) != "unknown"
+    assert drive.device
+    assert (Path("/sys/block") / drive.device).exists(), "a partition instead of the whole drive"
+    if os.major(os.stat(nvme_dir).st_dev):  # not made up
+        assert drive.device_number == os.stat(nvme_dir).st_dev
+    assert not drive.is_tmpfs
+    assert not drive.is_network
+    assert drive.words() == f"{drive.device} ({drive.file_system})"
+    assert 0 < drive.free_bytes < drive.total_bytes
+    assert drive.identity == drive.device
+
+
+@pytest.mark.root
+def test_tmpfs_is_no_drive(small_tmpfs) -> None:
+    one, other = small_tmpfs(1 << 20), small_tmpfs(2 << 20)
+    drive = describe_drive(one)
+    assert (drive.file_system, drive.device, drive.is_tmpfs) == ("tmpfs", None, True)
+    assert drive.words() == "tmpfs"
+    assert drive.free_bytes == drive.total_bytes == 1 << 20
+    assert drive.identity != describe_drive(other).identity
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_network", "is_tmpfs"),
+    [
+        ("nfs", True, False),
+        ("nfs4", True, False),
+        ("cifs", True, False),
+        ("smb3", True, False),
+        ("fuse", True, False),
+        ("fuse.sshfs", True, False),
+        ("9p", True, False),
+        ("ceph", True, False),
+        ("fuseblk", False, False),  # a local NTFS drive
+        ("xfs", False, False),
+        ("btrfs", False, False),
+        ("overlay", False, False),
+        ("ramfs", False, True),
+    ],
+)
+def test_kinds_of_file_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_network: bool, is_tmpfs: bool
+) -> None:
+    _mounted(monkeypatch, tmp_path, kind)
+    drive = describe_drive(tmp_path)
+    assert (drive.file_system, drive.is_network, drive.is_tmpfs) == (kind, is_network, is_tmpfs)
+
+
+@pytest.mark.parametrize("mount_id", ["", "999"])
+def test_a_sandbox_that_hides_mounts_leaves_the_deepest_one_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_id: str
+) -> None:
+    point = tmp_path / "with blank"
+    below = point / "a" / "b"
+    below.mkdir(parents=True)
+    _mounted(monkeypatch, point, "nfs4", "server:/export", mount_id)
+    assert file_system(below) == "nfs4"
+    assert file_system(tmp_path) == "ext4"
+
+
+def test_without_proc_the_mounted_partitions_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOENT, "no /proc")
+
+    partitions = [SimpleNamespace(mountpoint=str(point), fstype=kind, device="d") for point, kind in _points(tmp_path)]
+    monkeypatch.setattr(Path, "read_text", refusing)
+    monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: partitions)
+    assert file_system(tmp_path) == "apfs"
+    monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: [])
+    assert file_system(tmp_path) == "unknown"
+
+
+def _points(tmp_path: Path) -> list[tuple[Path, str]]:
+    return [(Path("/"), "hfs"), (tmp_path, "apfs"), (tmp_path / "deeper", "nfs")]
+
+
+def test_a_made_up_device_number_is_looked_up_by_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = tmp_path / "devices"
+    drive = devices / "nvme9n1"
+    partition = drive / "nvme9n1p2"
+    partition.mkdir(parents=True)
+    (partition / "partition").write_text("2")
+    status = os.stat("/dev/null")
+    links = tmp_path / "by_number"
+    links.mkdir()
+    (links / f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}").symlink_to(partition)
+    monkeypatch.setattr(module, "_BLOCK_DEVICES", links)
+    _mounted(monkeypatch, tmp_path, "btrfs", "/dev/null")
+    real = os.stat
+    for made_up in (os.makedev(0, 77), os.makedev(0, 78)):  # two subvolumes
+        fake = SimpleNamespace(st_dev=made_up)
+        monkeypatch.setattr(os, "stat", lambda path, fake=fake, **o: fake if path == tmp_path else real(path, **o))
+        drive = describe_drive(tmp_path)
+        assert (drive.device, drive.device_number) == ("nvme9n1", status.st_rdev)
+        monkeypatch.setattr(os, "stat", real)
+    assert module._device_number(os.makedev(0, 77), "tmpfs") == os.makedev(0, 77)
+    assert module._block_device(os.makedev(0, 77)) is None
+
+
+def test_an_encrypted_drive_is_the_drive_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sda", "sdb", "dm-0", "md0"):
+        (tmp_path / name / "slaves").mkdir(parents=True)
+    (tmp_path / "dm-0" / "slaves" / "sda").symlink_to(tmp_path / "sda")
+    (tmp_path / "md0" / "slaves" / "sda").symlink_to(tmp_path / "sda")
+    (tmp_path / "md0" / "slaves" / "sdb").symlink_to(tmp_path / "sdb")
+    (tmp_path / "252:0").symlink_to(tmp_path / "dm-0")
+    (tmp_path / "9:0").symlink_to(tmp_path / "md0")
+    monkeypatch.setattr(module, "_BLOCK_DEVICES", tmp_path)
+    assert module._block_device(os.makedev(252, 0)) == "sda"
+    assert module._block_device(os.makedev(9, 0)) == "md0", "an array of several drives is one of its own"
+
+
+def test_paths_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for path in (tmp_path / "missing", tmp_path / "file" / "below"):
+        with pytest.raises(MissingDirectoryError, match=f"{path.name}' does not exist"):
+            describe_drive(path)
+    with pytest.raises(VolumeError, match=r"cannot look at '.*loop': .*ELOOP\); choose another directory"):
+        describe_drive(loop)
+    for code, error in ((errno.EACCES, UnwritableDirectoryError), (errno.ESTALE, VolumeError)):
+        failure = OSError(code, os.strerror(code))
+        monkeypatch.setattr(os, "statvfs", lambda _, failure=failure: (_ for _ in ()).throw(failure))
+        with pytest.raises(error, match=re.escape(os.strerror(code))):
+            describe_drive(tmp_path)

@@ -1,0 +1,233 @@
+"""One volume over several directories: who takes how much, by speed, capacity and free space."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import swapper.volumes.scratch_file as scratch_module
+import swapper.volumes.volume as volume_module
+from swapper import (
+    ALIGNMENT,
+    ArgumentError,
+    Directory,
+    Drive,
+    Swapper,
+    SwapperConfig,
+    Volume,
+    VolumeTooSmallError,
+    describe_drive,
+)
+from tests.open_files import open_files
+
+_STRIPE = 16 * ALIGNMENT
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / name for name in "abc"]
+    for path in found:
+        path.mkdir()
+    return found
+
+
+@pytest.fixture
+def on_drives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that makes each directory look as if it lay on another file system, with so much free space."""
+
+    def pretend(free_bytes: dict[Path, int], same_drive: bool = False) -> None:
+        def describe(path: Path) -> Drive:
+            number = 1 if same_drive else 1 + sorted(free_bytes).index(path)
+            real = describe_drive(path)
+            return dataclasses.replace(real, free_bytes=free_bytes[path], device_number=number, device=f"drive{number}")
+
+        monkeypatch.setattr(volume_module, "describe_drive", describe)
+
+    return pretend
+
+
+@contextlib.contextmanager
+def _opened(directories: list[Path | Directory], num_stripes: int) -> Iterator[Volume]:
+    with contextlib.closing(Volume(directories, num_stripes * _STRIPE, stripe_bytes=_STRIPE)) as volume:
+        for file in volume.files:
+            status = os.fstat(file.fd)
+            assert status.st_size == file.num_bytes, "reserved is not what is used"
+            assert status.st_blocks * 512 >= file.num_bytes
+        assert sum(file.num_bytes for file in volume.files) == volume.capacity_bytes
+        places = {volume.locate(offset) for offset in range(0, volume.capacity_bytes, _STRIPE)}
+        assert len(places) == volume.capacity_bytes // _STRIPE
+        assert all(0 <= offset < file.num_bytes for file, offset in places)
+        yield volume
+
+
+def _shares(volume: Volume) -> list[int]:
+    return [file.num_bytes // _STRIPE for file in volume.files]
+
+
+def test_speeds_decide_who_takes_how_much(paths: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    directories = [
+        Directory(path, bytes_per_second=speed) for path, speed in zip(paths, (4e9, 2e9, 1.95e9), strict=True)
+    ]
+    with caplog.at_level(logging.INFO), _opened(directories, 41) as volume:
+        assert _shares(volume) in ([21, 10, 10], [20, 11, 10], [20, 10, 11])
+    lines = [record.getMessage() for record in caplog.records if "striped over 3 directories" in record.getMessage()]
+    assert len(lines) == 1
+    for path, part in zip(paths, ("2 of 4 stripes at 4000 MB/s", "1 of 4 stripes", "1 of 4 stripes"), strict=True):
+        assert str(path) in lines[0]
+        assert part in lines[0]
+
+
+def test_paths_and_directories_can_be_mixed(paths: list[Path]) -> None:
+    with _opened([str(paths[0]), Directory(str(paths[1])), paths[2]], 9) as volume:  # type: ignore[arg-type,list-item]
+        assert _shares(volume) == [3, 3, 3]
+
+
+def test_small_volumes_are_not_measured(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swapper.volumes.drive_speed.measure_speed", lambda file: pytest.fail("measured"))
+    with _opened(list(paths), 7) as volume:
+        assert _shares(volume) == [3, 2, 2]
+
+
+def test_a_capacity_is_kept_and_the_others_take_the_rest(paths: list[Path]) -> None:
+    with _opened([Directory(paths[0], capacity_bytes=2 * _STRIPE + 100), paths[1], paths[2]], 20) as volume:
+        assert _shares(volume) == [2, 9, 9]
+        # As long as there is room in all of them, all of them are used.
+        assert [volume.column_of(stripe * _STRIPE) for stripe in range(6)] == [0, 1, 2, 0, 1, 2]
+    with _opened([Directory(path, capacity_bytes=3 * _STRIPE) for path in paths], 9) as volume:
+        assert _shares(volume) == [3, 3, 3]
+
+
+def test_a_directory_with_less_free_space_than_its_share(paths: list[Path], on_drives: Callable[..., None]) -> None:
+    on_drives({paths[0]: 100 * _STRIPE, paths[1]: 3 * _STRIPE + 1, paths[2]: 100 * _STRIPE})
+    with _opened(list(paths), 30) as volume:
+        assert _shares(volume)[1] == 3
+        assert abs(_shares(volume)[0] - _shares(volume)[2]) <= 1
+
+
+def test_directories_of_one_file_system_share_its_free_space(
+    paths: list[Path], on_drives: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    on_drives(dict.fromkeys(paths, 10 * _STRIPE), same_drive=True)
+    with _opened(list(paths[:2]), 10) as volume:
+        assert _shares(volume) == [5, 5]
+    lines = [record.getMessage() for record in caplog.records if "do not add bandwidth" in record.getMessage()]
+    assert lines == [
+        f"{str(paths[0])!r}, {str(paths[1])!r} are on one drive (drive1): "
+        "two directories on one drive do not add bandwidth"
+    ]
+    with pytest.raises(VolumeTooSmallError, match=r"shared with '.*a'") as caught:
+        Volume(list(paths[:2]), 11 * _STRIPE, stripe_bytes=_STRIPE)
+    assert caught.value.free_bytes == 10 * _STRIPE
+
+
+def test_too_little_in_all_of_them_names_what_each_can_give(paths: list[Path], on_drives: Callable[..., None]) -> None:
+    on_drives({paths[0]: 5 * _STRIPE + 10, paths[1]: 100 * _STRIPE, paths[2]: 2 * _STRIPE})
+    files = open_files(*paths)
+    wanted = [paths[0], Directory(paths[1], capacity_bytes=4 * _STRIPE), paths[2]]
+    with pytest.raises(VolumeTooSmallError) as caught:
+        Volume(wanted, 12 * _STRIPE, stripe_bytes=_STRIPE)
+    error = caught.value
+    assert (error.needed_bytes, error.free_bytes, error.directory) == (12 * _STRIPE, 11 * _STRIPE, paths[2])
+    assert error.shares == (
+        (paths[0], 5 * _STRIPE, "free"),
+        (paths[1], 4 * _STRIPE, "its capacity_bytes"),
+        (paths[2], 2 * _STRIPE, "free"),
+    )
+    for part in (
+        f"{12 * _STRIPE} bytes are needed and they can give {11 * _STRIPE}",
+        f"{str(paths[0])!r} {5 * _STRIPE} (free)",
+        f"{str(paths[1])!r} {4 * _STRIPE} (its capacity_bytes)",
+        "add a directory on another drive",
+    ):
+        assert part in str(error)
+    assert open_files(*paths) == files
+    with contextlib.closing(Volume(wanted, 11 * _STRIPE, stripe_bytes=_STRIPE)) as volume:
+        assert _shares(volume) == [5, 4, 2]
+
+
+def test_a_single_directory_keeps_to_its_capacity(tmp_path: Path) -> None:
+    with pytest.raises(VolumeTooSmallError, match=r"its capacity_bytes is 8192\): 12288 bytes are needed") as caught:
+        Volume(Directory(tmp_path, capacity_bytes=8192), 8193)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (12288, 8192)
+    with contextlib.closing(Volume(Directory(tmp_path, capacity_bytes=8192), 8192)) as volume:
+        assert volume.files[0].num_bytes == 8192
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_what_cannot_be_reserved_after_all_goes_to_the_others(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A quota, another writer, or what the file system needs for itself: free space is not always for the taking."""
+    real = scratch_module.fallocate
+    largest = 4 * _STRIPE + 100
+
+    def limited(fd: int, num_bytes: int) -> None:
+        if str(paths[1]) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > largest:
+            raise OSError(code, os.strerror(code))
+        real(fd, num_bytes)
+
+    monkeypatch.setattr(scratch_module, "fallocate", limited)
+    with _opened(list(paths), 30) as volume:
+        assert _shares(volume)[1] == 4
+    limits = [Directory(path, capacity_bytes=10 * _STRIPE) for path in paths]
+    with pytest.raises(VolumeTooSmallError, match=r"found when reserving") as caught:
+        Volume(limits, 30 * _STRIPE, stripe_bytes=_STRIPE)
+    assert caught.value.shares[1][1] < 10 * _STRIPE
+
+
+def test_bytes_of_uneven_drives_come_back(paths: list[Path]) -> None:
+    directories = [
+        Directory(paths[0], bytes_per_second=3e9),
+        Directory(paths[1], capacity_bytes=_MIB, bytes_per_second=2e9),
+        Directory(paths[2], bytes_per_second=1e9),
+    ]
+    with Swapper.open(directories, 16 * _MIB, SwapperConfig(request_bytes=_STRIPE)) as swapper:
+        sizes = [3 * _MIB, 7 * _MIB + 4096, 100_000, 5 * _MIB]
+        extents = [swapper.allocate(num_bytes, f"extent {num_bytes}") for num_bytes in sizes]
+        data = [np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8) for size in sizes]
+        for extent, array in zip(extents, data, strict=True):
+            swapper.write(extent, array)
+        for extent, array in zip(extents, data, strict=True):
+            copy = np.empty_like(array)
+            swapper.read(extent, copy).wait()
+            assert np.array_equal(copy, array)
+        assert swapper.backend.capacity_bytes == 16 * _MIB
+
+
+@pytest.mark.parametrize("capacity_bytes", [0, -1, ALIGNMENT - 1])
+def test_capacities_that_make_no_sense(tmp_path: Path, capacity_bytes: int) -> None:
+    with pytest.raises(ArgumentError, match=f"must be at least 4096, got {capacity_bytes}; leave the directory out"):
+        Directory(tmp_path, capacity_bytes=capacity_bytes)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
+def test_speeds_that_make_no_sense(tmp_path: Path, speed: float) -> None:
+    with pytest.raises(ArgumentError, match=f"bytes_per_second of directory .* must be positive, got {speed}"):
+        Directory(tmp_path, bytes_per_second=speed)
+
+
+@pytest.mark.parametrize(("num_directories", "num_inflight"), [(1, 4), (2, 12), (3, 18)])
+def test_each_file_has_threads_of_its_own_and_a_few_requests_in_hand(
+    paths: list[Path], num_directories: int, num_inflight: int
+) -> None:
+    before = set(threading.enumerate())
+    config = SwapperConfig(backend="threads", num_threads=4)
+    with Swapper.open(paths[:num_directories], 8 * _MIB, config) as swapper:
+        names = Counter(thread.name.rpartition("-")[0] for thread in set(threading.enumerate()) - before)
+        assert sum(names.values()) == 1 + 2 * 4 * num_directories
+        assert set(names.values()) == {1, 4}
+        assert swapper.backend.concurrency == num_inflight
+    with Swapper.open(paths[:num_directories], 8 * _MIB, SwapperConfig(backend="threads", max_inflight=5)) as swapper:
+        assert [lane.limit for lane in swapper._scheduler.lanes] == [min(5, num_inflight)] * 2

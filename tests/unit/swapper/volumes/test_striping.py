@@ -1,0 +1,116 @@
+"""The map from addresses to drives: every byte has a place of its own, and drives have turns as their speeds say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swapper.volumes.striping import LONGEST_CYCLE, StripeMap, deal
+
+_STRIPE = 4096
+
+
+def _map(num_stripes: int, speeds: list[float], rooms: list[int]) -> StripeMap:
+    return StripeMap(num_stripes, _STRIPE, speeds, rooms, range(len(rooms)), rooms)
+
+
+def _columns(stripes: StripeMap, num_stripes: int) -> list[int]:
+    return [stripes.locate(stripe * _STRIPE)[0] for stripe in range(num_stripes)]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "counts"),
+    [
+        ([5.0], [1]),
+        ([1.0, 1.0], [1, 1]),
+        ([3e9, 2.8e9, 3.1e9], [1, 1, 1]),  # within a tenth: equal
+        ([3.0, 1.0], [3, 1]),
+        ([1.0, 3.0], [1, 3]),
+        ([7e9, 3.5e9, 3.4e9], [2, 1, 1]),
+        ([100.0, 1.0], [1, 0]),  # would hold the others up
+        ([1.0, 0.0, 1.0], [1, 0, 1]),
+        ([2.5] * 40, [1] * 40),
+        ([], []),
+        ([0.0, 0.0], [0, 0]),
+    ],
+)
+def test_turns_are_as_many_as_speeds_are_worth(speeds: list[float], counts: list[int]) -> None:
+    cycle = deal(speeds)
+    assert [cycle.count(column) for column in range(len(speeds))] == counts
+
+
+def test_turns_are_spread_evenly() -> None:
+    assert deal([1.0] * 3) == [0, 1, 2]
+    assert deal([2.0, 1.0, 1.0]) in ([0, 1, 2, 0], [0, 1, 0, 2])
+    for speeds in ([5.0, 1.0], [4.0, 3.0], [9.0, 5.0, 2.0]):
+        cycle = deal(speeds) * 3
+        for column in range(len(speeds)):
+            turns = [turn for turn, each in enumerate(cycle) if each == column]
+            gaps = {after - before for before, after in pairwise(turns)}
+            assert max(gaps) - min(gaps) <= 2, (speeds, cycle)
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6))
+def test_nearly_all_bandwidth_is_used(speeds: list[float]) -> None:
+    cycle = deal(speeds)
+    assert 1 <= len(cycle) <= LONGEST_CYCLE
+    seconds = max(cycle.count(column) / speed for column, speed in enumerate(speeds))
+    # Speeds within a tenth are taken for equal, so up to a tenth is lost on them; rounding loses a little more.
+    assert len(cycle) / seconds > 0.85 * sum(speeds)
+
+
+@given(st.data())
+def test_every_stripe_has_a_place_of_its_own_within_its_room(data: st.DataObject) -> None:
+    num_drives = data.draw(st.integers(1, 5))
+    rooms = data.draw(st.lists(st.integers(0, 40), min_size=num_drives, max_size=num_drives))
+    pools = data.draw(st.lists(st.integers(0, 2), min_size=num_drives, max_size=num_drives))
+    pool_rooms = data.draw(st.lists(st.integers(0, 60), min_size=3, max_size=3))
+    speeds = data.draw(st.lists(st.sampled_from([1.0, 3.0, 0.3, 50.0]), min_size=num_drives, max_size=num_drives))
+    in_pools = [sum(room for room, each in zip(rooms, pools, strict=True) if each == pool) for pool in range(3)]
+    most = sum(map(min, in_pools, pool_rooms))
+    num_stripes = data.draw(st.integers(0, most))
+    stripes = StripeMap(num_stripes, _STRIPE, speeds, rooms, pools, pool_rooms)
+
+    places = [stripes.locate(stripe * _STRIPE + 5) for stripe in range(num_stripes)]
+    assert len(set(places)) == num_stripes
+    used = Counter(column for column, _ in places)
+    for column in range(num_drives):
+        # Exactly what is used has to be reserved: the places of a file have no gaps.
+        offsets = sorted(offset for each, offset in places if each == column)
+        assert offsets == [place * _STRIPE + 5 for place in range(used[column])]
+        assert stripes.file_bytes(column) == used[column] * _STRIPE
+        assert used[column] <= rooms[column]
+    for pool in range(3):
+        assert sum(used[column] for column in range(num_drives) if pools[column] == pool) <= pool_rooms[pool]
+    with pytest.raises(ValueError, match=f"room for {most} stripes, {most + 1} are needed"):
+        StripeMap(most + 1, _STRIPE, speeds, rooms, pools, pool_rooms)
+
+
+def test_the_rest_goes_to_those_that_have_room() -> None:
+    stripes = _map(12, [3.0, 1.0], [7, 100])
+    columns = _columns(stripes, 12)
+    assert columns[:8] == deal([3.0, 1.0]) * 2
+    assert columns.count(0) == 7
+    assert columns[columns.index(1, 9) :] == [1] * (12 - columns.index(1, 9))
+
+
+def test_a_drive_that_is_too_slow_is_used_when_the_others_are_full() -> None:
+    assert _columns(_map(5, [100.0, 1.0], [3, 9]), 5) == [0, 0, 0, 1, 1]
+
+
+def test_small_pieces_lie_on_all_drives() -> None:
+    columns = _columns(_map(400, [4.0, 2.0, 1.0], [400] * 3), 400)
+    for start in range(0, 400 - 7, 13):
+        assert Counter(columns[start : start + 7]) == {0: 4, 1: 2, 2: 1}
+
+
+def test_the_number_of_parts_does_not_grow_with_the_address_space() -> None:
+    rooms = [10_000_000, 3_000_000, 200_000_000]
+    stripes = _map(200_000_000, [3.0, 2.0, 1.0], rooms)
+    assert stripes.num_zones <= 4
+    assert sum(stripes.file_bytes(column) for column in range(3)) == 200_000_000 * _STRIPE
+    assert stripes.locate(199_999_999 * _STRIPE + 17) == (2, stripes.file_bytes(2) - _STRIPE + 17)

@@ -1,0 +1,314 @@
+"""Scratch files: reserved, nameless, striped, and refused in words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import swapper.volumes.scratch_file as scratch_module
+import swapper.volumes.volume as volume_module
+from swapper import (
+    ALIGNMENT,
+    ArgumentError,
+    Directory,
+    MissingDirectoryError,
+    NotDirectoryError,
+    Swapper,
+    SwapperConfig,
+    UnwritableDirectoryError,
+    Volume,
+    VolumeError,
+    VolumeTooSmallError,
+)
+from swapper.volumes import file_system
+
+
+def _two(tmp_path: Path) -> list[Path]:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    return directories
+
+
+def test_space_is_reserved_and_the_file_has_no_name(tmp_path: Path) -> None:
+    volume = Volume([tmp_path], 1 << 20)
+    status = os.fstat(volume.files[0].fd)
+    assert volume.capacity_bytes == status.st_size == 1 << 20
+    assert status.st_blocks * 512 >= 1 << 20, "nothing was reserved"
+    assert status.st_nlink == 0
+    assert os.listdir(tmp_path) == []
+    volume.close()
+    volume.close()
+    assert volume.files[0].fd == -1
+
+
+def test_a_file_is_unlinked_where_it_cannot_be_made_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def refusing_open(path: str, flags: int, *arguments: int, **options: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return real_open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing_open)
+    volume = Volume([tmp_path], ALIGNMENT)
+    assert os.fstat(volume.files[0].fd).st_nlink == 0
+    assert os.listdir(tmp_path) == []
+    volume.close()
+
+
+def test_addresses_are_striped_over_all_files(tmp_path: Path) -> None:
+    stripe = 2 * ALIGNMENT
+    volume = Volume(_two(tmp_path), 5 * stripe, stripe_bytes=stripe)
+    assert volume.capacity_bytes == 5 * stripe
+    assert [os.fstat(file.fd).st_size for file in volume.files] == [3 * stripe, 2 * stripe], "just what is needed"
+    places = [volume.locate(offset) for offset in range(0, 5 * stripe, ALIGNMENT)]
+    assert len({(file.fd, offset) for file, offset in places}) == len(places)
+    assert [volume.files[volume.column_of(offset)] for offset in range(0, 5 * stripe, ALIGNMENT)] == [
+        file for file, _ in places
+    ]
+    assert [volume.files.index(file) for file, _ in places[:8]] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert volume.locate(2 * stripe + 5)[1] == stripe + 5
+    volume.close()
+
+
+@pytest.mark.parametrize("kind", [str, Path, os.fsencode])
+def test_one_path_is_one_directory(tmp_path: Path, kind: type) -> None:
+    if kind is os.fsencode:
+        with pytest.raises(TypeError):
+            Volume([os.fsencode(tmp_path)], ALIGNMENT)
+        return
+    volume = Volume(kind(tmp_path), ALIGNMENT)
+    assert len(volume.files) == 1
+    volume.close()
+
+
+def test_page_cache_where_direct_transfers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(volume_module.os, "pwritev", refusing)
+    with caplog.at_level(logging.WARNING):
+        volume = Volume([tmp_path], ALIGNMENT)
+    monkeypatch.undo()
+    assert not volume.is_direct
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "goes through the page cache: the file system refuses direct transfers of 4096 bytes" in caplog.text
+    assert "page cache: the file system refuses" in volume.describe()
+    volume.close()
+
+
+def test_page_cache_when_asked_for_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Swapper.open([tmp_path], ALIGNMENT, SwapperConfig(direct=False)) as swapper:
+        assert not swapper.statistics().is_direct
+        assert "page cache: direct=False" in swapper.describe()
+        extent = swapper.allocate(100, "x")
+        swapper.write(extent, bytearray(b"a" * 100)).wait()
+        assert swapper.statistics().num_bounced == 0
+    assert not caplog.records
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(MissingDirectoryError, match="missing' does not exist; create it") as missing:
+        Volume([tmp_path / "missing"], ALIGNMENT)
+    assert missing.value.directory == tmp_path / "missing"
+    with pytest.raises(NotDirectoryError, match="file' is not a directory"):
+        Volume([file], ALIGNMENT)
+    with pytest.raises(MissingDirectoryError):
+        Volume([file / "below"], ALIGNMENT)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_a_directory_without_write_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refusing(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(volume_module.os, "open", refusing)
+    with pytest.raises(UnwritableDirectoryError, match=f"{os.strerror(code)} .errno {code}.*write access") as error:
+        Volume([tmp_path], ALIGNMENT)
+    assert isinstance(error.value.__cause__, OSError)
+
+
+def test_too_small_names_needed_and_free(tmp_path: Path) -> None:
+    num_bytes = 1 << 60
+    with pytest.raises(VolumeTooSmallError, match=f"{num_bytes} bytes are needed there and ") as error:
+        Volume([tmp_path], num_bytes)
+    assert error.value.needed_bytes == num_bytes
+    status = os.statvfs(tmp_path)
+    assert abs(error.value.free_bytes - status.f_bavail * status.f_frsize) < 1 << 30
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_reservation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refusing(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(scratch_module, "fallocate", refusing)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(VolumeTooSmallError, match="8192 bytes are needed") as error:
+        Volume([tmp_path], 2 * ALIGNMENT)
+    assert os.strerror(code) in str(error.value)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_error_of_a_reservation_is_reported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(scratch_module, "fallocate", refusing)
+    with pytest.raises(VolumeError, match=r"cannot reserve 4096 bytes .*EIO"):
+        Volume([tmp_path], ALIGNMENT)
+
+
+def test_a_bad_second_directory_closes_the_first_file(tmp_path: Path) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MissingDirectoryError):
+        Volume([tmp_path, tmp_path / "missing"], ALIGNMENT)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_directory_that_is_given_twice_in_whatever_way(tmp_path: Path) -> None:
+    (directory := tmp_path / "a").mkdir()
+    (link := tmp_path / "link").symlink_to(directory)
+    files = len(os.listdir("/proc/self/fd"))
+    for twin in (directory, directory / ".." / "a", link, str(directory) + "/", Directory(link, bytes_per_second=1.0)):
+        with pytest.raises(
+            ArgumentError, match=r"a directory is given twice, as '.*a' and as '.*; name each drive once"
+        ):
+            Volume([directory, twin], ALIGNMENT)
+    assert len(os.listdir("/proc/self/fd")) == files
+    with contextlib.closing(Volume([link], ALIGNMENT)) as volume:
+        assert volume.files[0].drive.device_number == os.stat(directory).st_dev
+
+
+def test_a_drive_that_fails_at_once_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    with pytest.raises(VolumeError, match=r"the scratch file in '.*' on .* cannot be used: .*EIO.*; choose another"):
+        Volume([tmp_path], ALIGNMENT)
+
+
+def _without_fallocate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each write, on a file system that cannot reserve space."""
+    lengths: list[int] = []
+    real = os.pwrite
+
+    def refusing(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    def counting(fd: int, data: memoryview, offset: int) -> int:
+        lengths.append(len(data))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(scratch_module, "fallocate", refusing)
+    monkeypatch.setattr(os, "pwrite", counting)
+    return lengths
+
+
+def test_where_nothing_can_be_reserved_it_is_written_in_long_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = _without_fallocate(monkeypatch)
+    with contextlib.closing(Volume([tmp_path], (20 << 20) + ALIGNMENT)) as volume:
+        status = os.fstat(volume.files[0].fd)
+        assert status.st_size == (20 << 20) + ALIGNMENT and status.st_blocks * 512 >= status.st_size
+    assert lengths == [8 << 20, 8 << 20, 4 << 20 | ALIGNMENT]
+
+
+def test_a_full_drive_is_an_error_at_the_start_where_space_has_to_be_written(
+    small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without_fallocate(monkeypatch)
+    directory = small_tmpfs(8 << 20)
+    status = os.statvfs(directory)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=1 << 40, f_frsize=1, f_blocks=1))
+    with pytest.raises(VolumeTooSmallError, match="No space left on device"):
+        Volume([directory], 12 << 20)
+    assert os.statvfs(directory).f_bavail == status.f_bavail
+
+
+def test_where_zeros_take_no_space_this_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system that compresses, for one, or serves a made-up file."""
+    lengths = _without_fallocate(monkeypatch)
+    monkeypatch.setattr(scratch_module, "_FILL_CHECK_BYTES", 8 << 20)
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_blocks=0, st_size=real(fd).st_size))
+    with contextlib.closing(Volume([tmp_path], 32 << 20)) as volume:
+        assert real(volume.files[0].fd).st_size == 32 << 20
+    assert len(lengths) == 1, "nothing is written in vain"
+    assert "has no reserved space, because" in caplog.text
+    assert f"leave {32 << 20} bytes free there" in caplog.text
+
+
+def test_the_kernel_reserves_and_no_block_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(*_: object) -> int:
+        raise AssertionError("a block was written")
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "posix_fallocate", written)
+    with contextlib.closing(Volume([tmp_path], 1 << 20, direct=False)) as volume:
+        assert os.fstat(volume.files[0].fd).st_blocks * 512 >= 1 << 20
+
+
+def test_a_platform_without_fallocate_is_one_that_cannot_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch_module, "_fallocate", None)
+    with contextlib.closing(Volume([tmp_path], 1 << 20)) as volume:
+        assert os.fstat(volume.files[0].fd).st_blocks * 512 >= 1 << 20
+
+
+def test_errors_name_the_drive(nvme_dir: Path) -> None:
+    with contextlib.closing(Volume([nvme_dir], ALIGNMENT)) as volume:
+        drive = volume.files[0].drive
+        assert volume.files[0].name == f"the scratch file in {str(nvme_dir)!r} on {drive.device} ({drive.file_system})"
+        assert drive.words() in volume.describe()
+
+
+@pytest.mark.root
+def test_ram_is_said_to_be_no_drive(small_tmpfs, caplog: pytest.LogCaptureFixture) -> None:
+    directory = small_tmpfs(1 << 20)
+    with contextlib.closing(Volume([directory], ALIGNMENT)) as volume:
+        assert not volume.is_network
+    lines = [record.getMessage() for record in caplog.records if "RAM" in record.getMessage()]
+    assert lines == [f"directory {str(directory)!r} is tmpfs: its bytes lie in RAM, not on a drive"]
+
+
+def test_a_network_file_system_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_system, "_mount_of", lambda path: ("nfs4", "server:/export"))
+    with contextlib.closing(Volume([tmp_path], ALIGNMENT)) as volume:
+        assert volume.is_network
+    assert f"directory {str(tmp_path)!r} is a network file system (nfs4)" in caplog.text
+
+
+def test_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="no directory given"):
+        Volume([], ALIGNMENT)
+    for volume_bytes in (1, 4095, 4097):
+        with contextlib.closing(Volume([tmp_path], volume_bytes)) as volume:
+            assert volume_bytes <= volume.capacity_bytes < volume_bytes + ALIGNMENT
+    with pytest.raises(ArgumentError, match="capacity_bytes cannot be negative, got -1"):
+        Volume([tmp_path], -1)
+    with pytest.raises(ArgumentError, match="stripe_bytes must be a positive multiple of 4096, got 100"):
+        Volume([tmp_path], 1, stripe_bytes=100)

@@ -1,0 +1,122 @@
+"""Which threads torch's operators leave behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.threads import openmp
+from infinity.vertical.baton import Lane
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(not openmp._libraries(), reason="torch computes without GNU's OpenMP library here")
+
+_NUM_THREADS = 3
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(_NUM_THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads() -> set[int]:
+    """The process's threads. Not their number: a thread that others have ended leaves only when a processor is free."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def compute() -> None:
+    """Computes with as many threads as this one may use."""
+    values = torch.ones(1 << 20)
+    assert float((values + values).sum()) == 2 << 20
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_workers_are_released_and_come_back() -> None:
+    def work() -> None:
+        before = threads()
+        for _ in range(3):
+            compute()
+            assert len(threads() - before) == _NUM_THREADS - 1
+            openmp.release_workers()
+            wait_until(lambda: threads() <= before)
+        openmp.release_workers()  # there are none
+
+    in_a_thread(work)
+
+
+def test_other_threads_keep_their_workers() -> None:
+    def work() -> None:
+        before = threads()
+        compute()
+        workers = threads() - before
+        assert len(workers) == _NUM_THREADS - 1
+
+        def work_too() -> None:
+            compute()
+            openmp.release_workers()
+
+        in_a_thread(work_too)
+        wait_until(lambda: threads() <= before | workers)
+        compute()
+        assert threads() - before == workers
+
+    in_a_thread(work)
+
+
+def test_one_thread_does_without_workers() -> None:
+    def work() -> None:
+        openmp.use_one_thread()
+        before = threads()
+        assert torch.get_num_threads() == 1
+        compute()
+        assert threads() <= before
+
+    in_a_thread(work)
+    assert torch.get_num_threads() == _NUM_THREADS
+    in_a_thread(lambda: torch.get_num_threads() == _NUM_THREADS or pytest.fail("a new thread got another number"))
+
+
+def test_a_parked_lane_has_no_workers() -> None:
+    lane = Lane(0)
+    lane.start()
+    counts: list[int] = []
+
+    def compute_and_count() -> None:
+        compute()
+        counts.append(len(threads() - before))
+
+    def job() -> None:
+        for _ in range(2):
+            compute_and_count()
+            lane.park("half")
+        compute_and_count()
+
+    before = threads()
+    lane.begin(job)
+    for _ in range(3):
+        lane.resume()
+        wait_until(lambda: threads() <= before)
+    assert counts == [_NUM_THREADS - 1] * 3
+    lane.close()

@@ -1,0 +1,235 @@
+"""The way of weights to a device: through few pages, in order, and with an end for everybody when something fails."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infinity.device.compute import ComputeDevice, FlatBuffer, SeparateHostDevice
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.layout import CHUNK_GRANULE
+from infinity.units.unit import Unit
+from swapper import StagingArena, Swapper, SwapperConfig, SwapperError
+from swapper.backend import Direction
+from swapper.backends.memory import MemoryBackend
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.lazy_device import LazyDevice
+from tests.unit.stage import frozen_unit, trainable_unit
+
+_PAGE = 4096
+_WAIT_SECONDS = 20
+
+
+class _Bench:
+    """Units with known bytes, and a store that brings them to a device."""
+
+    def __init__(self, device: ComputeDevice, num_pages: int, sizes: tuple[int, ...] = (5, 1, 3)) -> None:
+        self.backend = FaultInjectingBackend(MemoryBackend(1 << 20, 2))
+        self.swapper = Swapper(self.backend, SwapperConfig(deadline_seconds=_WAIT_SECONDS))
+        self.arena = StagingArena(_PAGE, num_pages, deadline_seconds=_WAIT_SECONDS)
+        self.device = device
+        self.store = WeightStore(self.swapper, device, self.arena)
+        self.units = [frozen_unit(index, size) for index, size in enumerate(sizes)]
+        self.bytes: list[torch.Tensor] = []
+        for unit in self.units:
+            self.store.allocate(unit)
+            generator = torch.Generator().manual_seed(unit.index)
+            self.bytes.append(torch.randint(256, (unit.num_bytes,), dtype=torch.uint8, generator=generator))
+            self.store.write_all(unit, self.bytes[-1]).wait()
+            unit.flat = self.flat(unit)
+
+    def flat(self, unit: Unit) -> FlatBuffer:
+        flat = self.device.allocate_flat(unit.num_bytes)
+        flat.tensor().zero_()
+        return flat
+
+    def require_there(self, unit: Unit) -> None:
+        assert unit.flat is not None
+        assert torch.equal(unit.flat.tensor(), self.bytes[unit.index])
+
+    def fail_reads(self, page: int | None = None) -> None:
+        """All, or the one of the ``page``-th page of the first unit, counted from 1, once."""
+        if page is None:
+            self.backend.add(FaultRule(direction=Direction.READ, errno=errno.EIO))
+            return
+        extent = self.units[0].extent
+        assert extent is not None
+        offset = extent.start + (page - 1) * _PAGE  # not the nth read: two threads read
+        self.backend.add(FaultRule(direction=Direction.READ, offset=offset, times=1, errno=errno.EIO))
+
+    def close(self) -> None:
+        self.store.close()
+        self.swapper.close()
+        assert self.arena.statistics().num_leased == 0, "every page has come back"
+        self.arena.close()
+
+
+@pytest.fixture(params=[1, 2, 8], ids="{} pages".format)
+def bench(request: pytest.FixtureRequest) -> Iterator[_Bench]:
+    opened = _Bench(SeparateHostDevice(), request.param)
+    yield opened
+    opened.close()
+
+
+def test_units_arrive_whole(bench: _Bench) -> None:
+    for _ in range(3):
+        arrivals = [bench.store.fetch(unit, is_demand=unit.index == 2) for unit in bench.units]
+        arrivals[2].promote()
+        for unit, arrival in zip(bench.units, arrivals, strict=True):
+            arrival.wait()
+            assert arrival.done()
+            bench.require_there(unit)
+            assert unit.flat is not None
+            unit.flat.tensor().zero_()
+
+
+def test_nobody_holds_the_buffer_after_the_arrival(bench: _Bench) -> None:
+    unit = bench.units[0]
+    bench.store.fetch(unit, is_demand=True).wait()
+    assert unit.flat is not None
+    assert not unit.flat.has_views
+
+
+@pytest.mark.parametrize("page", [1, 2, 5])
+def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: int) -> None:
+    bench.fail_reads(page)
+    arrivals = [bench.store.fetch(unit, is_demand=unit.index == 0) for unit in bench.units]
+    with pytest.raises(SwapperError, match="EIO"):
+        arrivals[0].wait()
+    with pytest.raises(SwapperError, match="EIO"):
+        arrivals[0].wait()  # and again, whoever asks
+    for unit, arrival in zip(bench.units[1:], arrivals[1:], strict=True):
+        try:
+            arrival.wait()
+        except SwapperError as error:
+            # The swapper tells an error that nobody has seen to whoever comes next.
+            assert "weights of unit 0" in str(error)
+        else:
+            bench.require_there(unit)
+    for unit in bench.units:
+        bench.store.fetch(unit, is_demand=True).wait()
+        bench.require_there(unit)
+
+
+def test_all_reads_failing_end_all_waits(bench: _Bench) -> None:
+    bench.fail_reads()
+    for arrival in [bench.store.fetch(unit, is_demand=False) for unit in bench.units]:
+        with pytest.raises(SwapperError):
+            arrival.wait()
+
+
+def test_a_unit_that_was_never_written_is_an_error_and_no_garbage(bench: _Bench) -> None:
+    unit = frozen_unit(3, 2)
+    bench.store.allocate(unit)
+    unit.flat = bench.flat(unit)
+    with pytest.raises(SwapperError):
+        bench.store.fetch(unit, is_demand=True).wait()
+    bench.store.fetch(bench.units[1], is_demand=True).wait()
+    bench.require_there(bench.units[1])
+
+
+def test_what_was_requested_is_finished_when_the_store_is_closed() -> None:
+    bench = _Bench(SeparateHostDevice(), 2)
+    arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
+    bench.close()
+    for unit, arrival in zip(bench.units, arrivals, strict=True):
+        arrival.wait()
+        bench.require_there(unit)
+    bench.store.close()
+    late = bench.store.fetch(bench.units[0], is_demand=True)
+    with pytest.raises(RuntimeError, match="closed"):
+        late.wait()
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 8])
+@pytest.mark.parametrize("fail_at", [0, 2, 4])
+def test_a_copy_that_fails_fails_its_own_unit_only(num_pages: int, fail_at: int) -> None:
+    """With more pages of the unit to come: they must neither be read into it nor end the thread."""
+
+    class Failing(SeparateHostDevice):
+        countdown = fail_at
+
+        def upload(self, target: torch.Tensor, source: torch.Tensor, after: object) -> object:
+            self.countdown -= 1
+            if self.countdown == -1:
+                raise MemoryError("the copy failed")
+            return super().upload(target, source, after)
+
+    bench = _Bench(Failing(), num_pages)
+    arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
+    with pytest.raises(MemoryError, match="the copy failed"):
+        arrivals[0].wait()
+    for unit, arrival in zip(bench.units[1:], arrivals[1:], strict=True):
+        arrival.wait()
+        bench.require_there(unit)
+    bench.close()
+
+
+def test_a_thread_that_dies_takes_nobody_with_it() -> None:
+    class Dying(LazyDevice):
+        def synchronize(self, fence: object) -> None:
+            raise SystemExit("the driver is gone")
+
+        def compute_waits_for(self, fence: object) -> None: ...
+
+    bench = _Bench(Dying(), 1)
+    arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
+    for arrival in arrivals:
+        with pytest.raises(SystemExit, match="the driver is gone"):
+            arrival.wait()
+    with pytest.raises(SystemExit):
+        bench.store.fetch(bench.units[1], is_demand=True).wait()
+    bench.store.close()
+    bench.swapper.close()
+    bench.arena.close()
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 3])
+def test_a_page_is_not_used_again_before_its_copy_has_run(num_pages: int) -> None:
+    """The device copies as late as it may: a page that was given back too early would hold the next one's bytes."""
+    bench = _Bench(LazyDevice(), num_pages)
+    for _ in range(2):
+        arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
+        for unit, arrival in zip(bench.units, arrivals, strict=True):
+            arrival.wait()
+            bench.require_there(unit)
+            assert unit.flat is not None
+            unit.flat.tensor().zero_()
+    bench.close()
+
+
+def test_without_pages_weights_are_read_straight_into_the_buffer() -> None:
+    with Swapper.in_memory(1 << 20) as swapper:
+        store = WeightStore(swapper, ComputeDevice())
+        unit = frozen_unit(0, 3)
+        store.allocate(unit)
+        unit.flat = ComputeDevice().allocate_flat(unit.num_bytes)
+        values = torch.arange(unit.num_bytes, dtype=torch.int32).to(torch.uint8)
+        store.write_all(unit, values).wait()
+        arrival = store.fetch(unit, is_demand=False)
+        arrival.promote()
+        arrival.wait()
+        assert arrival.done()
+        assert torch.equal(unit.flat.tensor(), values)
+        store.close()
+
+
+def test_chunks_are_written_where_whole_units_are_read() -> None:
+    with Swapper.in_memory(1 << 20) as swapper:
+        store = WeightStore(swapper, ComputeDevice())
+        unit = trainable_unit(0, [(5000,), (40,)], torch.bfloat16)
+        store.allocate(unit)
+        for chunk in unit.layout.chunks(CHUNK_GRANULE):
+            store.write_chunk(unit, chunk, torch.full((chunk.numel,), float(chunk.index), dtype=torch.bfloat16)).wait()
+        unit.flat = ComputeDevice().allocate_flat(unit.num_bytes)
+        store.fetch(unit, is_demand=True).wait()
+        weights = unit.trainable_view(unit.flat.tensor())
+        for chunk in unit.layout.chunks(CHUNK_GRANULE):
+            target = torch.empty(chunk.numel, dtype=torch.bfloat16)
+            store.read_chunk(unit, chunk, target).wait()
+            assert torch.equal(target, torch.full_like(target, float(chunk.index)))
+            assert torch.equal(weights[chunk.start : chunk.stop], target)
+        store.close()

@@ -1,0 +1,319 @@
+"""The update stream: jobs in order, never from stale bytes, and an error reaches everybody who waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infinity.numerics.chunk_format import MainWeight
+from tests.lazy_device import LazyDevice
+from tests.unit.stage import Arrived
+from tests.unit.updates.slow_stream import NUMEL, WAIT_SECONDS, Gradients, SlowStream, slow_stream, soon, wait_for
+
+_KINDS = {
+    "fp32": (torch.float32, MainWeight.MODEL_WEIGHT),
+    "bf16": (torch.bfloat16, MainWeight.FP32),
+    "remainder": (torch.bfloat16, MainWeight.REMAINDER),
+}
+
+
+@pytest.fixture(params=_KINDS)
+def bench(request: pytest.FixtureRequest) -> Iterator[SlowStream]:
+    """A stream with pages to read far ahead."""
+    dtype, main = _KINDS[request.param]
+    with slow_stream(dtype, num_pages=12, main=main) as opened:
+        yield opened
+
+
+def test_weights_state_and_scalars_after_a_step(bench: SlowStream) -> None:
+    unit = bench.units[0]
+    job = bench.job(unit, {0: 2.0, 1: 3.0})
+    bench.stream.submit(job)
+    wait_for(job)
+    bench.stream.drain()
+    weights = bench.stored_weights(unit)
+    slot = unit.layout.slots[1]
+    assert torch.equal(weights[: NUMEL - 200], torch.full((NUMEL - 200,), 2.0, dtype=bench.dtype))
+    assert torch.equal(weights[slot.start : slot.stop], torch.full((90,), 3.0, dtype=bench.dtype))
+    assert bench.totals(unit, 0) == [2.0]
+    assert bench.totals(unit, 1) == [3.0]
+    state = bench.states[0, 0]
+    assert (state.scalars, state.is_fresh, state.names) == ({"step": 1}, False, ("total",)), "once per parameter"
+    gradients = job.gradients
+    assert isinstance(gradients, Gradients)
+    assert gradients.num_released == 1
+
+
+def test_a_parameter_without_gradient_is_left_alone(bench: SlowStream) -> None:
+    unit = bench.units[0]
+    for value in (5.0, 7.0):
+        bench.stream.submit(bench.job(unit, {1: value}))
+    bench.stream.drain()
+    assert not bench.stored_weights(unit)[: NUMEL - 200].any()
+    assert bench.states[0, 0].is_fresh
+    assert bench.states[0, 1].scalars == {"step": 2}
+    assert bench.totals(unit, 1) == [12.0]
+
+
+@pytest.mark.parametrize("num_jobs", [2, 5])
+def test_jobs_for_one_unit_in_the_queue_never_read_what_is_not_yet_written(bench: SlowStream, num_jobs: int) -> None:
+    """Writes are slow and reads are not: a chunk read ahead of the update before it would lose that update."""
+    unit, other = bench.units[0], bench.units[1]
+    bench.updater.gate.clear()
+    jobs = []
+    for number in range(num_jobs):
+        jobs.append(bench.job(unit, {0: 2.0**number, 1: 1.0}))
+        bench.stream.submit(jobs[-1])
+    bench.stream.submit(bench.job(other, {0: 1.0}))
+    time.sleep(0.02)  # whatever is read ahead is read now
+    bench.updater.gate.set()
+    bench.stream.drain()
+    expected = 2.0**num_jobs - 1
+    assert bench.totals(unit) == [expected]
+    assert bench.totals(unit, 1) == [float(num_jobs)]
+    weights = bench.stored_weights(unit)[: NUMEL - 200]
+    assert torch.equal(weights, torch.full_like(weights, expected))
+    assert bench.totals(other) == [1.0]
+    assert all(job.done() for job in jobs)
+
+
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_few_pages_are_enough(num_pages: int) -> None:
+    with slow_stream(torch.bfloat16, num_pages) as bench:
+        for number in range(4):
+            for unit in bench.units:
+                bench.stream.submit(bench.job(unit, {0: 2.0**number}))
+        bench.stream.drain()
+        assert [bench.totals(unit) for unit in bench.units] == [[15.0]] * 3
+        assert bench.arena.statistics().most_leased <= num_pages
+
+
+def test_gradients_are_clipped(bench: SlowStream) -> None:
+    bench.stream.submit(bench.job(bench.units[0], {0: 8.0}, coefficient=0.25))
+    bench.stream.drain()
+    assert bench.totals(bench.units[0]) == [2.0]
+
+
+def test_a_resident_unit_gets_its_new_weights_as_well(bench: SlowStream) -> None:
+    unit = bench.units[0]
+    unit.flat = bench.flat(unit)
+    for value in (2.0, 3.0):
+        job = bench.job(unit, {0: value})
+        assert not job.accepts_buffer
+        bench.stream.submit(job)
+        wait_for(job)
+    resident = unit.trainable_view(unit.flat.tensor())
+    assert torch.equal(resident[: NUMEL - 200], torch.full_like(resident[: NUMEL - 200], 5.0))
+    assert not resident[unit.layout.slots[1].start :].any()
+    bench.stream.drain()
+    assert torch.equal(bench.stored_weights(unit)[: NUMEL - 200], resident[: NUMEL - 200])
+
+
+def test_weights_on_their_way_arrive_before_they_are_updated(bench: SlowStream) -> None:
+    unit = bench.units[0]
+    flat = bench.flat(unit)
+    unit.flat = flat
+
+    class Late(Arrived):
+        """Brings the present weights only when somebody waits."""
+
+        def wait(self) -> None:
+            unit.trainable_view(flat.tensor()).fill_(10)
+
+        def done(self) -> bool:
+            return False
+
+    unit.arrival = Late()
+    bench.weights.write_all(unit, torch.full((unit.num_bytes // bench.dtype.itemsize,), 10, dtype=bench.dtype)).wait()
+    if bench.dtype != torch.float32:
+        for chunk in bench.chunks(unit):
+            lease = bench.records.open(unit, chunk, is_blocking=True)
+            assert lease is not None
+            lease.wait()
+            lease.workspace.write_main(slice(0, chunk.numel), torch.full((chunk.numel,), 10.0))
+            lease.write_back([], main_only=True)
+    job = bench.job(unit, {0: 1.0, 1: 1.0})
+    bench.stream.submit(job)
+    wait_for(job)
+    for slot in unit.layout.slots:
+        values = unit.trainable_view(flat.tensor())[slot.start : slot.stop]
+        assert torch.equal(values, torch.full_like(values, 11))
+
+
+def test_weights_are_read_from_a_buffer_after_the_copy_that_brings_them() -> None:
+    """The copy has been launched, which is all that an arrival promises; it may run much later."""
+    device = LazyDevice()
+    with slow_stream(torch.float32, 4, device) as bench:
+        unit = bench.units[0]
+        flat = bench.flat(unit)
+        source = torch.full((unit.num_bytes // 4,), 10.0).view(torch.uint8)
+        fence = device.upload(flat.tensor(), source, device.mark())
+
+        class Launched(Arrived):
+            def wait(self) -> None:
+                device.compute_waits_for(fence)
+
+        unit.flat, unit.arrival = flat, Launched()
+        job = bench.job(unit, {0: 1.0, 1: 1.0})
+        bench.stream.submit(job)
+        wait_for(job)
+        assert not device.violations
+        for slot in unit.layout.slots:
+            values = unit.trainable_view(flat.tensor())[slot.start : slot.stop]
+            assert torch.equal(values, torch.full_like(values, 11))
+
+
+def test_an_attached_buffer_is_filled_whole(bench: SlowStream) -> None:
+    unit, first = bench.units[0], bench.units[1]
+    bench.updater.gate.clear()
+    bench.stream.submit(bench.job(first, {0: 1.0}))  # keeps the stream busy
+    job = bench.job(unit, {0: 4.0, 1: 5.0})
+    job.is_held = True
+    assert job.accepts_buffer
+    bench.stream.submit(job)
+    flat = bench.flat(unit)
+    flat.tensor().fill_(255)
+    assert job.attach(flat)
+    assert not job.attach(bench.flat(unit)), "one is enough"
+    bench.updater.gate.set()
+    wait_for(job)
+    resident = unit.trainable_view(flat.tensor())
+    for slot, value in zip(unit.layout.slots, (4.0, 5.0), strict=True):
+        assert torch.equal(resident[slot.start : slot.stop], torch.full((slot.numel,), value, dtype=bench.dtype))
+
+
+def test_no_buffer_is_accepted_when_some_weights_are_not_updated(bench: SlowStream) -> None:
+    job = bench.job(bench.units[0], {1: 4.0})
+    assert len(job.chunks) < len(bench.chunks(bench.units[0]))
+    assert not job.accepts_buffer
+    assert not job.attach(bench.flat(bench.units[0]))
+
+
+def test_a_job_that_has_begun_accepts_no_buffer(bench: SlowStream) -> None:
+    bench.updater.gate.clear()
+    job = bench.job(bench.units[0], {0: 4.0, 1: 4.0})
+    bench.stream.submit(job)
+    soon(lambda: not job.accepts_buffer)
+    assert not job.attach(bench.flat(bench.units[0]))
+    bench.updater.gate.set()
+    wait_for(job)
+
+
+def test_held_jobs_wait_until_somebody_needs_them(bench: SlowStream) -> None:
+    jobs = []
+    for unit, value in zip(bench.units, (1.0, 2.0, 3.0), strict=True):
+        job = bench.job(unit, {1: value})
+        job.is_held = value != 3.0
+        bench.stream.submit(job)
+        jobs.append(job)
+    wait_for(jobs[2])
+    time.sleep(0.02)
+    assert not jobs[0].done()
+    assert not jobs[1].done()
+    jobs[1].promote()
+    wait_for(jobs[1])
+    assert not jobs[0].done()
+    assert bench.updater.order == [3.0, 2.0]
+    bench.stream.drain()
+    assert jobs[0].done()
+    assert bench.updater.order == [3.0, 2.0, 1.0]
+    assert bench.stream.num_pending == 0
+
+
+def test_a_job_without_gradients_is_done_at_once(bench: SlowStream) -> None:
+    job = bench.job(bench.units[0], {})
+    bench.stream.submit(job)
+    wait_for(job)
+    assert bench.states[0, 0].is_fresh
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 3])
+def test_an_optimizer_that_fails_fails_everybody_who_waits(bench: SlowStream, fail_at: int) -> None:
+    bench.updater.gate.clear()
+    bench.updater.fail_at = fail_at
+    jobs = [bench.job(unit, {0: 1.0, 1: 1.0}) for unit in bench.units]
+    jobs[2].is_held = True
+    for job in jobs:
+        bench.stream.submit(job)
+    failures: list[BaseException] = []
+
+    def drain() -> None:
+        try:
+            bench.stream.drain()
+        except ArithmeticError as error:
+            failures.append(error)
+
+    waiter = threading.Thread(target=drain)
+    waiter.start()
+    bench.updater.gate.set()
+    waiter.join(WAIT_SECONDS)
+    assert len(failures) == 1
+    for number, job in enumerate(jobs):
+        # A unit has four pieces: the first job survives none of these failures.
+        with pytest.raises(ArithmeticError, match="the optimizer failed"):
+            wait_for(job)
+        gradients = job.gradients
+        assert isinstance(gradients, Gradients)
+        assert gradients.num_released == 1, f"job {number}"
+    with pytest.raises(ArithmeticError):
+        bench.stream.raise_error()
+    with pytest.raises(ArithmeticError):
+        bench.stream.submit(bench.job(bench.units[0], {0: 1.0}))
+    bench.swapper.flush()
+    soon(lambda: bench.arena.statistics().num_leased == 0)
+
+
+def test_a_failure_after_some_jobs_leaves_those_done(bench: SlowStream) -> None:
+    first = bench.job(bench.units[0], {1: 1.0})
+    bench.stream.submit(first)
+    wait_for(first)
+    bench.updater.fail_at = 0
+    second = bench.job(bench.units[1], {1: 1.0})
+    bench.stream.submit(second)
+    with pytest.raises(ArithmeticError):
+        wait_for(second)
+    first.wait()
+
+
+def test_a_read_that_fails_fails_the_job(bench: SlowStream) -> None:
+    class Lost(Arrived):
+        def wait(self) -> None:
+            raise OSError("the drive is gone")
+
+    unit = bench.units[0]
+    unit.flat, unit.arrival = bench.flat(unit), Lost()
+    job = bench.job(unit, {0: 1.0})
+    bench.stream.submit(job)
+    with pytest.raises(OSError, match="the drive is gone"):
+        wait_for(job)
+    with pytest.raises(OSError, match="the drive is gone"):
+        bench.stream.drain()
+
+
+def test_a_refused_job_does_not_make_anybody_wait_for_ever(bench: SlowStream) -> None:
+    """The unit knows its update before the stream does; if the stream refuses, the wait must end all the same."""
+    bench.updater.fail_at = 0
+    bench.stream.submit(bench.job(bench.units[0], {1: 1.0}))
+    with pytest.raises(ArithmeticError):
+        bench.stream.drain()
+    late = bench.job(bench.units[1], {1: 1.0})
+    with pytest.raises(ArithmeticError):
+        bench.stream.submit(late)
+    assert late.done()
+    with pytest.raises(ArithmeticError):
+        late.wait()
+
+
+def test_closing_ends_the_thread_and_everybodys_waiting(bench: SlowStream) -> None:
+    held = bench.job(bench.units[0], {0: 1.0})
+    held.is_held = True
+    bench.stream.submit(held)
+    bench.stream.close()
+    bench.stream.close()
+    assert held.done()
+    with pytest.raises(Exception, match="closed"):
+        held.wait()
