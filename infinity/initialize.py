@@ -21,13 +21,13 @@ from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed
 from infinity.distributed.collectives import check_single_process
 from infinity.engine.engine import Engine
 from infinity.engine.parts import Parts
-from infinity.engine.resources import Storage
+from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
 from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
 from infinity.gradients.loss_scaler import LossScaler
-from infinity.gradients.main_grad_dtype import WaitingDtype
+from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.shown_grads import ShownGradients
-from infinity.numerics.chunk_format import RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
 from infinity.optim.facade.no_optimizer import absent_template
@@ -38,13 +38,13 @@ from infinity.optim.piece import PieceUpdater
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.state_support import check_state_format
 from infinity.optim.template import Template, build_template
-from infinity.paging.module_hooks import ModelHolding
-from infinity.paging.parameter_handler import Residence
+from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.autotune import tune_io
 from infinity.planning.inputs import Request, UnitSize
-from infinity.planning.plan_tracker import Forecast, first_plan
+from infinity.planning.plan_tracker import PlanTracker, first_plan
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
-from infinity.tiers.user_copies import Copies
+from infinity.tiers.user_copies import UserCopies
 from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
 from infinity.units.layout import UnitLayout
 from infinity.units.model_check import check_model
@@ -225,8 +225,8 @@ def _build(
     has_remainder = config.infinity.main_weights == "remainder"
     state_format = StateFormat(config.infinity.state_dtype)
     check_state_format(state_format, template, updater)
-    record_format = RecordFormat.of(config.compute_dtype, has_remainder=has_remainder, states=state_format)
-    waiting = WaitingDtype(
+    record_format = ChunkFormat.of(config.compute_dtype, has_remainder=has_remainder, states=state_format)
+    waiting = MainGradDtype(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
     sizes = [
@@ -268,7 +268,7 @@ def _build(
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
     settle()  # space of an engine that became garbage a moment ago
-    storage = Storage(config, device, placement, request, sizes)
+    storage = EngineResources(config, device, placement, request, sizes)
     undo.callback(storage.close)
     clock = StepClock(device)
     pager = SharedPager(
@@ -286,8 +286,8 @@ def _build(
     ]
     states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
     blocks = tuple(find_blocks(model, config.infinity.units))
-    holding = ModelHolding(model, units, blocks)
-    access = StateAccess(holding, pager, storage.records, storage.weights, device, states, chunks, record_format)
+    module_hooks = ModuleHooks(model, units, blocks)
+    access = StateAccess(module_hooks, pager, storage.records, storage.weights, device, states, chunks, record_format)
     pager.writer = WrittenWeights(access)
     for unit in units:
         storage.records.allocate(
@@ -306,7 +306,7 @@ def _build(
     )
     if placement.spills:
         gradients.reserve()
-    forecast = Forecast(
+    plan_tracker = PlanTracker(
         first_plan(config, units, request, placement, storage.resting_bytes(), budget_source),
         sizes,
         request,
@@ -317,10 +317,10 @@ def _build(
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         pager.on_pause = HeapTrimmer().trim
     pager.before_update, pager.after_update = access.store_gathered, access.note_updated
-    pager.copies = access.copies = Copies(
+    pager.copies = access.copies = UserCopies(
         dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths))
     )
-    residence = Residence(holding, pager)
+    parameter_handler = ParameterHandler(module_hooks, pager)
     buffers = BufferCast(model, config.compute_dtype, config.buffer_dtype)
     originals = Originals(
         units,
@@ -342,9 +342,9 @@ def _build(
     undo.callback(template.give_back_states, access.state)
     undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
-    undo.callback(holding.uninstall)
-    _take_over(units, originals, access, pager, storage, residence, device)
-    step_groups = StepGroups(holding, template, updater, storage.records.names_of, access.state_names)
+    undo.callback(module_hooks.uninstall)
+    _take_over(units, originals, access, pager, storage, parameter_handler, device)
+    step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names)
     stepper = Stepper(
         units,
         chunks,
@@ -362,8 +362,8 @@ def _build(
         if main is not None:
             access.resume_main_weight(parameter, main)
     parts = Parts(
-        holding=holding,
-        residence=residence,
+        module_hooks=module_hooks,
+        parameter_handler=parameter_handler,
         pager=pager,
         storage=storage,
         stream=stream,
@@ -375,10 +375,10 @@ def _build(
         clock=clock,
         reporter=_reporter(config, recording, clock, device, storage, stream, lambda: engine.plan.prediction),
         recording=recording,
-        forecast=forecast,
+        plan_tracker=plan_tracker,
         device=device.torch_device,
         vertical=Surroundings(
-            holding=holding,
+            module_hooks=module_hooks,
             pager=pager,
             stepper=stepper,
             clock=clock,
@@ -392,7 +392,7 @@ def _build(
     engine = Engine(config, parts)
     built.append(engine)
     buffers.apply(device.torch_device)
-    holding.handles_of_others.append(buffers.explain_failures())
+    module_hooks.handles_of_others.append(buffers.explain_failures())
     give_back_freed_memory()
     return engine, originals
 
@@ -407,7 +407,7 @@ def _reporter(
     recording: Recording | None,
     clock: StepClock,
     device: ComputeDevice,
-    storage: Storage,
+    storage: EngineResources,
     stream: UpdateStream,
     prediction: Callable[[], tuple[int, int, float | None]],
 ) -> Reporter:
@@ -425,8 +425,8 @@ def _take_over(
     originals: Originals,
     access: StateAccess,
     pager: SharedPager,
-    storage: Storage,
-    residence: Residence,
+    storage: EngineResources,
+    parameter_handler: ParameterHandler,
     device: ComputeDevice,
 ) -> None:
     """Store unit after unit, and let go of each one's original tensors as soon as it is stored."""
@@ -439,5 +439,5 @@ def _take_over(
         access.store(unit, [parameter.detach() for parameter in unit.parameters])
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             parameter.grad = None
-            hold(parameter, residence, slot.spec.dtype, device.torch_device)
+            hold(parameter, parameter_handler, slot.spec.dtype, device.torch_device)
         pager.evict(unit)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.paging.parameter_handler import Residence
+from infinity.paging.parameter_handler import ParameterHandler
 from infinity.units.parameter import host_of
 
 
@@ -92,7 +92,7 @@ def _engine_of(param: nn.Parameter) -> _Engine | None:
     host = host_of(param)
     if host is None:
         return None
-    if not isinstance(host, Residence) or host.engine is None:
+    if not isinstance(host, ParameterHandler) or host.engine is None:
         raise ModelError("the engine that holds this parameter is not ready")
     engine: Any = host.engine
     return engine  # type: ignore[no-any-return]

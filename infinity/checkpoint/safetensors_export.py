@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 from infinity.checkpoint.adapters import is_adapted, save_adapters
 from infinity.errors import StorageError, UnsupportedModelError, format_bytes
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.units.unit import Unit
 from swapper import SwapperError
@@ -58,7 +58,7 @@ class _Shard:
 
 
 def save_safetensors(
-    holding: ModelHolding, pager: Pager, directory: Path, filename: str, *, trained_only: bool = False
+    module_hooks: ModuleHooks, pager: Pager, directory: Path, filename: str, *, trained_only: bool = False
 ) -> None:
     """One shard per unit, one for all that no unit holds, and an index; all at once, see ``swapper.volumes.publish``.
 
@@ -78,19 +78,19 @@ def save_safetensors(
     stem = filename.removesuffix(".safetensors")
     if stem == _NAME_OF_PICKLES:
         stem = "model"
-    needed = sum(unit.num_bytes for unit in holding.units)
+    needed = sum(unit.num_bytes for unit in module_hooks.units)
     with _told_of(directory, needed):
-        if is_adapted(holding.model):
-            save_adapters(holding.model, directory)
+        if is_adapted(module_hooks.model):
+            save_adapters(module_hooks.model, directory)
             return
-        shards = _shards(holding, trained_only=trained_only)
+        shards = _shards(module_hooks, trained_only=trained_only)
         _check([entry for shard in shards for entry in shard.entries])
         with Staging(directory, stem) as staging:
             for number, shard in enumerate(shards, start=1):
                 opened = pager.opened(shard.unit) if shard.unit is not None else contextlib.nullcontext()
                 with opened, staging.file(f"shard-{number}") as file:
                     _write(file, shard.entries)
-            _publish(staging, holding.model, directory, stem, shards)
+            _publish(staging, module_hooks.model, directory, stem, shards)
 
 
 @contextlib.contextmanager
@@ -145,20 +145,20 @@ def _free_names(stem: str, num_shards: int, taken: set[str]) -> list[str]:
         suffix = f".{turn}"
 
 
-def _shards(holding: ModelHolding, *, trained_only: bool) -> list[_Shard]:
+def _shards(module_hooks: ModuleHooks, *, trained_only: bool) -> list[_Shard]:
     names: dict[int, list[str]] = {}
     others: dict[int, torch.nn.Parameter] = {}
-    for fqn, parameter in holding.model.named_parameters(remove_duplicate=False):
+    for fqn, parameter in module_hooks.model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or not trained_only:
             names.setdefault(id(parameter), []).append(fqn)
-            if not holding.holds(parameter):
+            if not module_hooks.holds(parameter):
                 others[id(parameter)] = parameter
-    tied: Any = getattr(holding.model, "all_tied_weights_keys", None) or {}
+    tied: Any = getattr(module_hooks.model, "all_tied_weights_keys", None) or {}
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
-    shards = [_Shard(_entries_of(unit, names), unit) for unit in holding.units]
+    shards = [_Shard(_entries_of(unit, names), unit) for unit in module_hooks.units]
     rest = [_Entry(names[key], p.shape, p.dtype, p.detach) for key, p in others.items()]
-    rest += [] if trained_only else _persistent_buffers(holding.model)
+    rest += [] if trained_only else _persistent_buffers(module_hooks.model)
     return [shard for shard in (*shards, _Shard(rest, None)) if shard.entries]
 
 

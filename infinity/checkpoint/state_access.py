@@ -16,14 +16,14 @@ from torch import nn
 
 from infinity.checkpoint.state_checks import check_state
 from infinity.device.compute import ComputeDevice
-from infinity.numerics.chunk_format import RECORD_GRANULE, MainWeight, RecordFormat, Workspace
+from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.remainder import split_bits
 from infinity.numerics.stamp import checksum
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.threads.interrupts import surely
-from infinity.tiers.state_store import Lease, RecordStore
-from infinity.tiers.user_copies import Copies
+from infinity.tiers.state_store import Lease, StateStore
+from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece, Slot, round_up
 from infinity.units.parameter import let_go
@@ -49,23 +49,23 @@ class StateAccess:
 
     def __init__(
         self,
-        holding: ModelHolding,
+        module_hooks: ModuleHooks,
         pager: Pager,
-        records: RecordStore,
+        records: StateStore,
         weights: WeightStore | None,
         device: ComputeDevice,
         states: dict[tuple[int, int], ParameterState],
         chunks: Sequence[Sequence[Chunk]],
-        record_format: RecordFormat,
+        record_format: ChunkFormat,
     ) -> None:
-        self._holding = holding
+        self._module_hooks = module_hooks
         self._pager = pager
         self._records = records
         self._weights = weights
         self._device = device
         self._states = states
         self._chunks = chunks
-        self.copies = Copies()
+        self.copies = UserCopies()
         """Makes what is given out."""
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
         self._has_halves = record_format.main is MainWeight.REMAINDER
@@ -114,7 +114,7 @@ class StateAccess:
             written.wait()
 
     @contextlib.contextmanager
-    def _changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[Workspace]:
+    def _changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[ChunkBuffer]:
         """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
         lease = self._lease(unit, chunk)
         try:
@@ -126,7 +126,7 @@ class StateAccess:
             raise
 
     @contextlib.contextmanager
-    def _reading(self, unit: Unit, chunk: Chunk) -> Iterator[Workspace]:
+    def _reading(self, unit: Unit, chunk: Chunk) -> Iterator[ChunkBuffer]:
         """A chunk in working memory, of which nothing is stored."""
         lease = self._lease(unit, chunk)
         try:
@@ -151,7 +151,7 @@ class StateAccess:
 
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as result:
             if not self._has_main_in_records or not slot.spec.is_trainable:
                 with self._pager.opened(unit):
@@ -166,7 +166,7 @@ class StateAccess:
                     workspace.read_main(_span(piece), part)
             return result.finish()
 
-    def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: Workspace) -> None:
+    def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """The chunk's model weights, as they rest, into the workspace."""
         if self._weights is not None and not unit.stays_resident:
             read = self._weights.read_chunk(unit, chunk, workspace.weight)
@@ -179,12 +179,12 @@ class StateAccess:
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether there is room for optimizer state of the parameter."""
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         return (unit.index, slot.index) in self._states
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether an update or a load has given the parameter optimizer state."""
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         state = self._states.get((unit.index, slot.index))
         if state is not None and state.is_fresh:
             self._pager.await_update(unit)  # its first may be pending
@@ -194,12 +194,12 @@ class StateAccess:
         """Names of the parameter's per-element states; None before its first update. Waits for nothing but that."""
         if not self.has_state(parameter):
             return None
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         return self._names(unit, self._states[unit.index, slot.index])
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         state = self._states.get((unit.index, slot.index))
         if state is None or state.is_fresh:
             return {}
@@ -235,7 +235,7 @@ class StateAccess:
         Raises:
             ValueError: they do not fit; nothing has been changed.
         """
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         state = self._states.get((unit.index, slot.index))
         if state is None:
             if values:
@@ -275,7 +275,7 @@ class StateAccess:
         Raises:
             ValueError: another shape; nothing has been changed.
         """
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         if tuple(values.shape) != tuple(slot.spec.shape):
             raise ValueError(
                 f"the main weight for '{slot.spec.fqn}' has shape {tuple(values.shape)}, not {tuple(slot.spec.shape)}"
@@ -300,7 +300,7 @@ class StateAccess:
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Take over a saved main weight where the parameter, as it came, is its cast; elsewhere it was changed since."""
-        _, slot = self._holding.locate(parameter)
+        _, slot = self._module_hooks.locate(parameter)
         if not self._has_main_in_records or tuple(values.shape) != tuple(slot.spec.shape):
             return
         came, main = self.main_weight(parameter), values.cpu()
@@ -373,7 +373,7 @@ class StateAccess:
 
     def restore(self) -> None:
         """Make the parameters ordinary again, with their weights in memory of their own."""
-        units = self._holding.units
+        units = self._module_hooks.units
         copies = [[self._pager.copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
 
         def give_back() -> None:
@@ -387,7 +387,7 @@ class StateAccess:
 
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype."""
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> list[Gathered]:
@@ -398,7 +398,7 @@ class StateAccess:
         """
         units: dict[int, Unit] = {}
         for parameter in parameters:
-            unit, _ = self._holding.locate(parameter)
+            unit, _ = self._module_hooks.locate(parameter)
             units[unit.index] = unit
         self._pager.check_room(units.values())
         gathering: list[Gathered] = []

@@ -27,7 +27,7 @@ from torch import nn
 from infinity.errors import StorageError, UnsupportedModelError
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import without_main_weight
-from infinity.tiers.user_copies import Copies
+from infinity.tiers.user_copies import UserCopies
 from swapper.volumes.publish import Staging, exchange, locked, sync_tree
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
-    copies: Copies
+    copies: UserCopies
     read_weight: Callable[[nn.Parameter], torch.Tensor]
     """A copy of what the engine stores of a parameter: its main weight, or a frozen one's weight."""
     write_weight: Callable[[nn.Parameter, torch.Tensor], None]
@@ -155,7 +155,10 @@ def load(
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer, rest: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Any]], copies: Copies
+    optimizer: torch.optim.Optimizer,
+    rest: Mapping[str, Any],
+    arrays: Mapping[str, Mapping[str, Any]],
+    copies: UserCopies,
 ) -> None:
     state: dict[Any, Any] = {}
     for key, (fqn, scalars) in rest["scalars"].items():
@@ -167,7 +170,7 @@ def _load_optimizer(
 class _Stored:
     """A parameter's state as it is stored, see `infinity.optim.facade.lazy_state.Access`."""
 
-    def __init__(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any], copies: Copies) -> None:
+    def __init__(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any], copies: UserCopies) -> None:
         self._arrays = arrays
         self._scalars = scalars
         self._copies = copies
@@ -267,7 +270,7 @@ def _write(group: Any, name: str, value: torch.Tensor) -> None:
             array[start : start + chunks[0]] = bits[start : start + chunks[0]].cpu().numpy()
 
 
-def _read(array: Any, copies: Copies) -> torch.Tensor:
+def _read(array: Any, copies: UserCopies) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, array.attrs["dtype"])
     shape = tuple(array.shape)
     stored = dtype if dtype in _STORED_AS_THEY_ARE else _BITS[dtype.itemsize]

@@ -48,7 +48,7 @@ class CheckpointCalls(DeepSpeedNames):
         """
         self.flush()
         save_safetensors(
-            self._parts.holding,
+            self._parts.module_hooks,
             self._parts.pager,
             Path(save_dir),
             save_filename,

@@ -18,16 +18,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import InfinityConfig
 from infinity.engine.checkpoint_calls import CheckpointCalls
-from infinity.engine.optimizer_bridge import EngineBackend
+from infinity.engine.optimizer_bridge import OptimizerBridge
 from infinity.engine.parts import Parts
 from infinity.engine.shutdown import Shutdown, finish_pending
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.engine.weights_at_close import leave
 from infinity.errors import StepOrderError
 from infinity.loop.backward import Backwards
-from infinity.loop.grad_access import ParameterGradients
+from infinity.loop.grad_access import GradAccess
 from infinity.loop.model_call import ModelCall
-from infinity.loop.phase import LoopGuard, Phase
+from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.paging.watched_memory import WatchedMemory
@@ -52,8 +52,8 @@ class Engine(CheckpointCalls):
 
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
-        super().__init__(parts.holding.model, config)
-        backend = EngineBackend(self)
+        super().__init__(parts.module_hooks.model, config)
+        backend = OptimizerBridge(self)
         mains = backend if parts.access.has_main_weights else None
         self._paged = PagedOptimizer(parts.template, parts.updater, backend, parts.groups.loose, mains)
         self.optimizer = self._paged if parts.template.param_groups else None
@@ -65,10 +65,10 @@ class Engine(CheckpointCalls):
         self._reporter = parts.reporter
         self._is_in_step = False
         self._was_applied = False
-        self._guard = LoopGuard(parts.stepper, lambda: self.global_steps)
+        self._guard = PhaseGuard(parts.stepper, lambda: self.global_steps)
         self._style = LoopStyle(self.gradient_accumulation_steps)
         self._backwards = Backwards(
-            parts.holding,
+            parts.module_hooks,
             parts.pager,
             parts.stepper,
             self._guard,
@@ -80,9 +80,9 @@ class Engine(CheckpointCalls):
             parts.vertical, self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss
         )
         self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
-        self._gradients = ParameterGradients(parts.holding, self._pager, self._stepper, self._backwards)
-        parts.residence.gradients = self._gradients
-        parts.residence.engine = self
+        self._gradients = GradAccess(parts.module_hooks, self._pager, self._stepper, self._backwards)
+        parts.parameter_handler.gradients = self._gradients
+        parts.parameter_handler.engine = self
         self._pager.check = self._check_usable
         self._pager.on_forward = self._before_forward
         self._pager.on_settled_read = self._guard.check_settled
@@ -90,7 +90,7 @@ class Engine(CheckpointCalls):
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
         self._watched = WatchedMemory(self._pager)
         watch(self._watched)
-        parts.holding.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
+        parts.module_hooks.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
 
@@ -265,7 +265,7 @@ class Engine(CheckpointCalls):
         self._was_applied = not is_skipped
         self.skipped_steps += is_skipped
         self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm(), is_skipped=is_skipped)
-        self._parts.forecast.note(self.report)
+        self._parts.plan_tracker.note(self.report)
 
     def optimizer_zero_grad(self, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
@@ -299,7 +299,7 @@ class Engine(CheckpointCalls):
         """Return when all pending updates and writes are done; raises what went wrong in them."""
         self._check_usable()
         self._guard.check_settled()
-        self._parts.holding.settle_loads()
+        self._parts.module_hooks.settle_loads()
         with self._parts.clock.waiting("update"):
             self._parts.stream.drain(self._pager.attach_wanted)
         with self._parts.clock.waiting("write"):
@@ -361,7 +361,7 @@ class Engine(CheckpointCalls):
     @property
     def plan(self) -> Plan:
         """What rests where and what a step moves; predictions follow the recorded trace."""
-        return self._parts.forecast.plan(self._pager.training_trace, self._vertical.traffic)
+        return self._parts.plan_tracker.plan(self._pager.training_trace, self._vertical.traffic)
 
     @property
     def waiting_for(self) -> str:
@@ -394,7 +394,7 @@ class Engine(CheckpointCalls):
             self.reset()
 
     def _abandon_forward(self) -> None:
-        self._parts.holding.forget_calls()
+        self._parts.module_hooks.forget_calls()
         self._pager.abandon_forward()
 
     def destroy(self) -> None:
@@ -420,7 +420,7 @@ class Engine(CheckpointCalls):
             rest.callback(self._parts.stream.close)
             rest.callback(self._pager.abandon_forward)
             rest.callback(self._vertical.close)
-            rest.callback(self._parts.holding.uninstall)
+            rest.callback(self._parts.module_hooks.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
             if self._guard.phase is Phase.CLOSED:
@@ -430,7 +430,7 @@ class Engine(CheckpointCalls):
                 self._parts.access.restore()
             elif self._guard.is_settled and restore_weights is None:
                 leave(
-                    self._parts.holding.units,
+                    self._parts.module_hooks.units,
                     self._parts.device,
                     self.flush,
                     self._parts.access.restore,
@@ -466,7 +466,7 @@ class Engine(CheckpointCalls):
     def _before_forward(self) -> None:
         self._reporter.begin()
         self._guard.check_settled()
-        self._parts.holding.settle_loads()
+        self._parts.module_hooks.settle_loads()
         self._backwards.collect()
         self._paged.settle_states()
         if torch.is_grad_enabled() and self._parts.groups.before_forward():

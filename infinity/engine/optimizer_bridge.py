@@ -29,7 +29,7 @@ class OptimizerHost(Protocol):
     def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
-class EngineBackend:
+class OptimizerBridge:
     """Passes ``optimizer.step()``, ``zero_grad()`` and state access on to the engine."""
 
     def __init__(self, engine: OptimizerHost) -> None:

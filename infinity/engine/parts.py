@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from infinity.checkpoint.state_access import StateAccess
-from infinity.engine.resources import Storage
+from infinity.engine.resources import EngineResources
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
-from infinity.paging.module_hooks import ModelHolding
-from infinity.paging.parameter_handler import Residence
-from infinity.planning.plan_tracker import Forecast
+from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.parameter_handler import ParameterHandler
+from infinity.planning.plan_tracker import PlanTracker
 from infinity.telemetry import Recording, Reporter, StepClock
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper
@@ -25,10 +25,10 @@ from infinity.vertical.step import Surroundings
 class Parts:
     """Made by `infinity.initialize`, held by `infinity.engine.engine.Engine`."""
 
-    holding: ModelHolding
-    residence: Residence
+    module_hooks: ModuleHooks
+    parameter_handler: ParameterHandler
     pager: SharedPager
-    storage: Storage
+    storage: EngineResources
     stream: UpdateStream
     stepper: Stepper
     groups: StepGroups
@@ -38,6 +38,6 @@ class Parts:
     clock: StepClock
     reporter: Reporter
     recording: Recording | None
-    forecast: Forecast
+    plan_tracker: PlanTracker
     device: torch.device
     vertical: Surroundings

@@ -18,7 +18,7 @@ from infinity.numerics.chunk_format import MainWeight
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import HOST_KEY, Placement
 from infinity.telemetry.counters import DriveCounters
-from infinity.tiers.state_store import PagedRecords, RecordStore, ResidentRecords
+from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.weight_store import WeightStore
 from swapper import (
     BackendUnavailableError,
@@ -37,7 +37,7 @@ _TierKey = tuple[str, tuple[Directory, ...]]
 """A tier and, on NVMe, its directories: what has the same key shares one swapper."""
 
 
-class Storage:
+class EngineResources:
     """Opens what the placement asks for. Nothing is written before all of it could be opened."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Storage:
 
     def _build(
         self, device: ComputeDevice, param_key: _TierKey, state_key: _TierKey
-    ) -> tuple[WeightStore | None, RecordStore]:
+    ) -> tuple[WeightStore | None, StateStore]:
         placement = self._placement
         deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
@@ -141,12 +141,12 @@ class Storage:
                 arena.register_with(self._swappers[param_key].register_memory)
             weights = WeightStore(self._swappers.get(param_key), device, arena)
         if state_key[0] == "none" and not device.shares_host_memory:
-            return weights, ResidentRecords(device.torch_device, self._request.record_format)
+            return weights, ResidentStateStore(device.torch_device, self._request.record_format)
         arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)
         self._arenas.append(arena)
         if state_key in self._swappers:
             arena.register_with(self._swappers[state_key].register_memory)
-        return weights, PagedRecords(self._swappers.get(state_key), arena, self._request.record_format)
+        return weights, PagedStateStore(self._swappers.get(state_key), arena, self._request.record_format)
 
     def spill_swapper(self) -> Swapper:
         """Where gradients are spilled.

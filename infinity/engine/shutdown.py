@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from infinity.engine.resources import Storage
+from infinity.engine.resources import EngineResources
 from infinity.telemetry import Recording
 from infinity.updates.stream import UpdateStream
 
@@ -42,7 +42,7 @@ class Shutdown:
     """
 
     def __init__(
-        self, owner: object, stream: UpdateStream, storage: Storage, recording: Recording | None = None
+        self, owner: object, stream: UpdateStream, storage: EngineResources, recording: Recording | None = None
     ) -> None:
         """``owner``: when it is garbage, the shutdown is due."""
         self._parts = _Parts(stream, storage, recording)
@@ -69,7 +69,7 @@ class Shutdown:
 class _Parts:
     """What is to be shut down, and the thread that does it when the owner is garbage: see [Note: reaping]."""
 
-    def __init__(self, stream: UpdateStream, storage: Storage, recording: Recording | None) -> None:
+    def __init__(self, stream: UpdateStream, storage: EngineResources, recording: Recording | None) -> None:
         self._stream = stream
         self._storage = storage
         self._recording = recording

@@ -11,7 +11,7 @@ from infinity.units.layout import Slot
 
 
 @dataclass(frozen=True)
-class WaitingDtype:
+class MainGradDtype:
     """In which dtype gradients wait for their update."""
 
     dtype: torch.dtype = torch.float32

@@ -12,7 +12,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norm
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.main_grad_dtype import WaitingDtype
+from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.sources import (
     FP32_BYTES,
     DeviceGradients,
@@ -34,7 +34,7 @@ _MOST_UNITS_ON_DEVICE = 2
 """Units whose gradients may wait in a GPU's memory for their update."""
 
 
-class GradientStore:
+class MainGradStore:
     """The main gradients of all units, in one pool of host memory.
 
     Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe for the others.
@@ -59,7 +59,7 @@ class GradientStore:
         in_memory: Iterable[int],
         open_swapper: Callable[[], Swapper],
         pool: FlatPool,
-        waiting: WaitingDtype | None = None,
+        waiting: MainGradDtype | None = None,
     ) -> None:
         """
         Args:
@@ -80,7 +80,7 @@ class GradientStore:
         self._pool = pool
         self._buffers: dict[int, GradientBuffer] = {}
         self._extents: dict[int, Extent] = {}
-        self._waiting = waiting or WaitingDtype()
+        self._waiting = waiting or MainGradDtype()
         sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in self._units]
         fits_wide = sum(sizes) <= pool.capacity_bytes and not self._waiting.rounds
         self._kept_dtype = torch.float32 if fits_wide else self._waiting.dtype

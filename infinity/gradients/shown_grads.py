@@ -9,14 +9,14 @@ from collections.abc import Collection
 
 import torch
 
-from infinity.gradients.main_grads import GradientStore
+from infinity.gradients.main_grads import MainGradStore
 from infinity.gradients.sources import GradientBuffer
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
 
-class ShownGradients(GradientStore):
-    """`GradientStore` for those who look. No update of the unit may be pending: it would still read what is changed here."""
+class ShownGradients(MainGradStore):
+    """`MainGradStore` for those who look. No update of the unit may be pending: it would still read what is changed here."""
 
     @property
     def dtype_shown(self) -> torch.dtype:

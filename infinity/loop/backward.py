@@ -11,9 +11,9 @@ import torch
 
 from infinity.errors import GradientNotResidentError, StepOrderError
 from infinity.gradients.collector import GradientCollector, has_hooks_of_others
-from infinity.loop.phase import LoopGuard, Phase
+from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import in_backward
@@ -27,10 +27,10 @@ class Backwards:
 
     def __init__(
         self,
-        holding: ModelHolding,
+        module_hooks: ModuleHooks,
         pager: Pager,
         stepper: Stepper,
-        guard: LoopGuard,
+        guard: PhaseGuard,
         *,
         style: LoopStyle,
         is_boundary: Callable[[], bool],
@@ -56,13 +56,13 @@ class Backwards:
         self.on_delivery: Callable[[Unit, dict[Slot, torch.Tensor]], None] = lambda unit, gradients: None
         """Called before gradients are added to those that are there."""
         self.collector = GradientCollector(
-            holding.units,
-            holding.num_owners(),
+            module_hooks.units,
+            module_hooks.num_owners(),
             self._deliver,
             self._keep,
             self._notice,
             step,
-            handles=holding.handles_of_others,
+            handles=module_hooks.handles_of_others,
         )
         pager.on_backward_use = self._note_use
         pager.on_backward_end = self._end_own_of_user

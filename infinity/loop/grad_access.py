@@ -17,7 +17,7 @@ from infinity.errors import GradientNotResidentError
 from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.backward import Backwards
 from infinity.numerics.stamp import contents_stamp
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.units.layout import Slot
 from infinity.units.parameter import plain_grad, set_plain_grad
@@ -67,7 +67,7 @@ class _Own:
         return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable())
 
 
-class ParameterGradients:
+class GradAccess:
     """The main gradients as ``parameter.grad``: live, of the parameter's shape, on the host, without the loss scale.
 
     They are fp32, or bf16 if the config asks for gradients that are rounded to it. One that is not in memory is a
@@ -75,8 +75,8 @@ class ParameterGradients:
     parameter gets another gradient, or none.
     """
 
-    def __init__(self, holding: ModelHolding, pager: Pager, stepper: Stepper, backwards: Backwards) -> None:
-        self._holding = holding
+    def __init__(self, module_hooks: ModuleHooks, pager: Pager, stepper: Stepper, backwards: Backwards) -> None:
+        self._module_hooks = module_hooks
         self._pager = pager
         self._stepper = stepper
         self._gradients = stepper.gradients
@@ -97,7 +97,7 @@ class ParameterGradients:
         Raises:
             GradientNotResidentError: it was used up by an update in backward.
         """
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         if not slot.spec.is_trainable:
             return plain_grad(parameter)
         self._backwards.before_gradient_access(unit, slot)
@@ -145,7 +145,7 @@ class ParameterGradients:
             TypeError: it is no floating-point tensor.
             ValueError: wrong shape.
         """
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         if not slot.spec.is_trainable:
             set_plain_grad(parameter, gradient)
             return

@@ -36,7 +36,7 @@ _TRANSITIONS = {
 }
 
 
-class LoopGuard:
+class PhaseGuard:
     """Knows the phase and refuses calls that make no sense in it, with the cure. Must not do anything else."""
 
     def __init__(self, stepper: Stepper, step: Callable[[], int]) -> None:

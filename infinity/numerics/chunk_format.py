@@ -40,7 +40,7 @@ _MAIN_BYTES = {MainWeight.MODEL_WEIGHT: 0, MainWeight.FP32: _FP32_BYTES, MainWei
 
 
 @dataclass(frozen=True)
-class Workspace:
+class ChunkBuffer:
     """Views of one chunk's working memory, each 1-D and, states in ``INT8`` aside, with the chunk's number of elements."""
 
     main: torch.Tensor | None
@@ -116,7 +116,7 @@ class Workspace:
 
 
 @dataclass(frozen=True)
-class RecordFormat:
+class ChunkFormat:
     """What a record holds per element."""
 
     weight_dtype: torch.dtype
@@ -128,7 +128,7 @@ class RecordFormat:
     @classmethod
     def of(
         cls, weight_dtype: torch.dtype, *, has_remainder: bool, states: StateFormat = StateFormat.FP32
-    ) -> RecordFormat:
+    ) -> ChunkFormat:
         """The format for a compute dtype. With fp32, main weights leave nothing to choose."""
         if weight_dtype == torch.float32:
             return cls(weight_dtype, MainWeight.MODEL_WEIGHT, states)
@@ -136,7 +136,7 @@ class RecordFormat:
 
     @property
     def needs_weight(self) -> bool:
-        """See `Workspace.needs_weight`."""
+        """See `ChunkBuffer.needs_weight`."""
         return self.main is not MainWeight.FP32
 
     def main_bytes(self, numel: int) -> int:
@@ -168,7 +168,7 @@ class RecordFormat:
 
     def lay_out(
         self, memory: torch.Tensor, numel: int, names: Sequence[str], weight: torch.Tensor | None = None
-    ) -> Workspace:
+    ) -> ChunkBuffer:
         """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk.
 
         ``weight``: where the model weight is, if it has memory of its own.
@@ -195,7 +195,7 @@ class RecordFormat:
         names: Sequence[str],
         scratch: torch.Tensor,
         weight: torch.Tensor | None,
-    ) -> Workspace:
+    ) -> ChunkBuffer:
         """A workspace over a record that lies elsewhere (uint8), and maybe a model weight that does.
 
         Args:
@@ -213,7 +213,7 @@ class RecordFormat:
 
     def over(
         self, record: torch.Tensor, numel: int, names: Sequence[str], gradient: torch.Tensor, weight: torch.Tensor
-    ) -> Workspace:
+    ) -> ChunkBuffer:
         """A workspace whose record (uint8), scratch for the gradient and model weight lie in these tensors."""
         start, state_bytes = self.main_bytes(numel), self.states.num_bytes(numel)
         states = {
@@ -227,7 +227,7 @@ class RecordFormat:
             main = head.view(torch.float32)
         elif self.main is MainWeight.REMAINDER:
             remainder = head.view(REMAINDER_DTYPE)
-        return Workspace(main, remainder, states, gradient, weight, record, self.states)
+        return ChunkBuffer(main, remainder, states, gradient, weight, record, self.states)
 
 
 def _to_granule(num_bytes: int) -> int:

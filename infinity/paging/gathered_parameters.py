@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.paging.parameter_handler import Gatherer, Residence
+from infinity.paging.parameter_handler import Gatherer, ParameterHandler
 from infinity.units.parameter import host_of
 
 
@@ -42,12 +42,12 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self._enabled:
             return
-        by_host: dict[int, tuple[Residence, list[nn.Parameter]]] = {}
+        by_host: dict[int, tuple[ParameterHandler, list[nn.Parameter]]] = {}
         for parameter in self._parameters:
             host = host_of(parameter)
             if host is None:
                 continue
-            if not isinstance(host, Residence) or host.engine is None:
+            if not isinstance(host, ParameterHandler) or host.engine is None:
                 raise ModelError("the engine that holds these parameters is not ready")
             by_host.setdefault(id(host), (host, []))[1].append(parameter)
         try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from infinity.paging.pager import Pager
 
 
-class _ModuleHooks:
+class _HooksOfModule:
     """The hooks of one module. A deep copy of the module gets none: it is an ordinary module."""
 
     def __init__(
@@ -159,7 +159,7 @@ class _BoundHook:
         getattr(self._hooks, self._name)(*args)
 
 
-class ModelHolding:
+class ModuleHooks:
     """Where each parameter of a model lies, and the hooks that tell the pager what is needed. Answers for the parameters."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], blocks: Sequence[str] = ()) -> None:
@@ -183,7 +183,7 @@ class ModelHolding:
         self._hook_calls: Callable[[], None] = lambda: None
         self.handles_of_others: list[Any] = []
         """Of hooks that go with those of the modules."""
-        self._hooks: list[_ModuleHooks] = []
+        self._hooks: list[_HooksOfModule] = []
         self._loads: list[_LoadHooks] = []
 
     def locate(self, parameter: torch.Tensor) -> tuple[Unit, Slot]:
@@ -279,7 +279,7 @@ class ModelHolding:
             is_root = module is self.model
             if is_root and self._hooks:
                 continue  # it may be in the midst of a call
-            hooks = _ModuleHooks(pager, entered, own, note_call, keep_alive, abandon if is_root else None)
+            hooks = _HooksOfModule(pager, entered, own, note_call, keep_alive, abandon if is_root else None)
             if isinstance(module, nn.TransformerEncoder) and len(module.layers):
                 hooks.look_first_at(
                     [self.units[i] for i in sorted({self.locate(p)[0].index for p in module.layers[0].parameters()})]

@@ -32,7 +32,7 @@ from infinity.paging.saved_tensors import SavingHooks
 from infinity.telemetry.clock import StepClock
 from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import in_backward
-from infinity.tiers.user_copies import Copies
+from infinity.tiers.user_copies import UserCopies
 from infinity.torch_internals.modes import has_memory, outside_modes, untraced
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -82,7 +82,7 @@ class Pager(Residency):
         """Called before a gathered unit is updated: what was written to it so far is stored."""
         self.after_update: Callable[[Unit], None] = lambda unit: None
         """Called when a gathered unit has been updated."""
-        self.copies = Copies()
+        self.copies = UserCopies()
         """Makes what ``state_dict`` gives."""
         self.check: Callable[[], None] = lambda: None
         """Called before anything begins: raises what went wrong in the background, or that the engine is closed."""

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
-from infinity.paging.parameter_operations import HeldOperations
+from infinity.paging.parameter_operations import ParameterOperations
 from infinity.threads.turn import in_backward, trusts
 from infinity.units.layout import Slot
 from infinity.units.parameter import (
@@ -45,13 +45,13 @@ class Gatherer(Protocol):
     def scatter(self, gathering: Any) -> None: ...
 
 
-class Residence:
+class ParameterHandler:
     """The `ParameterHost` of a model: passes each question on to the part that knows."""
 
-    def __init__(self, holding: ModelHolding, pager: Pager) -> None:
-        self._holding = holding
+    def __init__(self, module_hooks: ModuleHooks, pager: Pager) -> None:
+        self._module_hooks = module_hooks
         self._pager = pager
-        self._operations = HeldOperations(pager)
+        self._operations = ParameterOperations(pager)
         self.gradients: GradientHost | None = None
         self.engine: Gatherer | None = None
 
@@ -68,10 +68,10 @@ class Residence:
     def _locate(self, tensor: HeldTensor) -> tuple[Unit, Slot]:
         if isinstance(tensor, PagedView):
             return tensor.place.unit, tensor.place.slot
-        return self._holding.locate(tensor)
+        return self._module_hooks.locate(tensor)
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         view = unit.hand_out(slot)
         if not unit.is_open or not trusts():
             return make_view(view, self._whole(unit, slot))
@@ -93,7 +93,7 @@ class Residence:
         return make_view(view, place)
 
     def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
         _check_assigned(slot, parameter, values)
@@ -106,10 +106,10 @@ class Residence:
             parameter.data.copy_(values)
 
     def before_write(self, parameter: nn.Parameter) -> None:
-        self._pager.remember(*self._holding.locate(parameter))
+        self._pager.remember(*self._module_hooks.locate(parameter))
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        unit, slot = self._holding.locate(parameter)
+        unit, slot = self._module_hooks.locate(parameter)
         with self._pager.turn.taken(f"a copy of '{slot.spec.fqn}'", reads=True):
             self._pager.begin_outside_read()
             return self._pager.copy_of(unit, slot)
@@ -128,7 +128,7 @@ class Residence:
             self.gradients.set(parameter, gradient)
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
-        return self._holding.locate(parameter)[1]
+        return self._module_hooks.locate(parameter)[1]
 
 
 def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from infinity.units.unit import Unit
 _Outlasting = Callable[[Unit, Slot, torch.Tensor], torch.Tensor]
 
 
-class HeldOperations:
+class ParameterOperations:
     """Runs them while the units are open, each in its thread's turn."""
 
     def __init__(self, pager: Pager) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from infinity.config import Decision, InfinityConfig, IOSection
 from infinity.device.host_memory import free_bytes
-from infinity.planning.bandwidth_cache import Bandwidth, CacheKey, MeasuredIO, load, now, store
+from infinity.planning.bandwidth_cache import Bandwidth, BandwidthCache, CacheKey, load, now, store
 from infinity.version import __version__
 from swapper import ArgumentError, BackendUnavailableError, Swapper
 from swapper.config import ALIGNMENT, BackendName
@@ -170,7 +170,9 @@ def _still_works(setting: IOSetting, directories: Sequence[Directory], io: IOSec
 # --------------------------------------------------------------------------------------------------------- measurement
 
 
-def _measure(directories: Sequence[Directory], io: IOSection, most_bytes_inflight: int, limits: Limits) -> MeasuredIO:
+def _measure(
+    directories: Sequence[Directory], io: IOSection, most_bytes_inflight: int, limits: Limits
+) -> BandwidthCache:
     """Find the best setting.
 
     Raises:
@@ -297,14 +299,14 @@ class _Trial:
                     totals[finalist.setting] = _sum(totals.get(finalist.setting), sample)
         return list(totals.values()) or finalists
 
-    def result(self, best: Sample) -> MeasuredIO:
+    def result(self, best: Sample) -> BandwidthCache:
         """What the best setting does, also in one direction alone."""
         speeds = {Workload.MIXED: best.bytes_per_second}
         for workload in (Workload.READ, Workload.WRITE):
             sample = self._sample(best.setting, workload, 1.5 * self._limits.sample_seconds)
             speeds[workload] = sample.bytes_per_second if sample is not None else best.bytes_per_second
         bandwidth = Bandwidth(speeds[Workload.READ], speeds[Workload.WRITE], speeds[Workload.MIXED], now())
-        return MeasuredIO(best.setting, bandwidth, best.cpu_cores)
+        return BandwidthCache(best.setting, bandwidth, best.cpu_cores)
 
 
 def _sum(before: Sample | None, sample: Sample) -> Sample:
@@ -322,7 +324,7 @@ def _sum(before: Sample | None, sample: Sample) -> Sample:
 # ------------------------------------------------------------------------------------------------------------ decisions
 
 
-def _apply(config: InfinityConfig, measured: MeasuredIO) -> InfinityConfig:
+def _apply(config: InfinityConfig, measured: BandwidthCache) -> InfinityConfig:
     """The config with the measured values in place of those that nobody gave."""
     setting, io = measured.setting, config.io
     keys = {

@@ -53,7 +53,7 @@ class Bandwidth:
 
 
 @dataclass(frozen=True)
-class MeasuredIO:
+class BandwidthCache:
     """The result of one measurement.
 
     Attributes:
@@ -111,13 +111,13 @@ def measured_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
     return max(found, key=lambda bandwidth: _seconds(bandwidth.measured_at), default=None)
 
 
-def load(key: CacheKey) -> MeasuredIO | None:
+def load(key: CacheKey) -> BandwidthCache | None:
     """What was stored under a key, or None."""
     value = _read().get(key.text())
     return None if value is None else _entry(value)
 
 
-def store(key: CacheKey, measured: MeasuredIO) -> None:
+def store(key: CacheKey, measured: BandwidthCache) -> None:
     """Keep a result; what others have stored meanwhile stays."""
     try:
         path = cache_path()
@@ -185,7 +185,7 @@ def _read() -> Mapping[str, Any]:
     return entries
 
 
-def _entry(value: Any) -> MeasuredIO | None:
+def _entry(value: Any) -> BandwidthCache | None:
     """An entry as it was stored, or None if somebody changed it into something else."""
     try:
         setting = IOSetting(**value["setting"])
@@ -203,7 +203,7 @@ def _entry(value: Any) -> MeasuredIO | None:
     except (ArgumentError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         logger.info("an entry in the file of measured I/O settings is not used: %s: %s", type(error).__name__, error)
         return None
-    return MeasuredIO(setting, bandwidth, cpu_cores)
+    return BandwidthCache(setting, bandwidth, cpu_cores)
 
 
 def _parsed(text: str) -> list[Any]:

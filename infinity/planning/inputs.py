@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from infinity.numerics.chunk_format import RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat
 
 FP32_BYTES = 4
 
@@ -33,7 +33,7 @@ class Request:
     device_budget_bytes: int | None
     param_tier: str
     optimizer_tier: str
-    record_format: RecordFormat
+    record_format: ChunkFormat
     shares_host_memory: bool
     update: str
     """When units are updated: "in_backward", "deferred" or "step"."""

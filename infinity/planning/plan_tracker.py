@@ -29,7 +29,7 @@ _ENOUGH = 4
 """Steps that tell how much a script does of its own between them."""
 
 
-class Forecast:
+class PlanTracker:
     """Refines the plan that was made at start."""
 
     def __init__(

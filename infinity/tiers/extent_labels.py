@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from infinity.numerics.chunk_format import RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat
 from infinity.units.layout import Chunk, UnitLayout
 from swapper import NameOf
 
@@ -47,7 +47,7 @@ def gradient_contents(layout: UnitLayout, itemsize_now: Callable[[], int]) -> Na
 
 
 def record_contents(
-    chunks: Sequence[Chunk], starts: Sequence[int], state_names: Sequence[str], form: RecordFormat
+    chunks: Sequence[Chunk], starts: Sequence[int], state_names: Sequence[str], form: ChunkFormat
 ) -> NameOf:
     """For an extent of optimizer state.
 

@@ -12,7 +12,7 @@ from infinity.units.unit import Arrival
 from swapper import AlignedRegion
 
 
-class HostBlock:
+class HostWeights:
     """One unit's weights at rest in host memory, laid out like its flat buffer, for a device with a memory of its own."""
 
     def __init__(self, num_bytes: int, device: ComputeDevice) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from infinity.numerics.chunk_format import RecordFormat, Workspace
+from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat
 from infinity.tiers.extent_labels import record_contents
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
@@ -24,7 +24,7 @@ class Lease(Protocol):
     """A chunk in working memory."""
 
     @property
-    def workspace(self) -> Workspace: ...
+    def workspace(self) -> ChunkBuffer: ...
 
     def wait(self) -> None:
         """Return when the record is there."""
@@ -42,7 +42,7 @@ class Lease(Protocol):
         ...
 
 
-class RecordStore(Protocol):
+class StateStore(Protocol):
     """All records of one tier."""
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
@@ -98,7 +98,7 @@ class _PagedLease:
     """A chunk of which a part lies in a page, if only scratch; or none."""
 
     def __init__(
-        self, page: Page | None, workspace: Workspace, read: Handle | None, store: Callable[[bool], Handle | None]
+        self, page: Page | None, workspace: ChunkBuffer, read: Handle | None, store: Callable[[bool], Handle | None]
     ) -> None:
         self._page = page
         self.workspace = workspace
@@ -139,10 +139,10 @@ class _PagedLease:
             page.release()
 
 
-class PagedRecords:
+class PagedStateStore:
     """Records in extents of a swapper, worked on in the pages of an arena, and records in memory, worked on in place."""
 
-    def __init__(self, swapper: Swapper | None, arena: StagingArena, record_format: RecordFormat) -> None:
+    def __init__(self, swapper: Swapper | None, arena: StagingArena, record_format: ChunkFormat) -> None:
         """``swapper``: None if all records rest in memory."""
         self._swapper = swapper
         self._arena = arena
@@ -214,7 +214,7 @@ class PagedRecords:
 
     def _in_place(
         self, records: _UnitRecords, chunk: Chunk, page: Page | None, weight: torch.Tensor | None
-    ) -> Workspace:
+    ) -> ChunkBuffer:
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
         offset = records.offsets[chunk.index]
@@ -254,7 +254,7 @@ def _tensor_of(page: Page | None) -> torch.Tensor:
 
 
 class _ResidentLease:
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: ChunkBuffer) -> None:
         self.workspace = workspace
 
     def wait(self) -> None: ...
@@ -266,10 +266,10 @@ class _ResidentLease:
     def discard(self) -> None: ...
 
 
-class ResidentRecords:
+class ResidentStateStore:
     """Records that stay in the memory of a GPU: ``offload_optimizer.device`` "none"."""
 
-    def __init__(self, device: torch.device, record_format: RecordFormat) -> None:
+    def __init__(self, device: torch.device, record_format: ChunkFormat) -> None:
         self._device = device
         self._format = record_format
         self._records: dict[int, tuple[torch.Tensor, list[int], tuple[str, ...]]] = {}

@@ -25,7 +25,7 @@ _LEAST_BYTES = 1 << 20
 _STATE_DICT = nn.Module.state_dict.__code__
 
 
-class Copies:
+class UserCopies:
     """Makes copies, in files of some directories if they are large."""
 
     def __init__(self, directories: Iterable[Path] = ()) -> None:

@@ -15,7 +15,7 @@ import torch
 from infinity.device.compute import ComputeDevice, FlatBuffer
 from infinity.tiers.direct_reader import DirectReader
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.host_weights import HostBlock
+from infinity.tiers.host_weights import HostWeights
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
 from swapper import Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
@@ -67,14 +67,14 @@ class WeightStore:
         if arena is not None and swapper is not None:
             is_direct = swapper.accepts_device_memory
             self._uploader = DirectReader(swapper, device) if is_direct else Uploader(swapper, device, arena)
-        self._blocks: dict[int, HostBlock] = {}
+        self._blocks: dict[int, HostWeights] = {}
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         """Give ``unit`` its place, unless its flat buffer is that."""
         if unit.stays_resident:
             return
         if in_host_memory:
-            self._blocks[unit.index] = HostBlock(unit.num_bytes, self._device)
+            self._blocks[unit.index] = HostWeights(unit.num_bytes, self._device)
         else:
             unit.extent = self.swapper.allocate(
                 unit.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout)

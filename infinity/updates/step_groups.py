@@ -23,7 +23,7 @@ from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.groups import Groups
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.units.parameter import plain_grad
 from infinity.units.unit import Unit
 
@@ -37,7 +37,7 @@ class StepGroups:
 
     def __init__(
         self,
-        holding: ModelHolding,
+        module_hooks: ModuleHooks,
         template: Template,
         updater: PieceUpdater,
         names_of: Callable[[Unit], Sequence[str]],
@@ -51,14 +51,14 @@ class StepGroups:
                 first update.
         """
         self.loose = LooseParameters(template)
-        self._holding = holding
+        self._module_hooks = module_hooks
         self._template = template
         self._updater = updater
         self._names_of = names_of
         self._present_names = present_names
         self._frozen: list[nn.Parameter] = []
         self._trainable: list[nn.Parameter] = []
-        for unit in holding.units:
+        for unit in module_hooks.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 (self._trainable if slot.spec.is_trainable else self._frozen).append(parameter)
         self._flags: list[bool] | None = None
@@ -114,7 +114,7 @@ class StepGroups:
             if index is None or self._fitting.get(id(parameter)) == names_by_group[index]:
                 continue
             names = names_by_group[index]
-            unit, slot = self._holding.locate(parameter)
+            unit, slot = self._module_hooks.locate(parameter)
             known = self._present_names(parameter)
             missing = [name for name in names if name not in (self._names_of(unit) if known is None else known)]
             if missing:
@@ -138,18 +138,18 @@ class StepGroups:
 
     def _check_new(self, groups: Groups) -> None:
         """Trainable parameters that came into the model later: in no group, they are not trained."""
-        present: Mapping[int, torch.Tensor] = self._holding.parameters_now()
+        present: Mapping[int, torch.Tensor] = self._module_hooks.parameters_now()
         new = {
             key: parameter
             for key, parameter in present.items()
-            if not self._holding.holds(parameter)
+            if not self._module_hooks.holds(parameter)
             and isinstance(parameter, nn.Parameter)  # functional_call puts other tensors in their places for a while
             and groups.index_of(parameter) is None
             and parameter.requires_grad
         }
         if not new or new.keys() <= self._strangers or _is_functional():
             return
-        names = {id(parameter): fqn for fqn, parameter in self._holding.model.named_parameters()}
+        names = {id(parameter): fqn for fqn, parameter in self._module_hooks.model.named_parameters()}
         fqn = names.get(next(iter(new)), "?")
         problem = (
             f"{len(new)} trainable parameters came into the model after infinity.initialize (the first is '{fqn}')"
@@ -168,15 +168,15 @@ class StepGroups:
     def not_held(self) -> list[torch.Tensor]:
         """Parameters that came into the model or into a group later: autograd adds to their gradients by itself."""
         found: dict[int, torch.Tensor] = {id(parameter): parameter for parameter in self.loose.present()}
-        found |= self._holding.parameters_now()
-        return [parameter for parameter in found.values() if not self._holding.holds(parameter)]
+        found |= self._module_hooks.parameters_now()
+        return [parameter for parameter in found.values() if not self._module_hooks.holds(parameter)]
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
         """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
         members = {id(parameter) for parameter in self._template.params()}
         return frozenset(
             (unit.index, slot.index)
-            for unit in self._holding.units
+            for unit in self._module_hooks.units
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
             if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
         )
@@ -188,9 +188,9 @@ class StepGroups:
             norms: of the main gradients, by (unit index, slot index).
         """
         found: list[torch.Tensor] = []
-        for parameter in self._holding.parameters_now().values():
-            if self._holding.holds(parameter):
-                unit, slot = self._holding.locate(parameter)
+        for parameter in self._module_hooks.parameters_now().values():
+            if self._module_hooks.holds(parameter):
+                unit, slot = self._module_hooks.locate(parameter)
                 norm = norms.get((unit.index, slot.index))
                 if norm is not None:
                     found.append(norm)

@@ -17,14 +17,14 @@ import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.errors import EngineClosedError
-from infinity.numerics.chunk_format import Workspace
+from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.numerics.state_codec import Noise
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.openmp import release_workers, use_one_thread
-from infinity.tiers.state_store import Lease, RecordStore
+from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece
 from infinity.update_rules import HalvesUpdater, PieceUpdater
@@ -55,7 +55,7 @@ class UpdateStream:
 
     def __init__(
         self,
-        records: RecordStore,
+        records: StateStore,
         weights: WeightStore | None,
         updater: PieceUpdater,
         device: ComputeDevice,
@@ -280,7 +280,7 @@ class UpdateStream:
                 handles.append(handle)
         item.lease.write_back(handles)
 
-    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: Workspace) -> None:
+    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: ChunkBuffer) -> None:
         state = self._states[job.unit.index, piece.slot.index]
         span = slice(piece.offset, piece.offset + piece.numel)
         gradient = job.gradients.piece(piece, workspace.landing(job.gradients.dtype)[span])
@@ -307,7 +307,7 @@ class UpdateStream:
         self,
         job: UpdateJob,
         group: dict[str, Any],
-        workspace: Workspace,
+        workspace: ChunkBuffer,
         span: slice,
         gradient: torch.Tensor,
         views: Mapping[str, torch.Tensor],
@@ -334,7 +334,7 @@ class UpdateStream:
         self,
         job: UpdateJob,
         group: dict[str, Any],
-        workspace: Workspace,
+        workspace: ChunkBuffer,
         span: slice,
         gradient: torch.Tensor,
         views: Mapping[str, torch.Tensor],

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.units.unit import Unit
 from infinity.vertical.call import Site
 
@@ -24,20 +24,20 @@ _ABSENT: Any = object()
 class Interception:
     """Puts a handler in the place of the forwards of all modules that lie in a block."""
 
-    def __init__(self, holding: ModelHolding, blocks: Sequence[str]) -> None:
+    def __init__(self, module_hooks: ModuleHooks, blocks: Sequence[str]) -> None:
         """``blocks``: FQNs of the modules that were made units of their own."""
-        self._model = holding.model
-        self._holding = holding
+        self._model = module_hooks.model
+        self._module_hooks = module_hooks
         self._sites: list[Site] = []
         self._before: list[tuple[nn.Module, Any]] = []
         self._relieved: list[nn.Module] = []
-        modules = dict(holding.model.named_modules())
+        modules = dict(module_hooks.model.named_modules())
         for block in blocks:
-            home = _home(holding, modules[block])
+            home = _home(module_hooks, modules[block])
             if home is None:
                 continue
             for name, module in modules[block].named_modules(prefix=block):
-                if any(holding.locate(p)[0] is home for p in module.parameters()) and _can_wrap(module):
+                if any(module_hooks.locate(p)[0] is home for p in module.parameters()) and _can_wrap(module):
                     self._sites.append(Site(name, module, home))
         self._units = {site.unit.index for site in self._sites}
 
@@ -59,7 +59,7 @@ class Interception:
                     self._relieved.append(module)
                     _set_checkpointing(module, is_on=False)
             for site in self._sites:
-                if id(site.module) in self._holding.covered:
+                if id(site.module) in self._module_hooks.covered:
                     continue  # its forward is part of a compiled one
                 attributes = site.module.__dict__
                 self._before.append((site.module, attributes.get("forward", _ABSENT)))
@@ -90,11 +90,11 @@ def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable
     return call
 
 
-def _home(holding: ModelHolding, block: nn.Module) -> Unit | None:
+def _home(module_hooks: ModuleHooks, block: nn.Module) -> Unit | None:
     """The unit that holds parameters of this block only."""
     inside = {id(parameter) for parameter in block.parameters()}
     for parameter in block.parameters():
-        unit = holding.locate(parameter)[0]
+        unit = module_hooks.locate(parameter)[0]
         if all(id(other) in inside for other in unit.parameters):
             return unit
     return None

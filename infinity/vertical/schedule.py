@@ -11,7 +11,7 @@ import torch
 
 from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
-from infinity.loop.phase import LoopGuard
+from infinity.loop.phase import PhaseGuard
 from infinity.threads.interrupts import surely
 from infinity.traffic import Traffic
 from infinity.vertical.baton import Lanes
@@ -31,7 +31,7 @@ class VerticalSchedule:
         self,
         surroundings: Surroundings,
         backwards: Backwards,
-        guard: LoopGuard,
+        guard: PhaseGuard,
         step: Callable[[], int],
         note_loss: Callable[[torch.Tensor, int], None],
     ) -> None:
@@ -48,7 +48,7 @@ class VerticalSchedule:
         self._step = step
         self._note_loss = note_loss
         self._suitability = surroundings.suitability
-        self._interception = Interception(surroundings.holding, surroundings.blocks)
+        self._interception = Interception(surroundings.module_hooks, surroundings.blocks)
         self._lanes = Lanes()
         self._start: StepStart | None = None
         self._written: set[Key] = set()
@@ -70,7 +70,7 @@ class VerticalSchedule:
         )
 
     def _hooks_of_the_user(self) -> str | None:
-        for unit in self._on.holding.units:
+        for unit in self._on.module_hooks.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 # One is the engine's own.
                 if slot.spec.is_trainable and len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
@@ -94,8 +94,8 @@ class VerticalSchedule:
 
     def _run(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
         torch_device = self._on.device.torch_device
-        self._on.holding.follow_compilation()
-        self._start = StepStart(self._on.holding.model, torch_device, self._start, self._written)
+        self._on.module_hooks.follow_compilation()
+        self._start = StepStart(self._on.module_hooks.model, torch_device, self._start, self._written)
         loop = Loop(self._backwards, self._guard, self._step(), self._note_loss)
         is_trial = not self._suitability.is_proven
         step = VerticalStep(self._on, loop, self._interception, len(compute_losses), self._written, is_trial=is_trial)

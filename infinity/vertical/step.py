@@ -16,8 +16,8 @@ from infinity.activations.spill_space import SpillSpace
 from infinity.device.compute import ComputeDevice
 from infinity.errors import ScheduleError
 from infinity.loop.backward import Backwards
-from infinity.loop.phase import LoopGuard, Phase
-from infinity.paging.module_hooks import ModelHolding
+from infinity.loop.phase import Phase, PhaseGuard
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.telemetry.clock import StepClock
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
@@ -38,7 +38,7 @@ from infinity.vertical.sums import UnitSums
 class Surroundings:
     """The parts of an engine that vertical steps work with."""
 
-    holding: ModelHolding
+    module_hooks: ModuleHooks
     pager: SharedPager
     stepper: Stepper
     clock: StepClock
@@ -56,7 +56,7 @@ class Loop:
     """The engine's loop, seen from a step."""
 
     backwards: Backwards
-    guard: LoopGuard
+    guard: PhaseGuard
     step: int
     """Number of the step, for messages."""
     note_loss: Callable[[torch.Tensor, int], None]
@@ -83,14 +83,16 @@ class VerticalStep:
         self.written: set[Key] = set()
         """Buffers that the forward has written to."""
         self._known = known
-        self._watch = BufferWatch(on.holding.model) if is_trial or has_own_writers(on.holding.model, known) else None
+        self._watch = (
+            BufferWatch(on.module_hooks.model) if is_trial or has_own_writers(on.module_hooks.model, known) else None
+        )
         self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
         self._updates_now = on.stepper.rules.updates_in_backward and not is_trial
         self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=loop.step)
         self._batches: list[MicroBatch] = []
         self._sites: list[Site] = []
         self._losses: list[torch.Tensor] = []
-        self._units = {unit.index: unit for unit in on.holding.units}
+        self._units = {unit.index: unit for unit in on.module_hooks.units}
         self._hooked: set[tuple[MicroBatch, int, int]] = set()
         """Gradients that have been through a hook of the user."""
         self._process_state = process_state()
@@ -309,7 +311,7 @@ class VerticalStep:
         on = self._on
         self._clear()
         self._loop.backwards.drop()
-        on.holding.forget_calls()
+        on.module_hooks.forget_calls()
         on.pager.abandon_forward()
         if self._loop.guard.phase is Phase.BACKWARD:
             self._loop.guard.move_to(Phase.BROKEN)

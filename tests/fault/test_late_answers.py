@@ -16,7 +16,7 @@ import infinity
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, InfinityError
-from infinity.gradients.main_grads import GradientStore
+from infinity.gradients.main_grads import MainGradStore
 from infinity.gradients.sources import GradientBuffer
 from infinity.updates.job import UpdateJob
 from infinity.updates.stream import UpdateStream
@@ -312,7 +312,7 @@ def test_an_interrupt_during_a_read_of_spilled_gradients(moment: str, num_uses: 
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GradientBuffer, "add", adding)
-            for owner, name in ((FlatPool, "awaits_requests"), (GradientStore, "_await_loan")):
+            for owner, name in ((FlatPool, "awaits_requests"), (MainGradStore, "_await_loan")):
                 patch.setattr(owner, name, after(answer, getattr(owner, name)))
             for step in range(1, 4):
                 both.engine_step(step)
@@ -453,7 +453,7 @@ def test_a_wait_that_is_cut_off_anywhere_leaves_nothing_to_others(
         with waits(on_wait), pytest.MonkeyPatch.context() as patch:
             for owner, name in (
                 (FlatPool, "awaits_requests"),
-                (GradientStore, "_await_loan"),
+                (MainGradStore, "_await_loan"),
                 (UpdateJob, "wait"),
                 (UpdateStream, "drain"),
             ):

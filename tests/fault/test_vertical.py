@@ -254,13 +254,13 @@ def test_too_few_batches_change_nothing(schedule: str, changes: dict[str, Any], 
 
 
 def test_no_room_for_inputs_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infinity.engine.resources import Storage
+    from infinity.engine.resources import EngineResources
     from infinity.errors import StorageError
 
-    def refuse(self: Storage, num_bytes: int) -> Any:
+    def refuse(self: EngineResources, num_bytes: int) -> Any:
         raise StorageError(tmp_path, f"cannot hold {num_bytes} bytes", cure="Choose another one")
 
-    monkeypatch.setattr(Storage, "open_more", refuse)
+    monkeypatch.setattr(EngineResources, "open_more", refuse)
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
         _without_memory_for_inputs(both)
         for step in range(2):

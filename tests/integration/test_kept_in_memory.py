@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.engine.resources import Storage
+from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
@@ -44,13 +44,13 @@ def _train(engine: Any, num_steps: int, case: Any = PLAIN) -> list[Any]:
 @pytest.mark.parametrize("mode", _MODES)
 def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: list[int] = []
-    open_swapper = Storage._open
+    open_swapper = EngineResources._open
 
-    def opened(self: Storage, key: Any, num_bytes: int) -> Any:
+    def opened(self: EngineResources, key: Any, num_bytes: int) -> Any:
         reserved.append(num_bytes)
         return open_swapper(self, key, num_bytes)
 
-    monkeypatch.setattr(Storage, "_open", opened)
+    monkeypatch.setattr(EngineResources, "_open", opened)
     config = everything_on_nvme(tmp_path, _changes(mode))
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
     with engine:

@@ -158,10 +158,10 @@ def test_who_waits_for_a_vertical_step_touches_none_of_its_hooks(
 ) -> None:
     monkeypatch.setattr(turn, "PATIENCE_SECONDS", 2.0)
     with Lockstep.start(tmp_path, changes=_MODES["vertical"]) as both, ThreadPoolExecutor(1, "other") as pool:
-        holding = both.engine._parts.holding
+        module_hooks = both.engine._parts.module_hooks
         looks, is_amid = threading.Event(), threading.Event()
         begun: list[Future[Tensor]] = []
-        look = holding._compilation
+        look = module_hooks._compilation
 
         def is_other() -> bool:
             return threading.current_thread().name.startswith("other")
@@ -196,7 +196,7 @@ def test_who_waits_for_a_vertical_step_touches_none_of_its_hooks(
             both.model.register_forward_pre_hook(before_model, prepend=True),
             both.model.blocks[1].register_forward_pre_hook(before_block),
         ]
-        monkeypatch.setattr(holding, "_compilation", slow_look)
+        monkeypatch.setattr(module_hooks, "_compilation", slow_look)
         for step in range(2):
             both.batch_step(step)
             assert both.engine.report.schedule == "vertical"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from infinity.engine.resources import Storage
+from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
 from infinity.planning import placement
 from infinity.planning.cost_model import best_placement
@@ -80,14 +80,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     Pages for uploads are small enough to cut the units of small models.
     """
     lazy = LazyDevice()
-    open_storage = Storage.__init__
+    open_storage = EngineResources.__init__
 
     def place(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
         if request.param_tier != "none":
             request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
         return best_placement(units, request, order, backward_start)
 
-    def opened(self: Storage, *args: Any, **kwargs: Any) -> None:
+    def opened(self: EngineResources, *args: Any, **kwargs: Any) -> None:
         open_storage(self, *args, **kwargs)
         lazy.watch(self.pool)
 
@@ -96,7 +96,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     monkeypatch.setattr(module, "device_for", lambda torch_device: lazy)
     monkeypatch.setattr(worth, "best_placement", place)
     monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
-    monkeypatch.setattr(Storage, "__init__", opened)
+    monkeypatch.setattr(EngineResources, "__init__", opened)
     return lazy
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.paging.module_hooks import ModelHolding
+from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
-from infinity.paging.parameter_handler import Residence
+from infinity.paging.parameter_handler import ParameterHandler
 from infinity.telemetry.clock import StepClock
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import hold
@@ -124,8 +124,8 @@ class Held:
         capacity = room or sum(unit.num_bytes for unit in self.units)
         self.pager = make_pager(self.units, self.source if is_paged else None, capacity, prefetches=False)
         self.pager.writer = TensorWriter(self.source)
-        self.holding = ModelHolding(model, self.units)
-        self.residence = Residence(self.holding, self.pager)
+        self.module_hooks = ModuleHooks(model, self.units)
+        self.parameter_handler = ParameterHandler(self.module_hooks, self.pager)
         for unit in self.units:
             base = torch.zeros(unit.num_bytes, dtype=torch.uint8)
             for slot in unit.layout.slots:
@@ -137,15 +137,17 @@ class Held:
                 flat.tensor().copy_(base)
                 self.pager.place(unit, flat)
             for parameter in unit.parameters:
-                hold(parameter, self.residence, dtype, torch.device("cpu"))
+                hold(parameter, self.parameter_handler, dtype, torch.device("cpu"))
 
     def install(self) -> None:
         """Hook the model, so that its forward and backward page."""
-        self.holding.install(self.pager, lambda unit, slots: None, self, lambda parameters: None, lambda gathered: None)
+        self.module_hooks.install(
+            self.pager, lambda unit, slots: None, self, lambda parameters: None, lambda gathered: None
+        )
 
     def stored(self, fqn: str) -> torch.Tensor:
         """A parameter as it rests."""
-        unit, slot = self.holding.locate(self.model.get_parameter(fqn))
+        unit, slot = self.module_hooks.locate(self.model.get_parameter(fqn))
         self.pager.collect_all()
         if self.pager._source is None:
             assert unit.flat is not None

@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity.device.host_memory import free_share
 from infinity.errors import BudgetTooSmallError
-from infinity.numerics.chunk_format import RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.state_format import StateFormat
 from infinity.planning.cost_model import best_placement, predict
 from infinity.planning.inputs import Request, UnitSize
@@ -100,7 +100,7 @@ def facts_of(name: str, model: nn.Module, states: StateFormat = StateFormat.FP32
         device_budget_bytes=None,
         param_tier="nvme",
         optimizer_tier="nvme",
-        record_format=RecordFormat.of(_DTYPE, has_remainder=True, states=states),
+        record_format=ChunkFormat.of(_DTYPE, has_remainder=True, states=states),
         shares_host_memory=True,
         update="in_backward",
         num_micro_batches=1,

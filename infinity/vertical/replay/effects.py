@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.vertical.replay.ambient import RandomState
 from infinity.vertical.replay.buffer_watch import Key, buffers_of
-from infinity.vertical.replay.object_state import Holders, is_same_value, same_bits, too_large
+from infinity.vertical.replay.object_state import ObjectState, is_same_value, same_bits, too_large
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in name)
 """Containers that every module has, nearly always empty; what users' hooks keep is theirs."""
@@ -101,7 +101,7 @@ class StepStart:
             is_known = known is not None and known.is_copy_of(value) and (id(home), name) not in written
             self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
         self._attributes = [(module, dict(_others_of(module))) for module in self._modules]
-        self._holders = Holders(
+        self._holders = ObjectState(
             (f"{type(module).__name__}.{name}", value)
             for module, attributes in self._attributes
             for name, value in attributes.items()

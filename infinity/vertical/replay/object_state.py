@@ -30,7 +30,7 @@ _FOREIGN = frozenset(
 _ABSENT: Any = object()
 
 
-class Holders:
+class ObjectState:
     """Everything changeable that some values hold, as it is now."""
 
     def __init__(self, values: Iterable[tuple[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from infinity.device.compute import ComputeDevice, SeparateHostDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients import sources as gradient_sources
-from infinity.gradients.main_grad_dtype import WaitingDtype
+from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.main_grads import clip_coefficient, total_norm
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import in_slot_order
@@ -39,8 +39,8 @@ def _bytes_of(units: Sequence[Unit]) -> int:
     return sum(unit.layout.trainable_numel * _FP32_BYTES for unit in units)
 
 
-_NARROW = WaitingDtype(torch.bfloat16)
-_ROUNDED = WaitingDtype(torch.bfloat16, rounds=True)
+_NARROW = MainGradDtype(torch.bfloat16)
+_ROUNDED = MainGradDtype(torch.bfloat16, rounds=True)
 
 
 def _store(
@@ -48,7 +48,7 @@ def _store(
     swapper: Swapper,
     in_memory: Sequence[int],
     device: ComputeDevice | None = None,
-    waiting: WaitingDtype | None = None,
+    waiting: MainGradDtype | None = None,
     room: int | None = None,
 ) -> ShownGradients:
     # What the plan gives: the units that are kept, and scratch for one more.
@@ -177,7 +177,7 @@ _IN_MEMORY = pytest.mark.parametrize(
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("waiting", [_NARROW, _ROUNDED], ids=["narrow", "rounded"])
 def test_gradients_that_wait_as_bf16(
-    swapper: Swapper, in_memory: Sequence[int], num_parts: int, waiting: WaitingDtype
+    swapper: Swapper, in_memory: Sequence[int], num_parts: int, waiting: MainGradDtype
 ) -> None:
     """One gradient loses nothing; sums become fp32, or are rounded where that was asked for."""
     units = _units(torch.bfloat16)
@@ -209,7 +209,7 @@ def test_gradients_that_wait_as_bf16(
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("waiting", [_NARROW, _ROUNDED], ids=["narrow", "rounded"])
 def test_bf16_gradients_handed_over_in_backward(
-    swapper: Swapper, in_memory: Sequence[int], num_before: int, waiting: WaitingDtype
+    swapper: Swapper, in_memory: Sequence[int], num_before: int, waiting: MainGradDtype
 ) -> None:
     units = _units(torch.bfloat16)
     store = _store(units, swapper, in_memory, waiting=waiting)

@@ -23,8 +23,8 @@ from infinity.config import InfinityConfig, IOSection, load_config
 from infinity.planning.autotune import Limits, candidates, choose, tune_io
 from infinity.planning.bandwidth_cache import (
     Bandwidth,
+    BandwidthCache,
     CacheKey,
-    MeasuredIO,
     cache_path,
     load,
     measured_bandwidth,
@@ -418,7 +418,7 @@ def test_an_interrupt_is_not_swallowed(nvme: Path, drive: FakeDrive) -> None:
 # ----------------------------------------------------------------------------------------------------------------- cache
 
 _BANDWIDTH = Bandwidth(1e9, 2e9, 1.5e9, "2026-01-02T03:04:05+00:00")
-_MEASURED = MeasuredIO(IOSetting("threads", MIB, 4, 4), _BANDWIDTH, 0.25)
+_MEASURED = BandwidthCache(IOSetting("threads", MIB, 4, 4), _BANDWIDTH, 0.25)
 
 
 def _entry(**changes: Any) -> dict[str, Any]:

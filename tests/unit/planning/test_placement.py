@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError
-from infinity.numerics.chunk_format import MainWeight, RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
 from infinity.planning.cost_model import best_placement, predict
 from infinity.planning.inputs import Request, UnitSize
@@ -20,12 +20,12 @@ from infinity.units.layout import CHUNK_GRANULE
 
 _FP32_BYTES = 4
 _FORMATS = {
-    "fp32": RecordFormat(torch.float32, MainWeight.MODEL_WEIGHT),
-    "bf16": RecordFormat(torch.bfloat16, MainWeight.FP32),
-    "remainder": RecordFormat(torch.bfloat16, MainWeight.REMAINDER),
-    "bf16 states": RecordFormat(torch.bfloat16, MainWeight.REMAINDER, StateFormat.BF16),
-    "int8 states": RecordFormat(torch.bfloat16, MainWeight.REMAINDER, StateFormat.INT8),
-    "int8 states, fp32": RecordFormat(torch.float32, MainWeight.MODEL_WEIGHT, StateFormat.INT8),
+    "fp32": ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT),
+    "bf16": ChunkFormat(torch.bfloat16, MainWeight.FP32),
+    "remainder": ChunkFormat(torch.bfloat16, MainWeight.REMAINDER),
+    "bf16 states": ChunkFormat(torch.bfloat16, MainWeight.REMAINDER, StateFormat.BF16),
+    "int8 states": ChunkFormat(torch.bfloat16, MainWeight.REMAINDER, StateFormat.INT8),
+    "int8 states, fp32": ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT, StateFormat.INT8),
 }
 _PAGE = 4096
 

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from infinity.numerics.chunk_format import RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat
 from infinity.paging.trace import Trace
 from infinity.planning.bandwidth_cache import Bandwidth
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import place
 from infinity.planning.plan import Plan
-from infinity.planning.plan_tracker import Forecast
+from infinity.planning.plan_tracker import PlanTracker
 from infinity.telemetry import StepReport
 from infinity.traffic import Traffic
 from infinity.units.layout import CHUNK_GRANULE
@@ -26,7 +26,7 @@ _REQUEST = Request(
     device_budget_bytes=None,
     param_tier="nvme",
     optimizer_tier="nvme",
-    record_format=RecordFormat.of(torch.bfloat16, has_remainder=True),
+    record_format=ChunkFormat.of(torch.bfloat16, has_remainder=True),
     shares_host_memory=True,
     update="in_backward",
     num_micro_batches=1,
@@ -124,25 +124,25 @@ def test_the_table_says_what_rests_where() -> None:
 
 def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     guess = [*range(8), *reversed(range(8))]
-    forecast = Forecast(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess)
+    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess)
     trace = Trace(guess)
-    first = forecast.plan(trace, Traffic())
+    first = plan_tracker.plan(trace, Traffic())
     assert first.predicted_read_bytes_per_step > 0
     assert first.compute_seconds is None
     for seconds in (50.0, 40.0):
-        forecast.note(_report(seconds, seconds))
-    assert forecast.plan(trace, Traffic()).compute_seconds is None, "the first steps do not count"
-    forecast.note(_report(9.0, 1.5))
-    assert forecast.plan(trace, Traffic()).compute_seconds == pytest.approx(1.5)
+        plan_tracker.note(_report(seconds, seconds))
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds is None, "the first steps do not count"
+    plan_tracker.note(_report(9.0, 1.5))
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(1.5)
     for compute, optimizer in ((1.0, 2.0), (1.2, 0.5), (1.1, 4.0)):
-        forecast.note(_report(9.0, compute, optimizer))
-    assert forecast.plan(trace, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
+        plan_tracker.note(_report(9.0, compute, optimizer))
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
     for _ in range(20):
-        forecast.note(
+        plan_tracker.note(
             dataclasses.replace(_report(4.4, 1.1), drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000)
         )
-    assert forecast.plan(trace, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
-    assert forecast.plan(trace, Traffic()).overlap_factor == pytest.approx(1.1)
+    assert plan_tracker.plan(trace, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
+    assert plan_tracker.plan(trace, Traffic()).overlap_factor == pytest.approx(1.1)
     trace.begin()
     for unit in range(4):
         trace.touch(unit)
@@ -150,20 +150,20 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     for unit in reversed(range(4)):
         trace.touch(unit)
     trace.commit()
-    assert forecast.plan(trace, Traffic()).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
-    assert forecast.plan(trace, Traffic()).compute_seconds == pytest.approx(1.1)
+    assert plan_tracker.plan(trace, Traffic()).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(1.1)
 
 
 def test_pauses_of_the_script_do_not_count() -> None:
     guess = [*range(8), *reversed(range(8))]
-    forecast, trace = Forecast(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
+    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
     for step in range(12):
         pause = 30.0 * (step % 2)
         report = dataclasses.replace(
             _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=1.9, drive_busy_seconds=4.0
         )
-        forecast.note(dataclasses.replace(report, read_bytes=4_000_000))
-    plan = forecast.plan(trace, Traffic())
+        plan_tracker.note(dataclasses.replace(report, read_bytes=4_000_000))
+    plan = plan_tracker.plan(trace, Traffic())
     assert plan.compute_seconds == pytest.approx(2.0)
     assert plan.overlap_factor == pytest.approx(5.0 / 4.0)
     assert plan.seen_bytes_per_second == pytest.approx(1e6)
@@ -171,12 +171,12 @@ def test_pauses_of_the_script_do_not_count() -> None:
 
 def test_a_pause_before_the_only_known_step_does_not_count() -> None:
     guess = [*range(8), *reversed(range(8))]
-    forecast, trace = Forecast(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
+    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
     for pause in (3.0, 0.1, 60.0):
         report = dataclasses.replace(
             _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=2.0, drive_busy_seconds=4.0, read_bytes=4_000_000
         )
-        forecast.note(report)
-    plan = forecast.plan(trace, Traffic())
+        plan_tracker.note(report)
+    plan = plan_tracker.plan(trace, Traffic())
     assert plan.compute_seconds == pytest.approx(2.1), "what the script does before every step stays"
     assert plan.overlap_factor == pytest.approx(5.1 / 4.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from infinity.numerics.chunk_format import MainWeight, RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
 from infinity.tiers.extent_labels import gradient_contents, record_contents, weight_contents
 from infinity.units.layout import ParameterSpec, UnitLayout
@@ -53,7 +53,7 @@ def test_gradients(itemsize: int) -> None:
     ],
 )
 def test_records(kind: MainWeight, main: str, states: StateFormat) -> None:
-    form = RecordFormat(torch.bfloat16, kind, states)
+    form = ChunkFormat(torch.bfloat16, kind, states)
     layout = UnitLayout([_spec("a", 5000), _spec("b", 3), _spec("c", 1000), _spec("none", 0)], states.block_numel)
     chunks = layout.chunks(2048)
     names = ("exp_avg", "exp_avg_sq")

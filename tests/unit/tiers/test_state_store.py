@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from infinity.numerics.chunk_format import MainWeight, RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
-from infinity.tiers.state_store import Lease, PagedRecords, RecordStore, ResidentRecords
+from infinity.tiers.state_store import Lease, PagedStateStore, ResidentStateStore, StateStore
 from infinity.units.layout import CHUNK_GRANULE, Chunk
 from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper
@@ -17,11 +17,11 @@ from tests.unit.stage import trainable_unit
 from tests.waiting import wait_until
 
 _NAMES = ("exp_avg", "exp_avg_sq")
-_FP32 = RecordFormat(torch.float32, MainWeight.MODEL_WEIGHT)
-_BF16 = RecordFormat(torch.bfloat16, MainWeight.FP32)
-_HALVES = RecordFormat(torch.bfloat16, MainWeight.REMAINDER)
+_FP32 = ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT)
+_BF16 = ChunkFormat(torch.bfloat16, MainWeight.FP32)
+_HALVES = ChunkFormat(torch.bfloat16, MainWeight.REMAINDER)
 _SMALL = [
-    RecordFormat(dtype, main, states)
+    ChunkFormat(dtype, main, states)
     for states in (StateFormat.BF16, StateFormat.INT8)
     for dtype, main in ((torch.float32, MainWeight.MODEL_WEIGHT), (torch.bfloat16, MainWeight.REMAINDER))
 ]
@@ -37,7 +37,7 @@ def swapper() -> Iterator[Swapper]:
         yield opened
 
 
-def _arena(num_pages: int, form: RecordFormat, num_states: int = 2) -> StagingArena:
+def _arena(num_pages: int, form: ChunkFormat, num_states: int = 2) -> StagingArena:
     num_bytes = form.workspace_bytes(CHUNK_GRANULE, num_states)
     return StagingArena(-(-num_bytes // 4096) * 4096, num_pages, deadline_seconds=10)
 
@@ -47,7 +47,7 @@ def _unit(dtype: torch.dtype) -> tuple[Unit, tuple[Chunk, ...]]:
     return unit, unit.layout.chunks(CHUNK_GRANULE)
 
 
-def _open(records: RecordStore, unit: Unit, chunk: Chunk) -> Lease:
+def _open(records: StateStore, unit: Unit, chunk: Chunk) -> Lease:
     lease = records.open(unit, chunk, is_blocking=True)
     assert lease is not None
     lease.wait()
@@ -56,7 +56,7 @@ def _open(records: RecordStore, unit: Unit, chunk: Chunk) -> Lease:
 
 @pytest.mark.parametrize("form", _FORMATS)
 @pytest.mark.parametrize("num_states", [0, 1, 3])
-def test_the_working_memory_has_no_overlaps(form: RecordFormat, num_states: int) -> None:
+def test_the_working_memory_has_no_overlaps(form: ChunkFormat, num_states: int) -> None:
     numel = CHUNK_GRANULE
     total = form.workspace_bytes(numel, num_states)
     memory = torch.zeros(total, dtype=torch.uint8)
@@ -85,7 +85,7 @@ def test_the_working_memory_has_no_overlaps(form: RecordFormat, num_states: int)
 
 
 @pytest.mark.parametrize("form", _FORMATS)
-def test_the_record_is_the_state_and_not_the_scratch(form: RecordFormat) -> None:
+def test_the_record_is_the_state_and_not_the_scratch(form: ChunkFormat) -> None:
     memory = torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 2), dtype=torch.uint8)
     workspace = form.lay_out(memory, CHUNK_GRANULE, _NAMES)
     workspace.record.fill_(1)
@@ -99,7 +99,7 @@ def test_the_record_is_the_state_and_not_the_scratch(form: RecordFormat) -> None
 
 
 @pytest.mark.parametrize("form", _FORMATS)
-def test_main_weights_are_read_as_written(form: RecordFormat) -> None:
+def test_main_weights_are_read_as_written(form: ChunkFormat) -> None:
     workspace = form.lay_out(
         torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 1), dtype=torch.uint8), CHUNK_GRANULE, ["a"]
     )
@@ -122,7 +122,7 @@ def test_main_weights_are_read_as_written(form: RecordFormat) -> None:
         *((form, dtype) for form in (_BF16, _HALVES) for dtype in (torch.float32, torch.bfloat16)),
     ],
 )
-def test_gradients_land_where_nothing_else_is(form: RecordFormat, dtype: torch.dtype) -> None:
+def test_gradients_land_where_nothing_else_is(form: ChunkFormat, dtype: torch.dtype) -> None:
     workspace = form.lay_out(
         torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 2), dtype=torch.uint8), CHUNK_GRANULE, _NAMES
     )
@@ -136,11 +136,13 @@ def test_gradients_land_where_nothing_else_is(form: RecordFormat, dtype: torch.d
 
 @pytest.mark.parametrize("form", _FORMATS)
 @pytest.mark.parametrize("kind", ["paged", "resident"])
-def test_what_was_written_back_comes_again(swapper: Swapper, form: RecordFormat, kind: str) -> None:
+def test_what_was_written_back_comes_again(swapper: Swapper, form: ChunkFormat, kind: str) -> None:
     unit, chunks = _unit(form.weight_dtype)
-    records: RecordStore
+    records: StateStore
     records = (
-        PagedRecords(swapper, _arena(2, form), form) if kind == "paged" else ResidentRecords(torch.device("cpu"), form)
+        PagedStateStore(swapper, _arena(2, form), form)
+        if kind == "paged"
+        else ResidentStateStore(torch.device("cpu"), form)
     )
     records.allocate(unit, chunks, _NAMES)
     assert records.names_of(unit) == _NAMES
@@ -168,9 +170,9 @@ def _main_of(lease: Lease) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("form", "num_bytes"), [(_BF16, 4), (_HALVES, 2)], ids=["bf16", "remainder"])
-def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: RecordFormat, num_bytes: int) -> None:
+def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: ChunkFormat, num_bytes: int) -> None:
     unit, chunks = _unit(torch.bfloat16)
-    records = PagedRecords(swapper, _arena(1, form), form)
+    records = PagedStateStore(swapper, _arena(1, form), form)
     records.allocate(unit, chunks, _NAMES)
     lease = _open(records, unit, chunks[0])
     _main_of(lease).fill_(5)
@@ -185,7 +187,7 @@ def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: Rec
 
 @pytest.mark.parametrize("form", _FORMATS)
 @pytest.mark.parametrize("num_states", [0, 1, 2])
-def test_records_on_a_drive_fill_blocks(form: RecordFormat, num_states: int) -> None:
+def test_records_on_a_drive_fill_blocks(form: ChunkFormat, num_states: int) -> None:
     for num_granules in (1, 2, 31, 500):
         numel = num_granules * CHUNK_GRANULE
         in_memory, stored = form.record_bytes(numel, num_states), form.stored_bytes(numel, num_states)
@@ -202,7 +204,7 @@ def test_records_on_a_drive_fill_blocks(form: RecordFormat, num_states: int) -> 
 def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.bfloat16)
     arena = _arena(1, _BF16)
-    records = PagedRecords(swapper, arena, _BF16)
+    records = PagedStateStore(swapper, arena, _BF16)
     records.allocate(unit, chunks, _NAMES)
     lease = _open(records, unit, chunks[0])
     assert records.open(unit, chunks[1], is_blocking=False) is None
@@ -217,7 +219,7 @@ def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:
 def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.bfloat16)
     arena = _arena(2, _BF16)
-    records = PagedRecords(swapper, arena, _BF16)
+    records = PagedStateStore(swapper, arena, _BF16)
     records.allocate(unit, chunks, _NAMES)
     extent = swapper.allocate(2 * CHUNK_GRANULE, "weights")
     lease = _open(records, unit, chunks[0])
@@ -234,7 +236,7 @@ def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> No
 
 def test_a_unit_without_states_in_fp32_has_nothing_to_store(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.float32)
-    records = PagedRecords(swapper, _arena(1, _FP32, 0), _FP32)
+    records = PagedStateStore(swapper, _arena(1, _FP32, 0), _FP32)
     free = swapper.free_bytes
     records.allocate(unit, chunks, ())
     assert swapper.free_bytes == free
@@ -244,11 +246,11 @@ def test_a_unit_without_states_in_fp32_has_nothing_to_store(swapper: Swapper) ->
 
 
 @pytest.mark.parametrize("form", _FORMATS)
-def test_records_in_memory_are_worked_on_in_place(swapper: Swapper, form: RecordFormat) -> None:
+def test_records_in_memory_are_worked_on_in_place(swapper: Swapper, form: ChunkFormat) -> None:
     unit, chunks = _unit(form.weight_dtype)
     assert len(chunks) == 2
     arena = _arena(1, form)
-    records = PagedRecords(swapper, arena, form)
+    records = PagedStateStore(swapper, arena, form)
     records.allocate(unit, chunks, _NAMES, numel_in_memory=CHUNK_GRANULE)
     weight = torch.zeros(chunks[0].numel, dtype=form.weight_dtype)
     before = swapper.statistics()
@@ -279,7 +281,7 @@ def test_records_in_memory_are_worked_on_in_place(swapper: Swapper, form: Record
 def test_a_page_with_scratch_for_memory_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.bfloat16)
     arena = _arena(1, _HALVES)
-    records = PagedRecords(None, arena, _HALVES)
+    records = PagedStateStore(None, arena, _HALVES)
     records.allocate(unit, chunks, _NAMES, numel_in_memory=unit.layout.trainable_numel)
     extent = swapper.allocate(2 * CHUNK_GRANULE, "weights")
     lease = _open(records, unit, chunks[0])
@@ -291,6 +293,6 @@ def test_a_page_with_scratch_for_memory_is_free_when_all_writes_from_it_are_done
 
 def test_records_that_rest_nowhere_are_refused() -> None:
     unit, chunks = _unit(torch.bfloat16)
-    records = PagedRecords(None, _arena(1, _HALVES), _HALVES)
+    records = PagedStateStore(None, _arena(1, _HALVES), _HALVES)
     with pytest.raises(RuntimeError, match="rest nowhere"):
         records.allocate(unit, chunks, _NAMES, numel_in_memory=CHUNK_GRANULE)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer
-from infinity.numerics.chunk_format import MainWeight, RecordFormat
+from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.optim.remainder_updater import RemainderUpdater
-from infinity.tiers.state_store import PagedRecords
+from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import CHUNK_GRANULE, Chunk, Piece, Slot
 from infinity.units.unit import Unit
@@ -99,7 +99,7 @@ class SlowStream:
 
     stream: UpdateStream
     updater: Summing
-    records: PagedRecords
+    records: PagedStateStore
     weights: WeightStore
     swapper: Swapper
     arena: StagingArena
@@ -155,12 +155,12 @@ def slow_stream(
     """``main``: how main weights are kept; by default as a whole."""
     device = device or ComputeDevice()
     default = MainWeight.MODEL_WEIGHT if dtype == torch.float32 else MainWeight.FP32
-    record_format = RecordFormat(dtype, main or default)
+    record_format = ChunkFormat(dtype, main or default)
     backend = LatencyBackend(MemoryBackend(1 << 20, 4), read_seconds=0.0, write_seconds=0.004)
     swapper = Swapper(backend, SwapperConfig(deadline_seconds=WAIT_SECONDS))
     arena = StagingArena(record_format.workspace_bytes(CHUNK_GRANULE, 1), num_pages, deadline_seconds=WAIT_SECONDS)
     units = [trainable_unit(index, [(NUMEL - 200,), (90,)], dtype) for index in range(3)]
-    records = PagedRecords(swapper, arena, record_format)
+    records = PagedStateStore(swapper, arena, record_format)
     weights = WeightStore(swapper, ComputeDevice())
     states = {}
     for unit in units:

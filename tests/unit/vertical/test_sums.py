@@ -11,8 +11,8 @@ import torch
 
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.main_grad_dtype import WaitingDtype
-from infinity.gradients.main_grads import GradientStore
+from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.main_grads import MainGradStore
 from infinity.telemetry.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -32,9 +32,9 @@ def swapper() -> Iterator[Swapper]:
         yield opened
 
 
-def _spilling(unit: Unit, swapper: Swapper, waiting: WaitingDtype | None = None) -> GradientStore:
+def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype | None = None) -> MainGradStore:
     pool = FlatPool(ComputeDevice(), unit.layout.trainable_numel * 4)
-    return GradientStore(
+    return MainGradStore(
         [unit],
         ComputeDevice(),
         StepClock(),
@@ -55,7 +55,7 @@ def test_a_sum_that_nobody_closed_is_whole_for_the_update(
     unit: Unit, swapper: Swapper, looks_at_norms: bool, rounds: bool
 ) -> None:
     """Also in a second step: what was stored and kept of the first must not pass for it."""
-    store = _spilling(unit, swapper, WaitingDtype(torch.bfloat16, rounds=rounds))
+    store = _spilling(unit, swapper, MainGradDtype(torch.bfloat16, rounds=rounds))
     for step in range(2):
         store.open_sum(unit)
         for value in (1.0, 2.0, float(step)):

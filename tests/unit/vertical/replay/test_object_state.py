@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from infinity.errors import UnsupportedModelError
-from infinity.vertical.replay.object_state import Holders
+from infinity.vertical.replay.object_state import ObjectState
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any
 def test_a_change_is_seen_and_put_back(name: str) -> None:
     make, change, look = _CHANGES[name]
     value, other = make(), make()
-    holders = Holders([("other", other), ("value", value)])
+    holders = ObjectState([("other", other), ("value", value)])
     before = look(value) if not isinstance(look(value), dict) else dict(look(value))
     assert holders.changed() is None
     change(value)
@@ -83,7 +83,7 @@ def test_a_change_is_seen_and_put_back(name: str) -> None:
 def test_cycles_and_common_parts_end() -> None:
     value: dict[str, Any] = {"a": []}
     value["a"] += [value, value["a"]]
-    holders = Holders([("value", value), ("again", value["a"])])
+    holders = ObjectState([("value", value), ("again", value["a"])])
     assert holders.changed() is None and holders.too_much is None
     value["a"].append(1)
     assert holders.changed() is not None
@@ -93,14 +93,14 @@ def test_more_than_can_be_followed_is_told() -> None:
     deep: list[Any] = []
     for _ in range(50):
         deep = [deep]
-    assert Holders([("deep", deep)]).too_much == "deep"
-    assert Holders([("many", [[] for _ in range(20_000)])]).too_much == "many"
-    assert Holders([("long", list(range(20_000)))]).too_much is None
+    assert ObjectState([("deep", deep)]).too_much == "deep"
+    assert ObjectState([("many", [[] for _ in range(20_000)])]).too_much == "many"
+    assert ObjectState([("long", list(range(20_000)))]).too_much is None
 
 
 def test_what_is_too_large_to_be_copied_is_compared_and_the_error_says_what_to_do() -> None:
     value = np.zeros(1 << 20)
-    holders = Holders([("Model.table", value)])
+    holders = ObjectState([("Model.table", value)])
     assert holders.changed() is None
     value[5] = 1
     assert holders.changed() == "Model.table"
