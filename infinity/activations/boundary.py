@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
+from infinity.activations.refusal import Refusal
 from infinity.paging.saved_tensors import top_hooks
 from infinity.telemetry.clock import StepClock
-from infinity.vertical.replay.refusal import NotVertical
 from swapper import AlignedRegion, Extent, Handle, Priority, Swapper, SwapperError
 
 _BLOCK_BYTES = 4096
@@ -32,7 +32,7 @@ class Space(Protocol):
     """Room on NVMe."""
 
     def take(self, num_bytes: int) -> tuple[Swapper, Extent]:
-        """An extent of at least ``num_bytes``. Raises `NotVertical` if there is no room, or no NVMe tier."""
+        """An extent of at least ``num_bytes``. Raises `Refusal` if there is no room, or no NVMe tier."""
         ...
 
     def give_back(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None:
@@ -65,7 +65,7 @@ class Kept:
         self.reading: tuple[Handle, torch.Tensor] | None = None
 
     def check_unchanged(self) -> None:
-        """Raise `NotVertical` if somebody has written to it."""
+        """Raise `Refusal` if somebody has written to it."""
         if isinstance(self.token, tuple) and self.token[0]._version != self.token[1]:
             raise _written_to()
 
@@ -197,7 +197,7 @@ class Boundary:
                 handle.wait()
 
     def check_unchanged(self) -> None:
-        """Raise `NotVertical` if something that is in memory was written to."""
+        """Raise `Refusal` if something that is in memory was written to."""
         for _, kept in self._known.values():
             kept.check_unchanged()
 
@@ -280,8 +280,8 @@ class Boundary:
         self._known.clear()
 
 
-def _written_to() -> NotVertical:
-    return NotVertical("the input of a block is written to after the block has used it")
+def _written_to() -> Refusal:
+    return Refusal("the input of a block is written to after the block has used it")
 
 
 def _can_leave(tensor: torch.Tensor) -> bool:

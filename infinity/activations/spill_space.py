@@ -9,8 +9,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from infinity.activations.refusal import Refusal
 from infinity.errors import BudgetTooSmallError, StorageError
-from infinity.vertical.replay.refusal import NotVertical
 from swapper import Extent, OutOfSpaceError, Swapper, SwapperError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class SpillSpace:
         """An extent of ``num_bytes``.
 
         Raises:
-            NotVertical: there is no NVMe tier, or its directories have no room.
+            Refusal: there is no NVMe tier, or its directories have no room.
         """
         self._sizes.add(num_bytes)
         free = self._free.get(num_bytes)
@@ -62,12 +62,12 @@ class SpillSpace:
             except StorageError:
                 swapper = self._open_swapper(rounded)  # little room is better than none
         except BudgetTooSmallError as error:
-            raise NotVertical(
+            raise Refusal(
                 "the inputs of units need more memory than infinity.host_memory_budget leaves, and no NVMe tier takes them"
             ) from error
         except StorageError as error:
             logger.warning("no room for the inputs of units: %s", error)
-            raise NotVertical(f"the inputs of units need more memory than the budget leaves, and {error}") from error
+            raise Refusal(f"the inputs of units need more memory than the budget leaves, and {error}") from error
         self._swappers.append(swapper)
         return swapper
 

@@ -17,6 +17,7 @@ from infinity.gradients.sources import (
     FP32_BYTES,
     DeviceGradients,
     GradientBuffer,
+    GradientSource,
     Loan,
     MemoryGradients,
     SpilledGradients,
@@ -24,10 +25,10 @@ from infinity.gradients.sources import (
     in_slot_order,
 )
 from infinity.telemetry.clock import StepClock
+from infinity.threads.interrupts import POLL_SECONDS
 from infinity.tiers.extent_labels import gradient_contents
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
-from infinity.updates.job import POLL_SECONDS, GradientSource
 from swapper import Bell, Extent, Swapper
 
 _MOST_UNITS_ON_DEVICE = 2

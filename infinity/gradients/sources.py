@@ -32,6 +32,53 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
 
+class GradientSource(Protocol):
+    """The gradients of one unit for one update."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all of them: fp32, or bf16 if their values are."""
+        ...
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether they come through scratch memory."""
+        ...
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the gradients stay what they are after the update, which must not change them then."""
+        ...
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether others may write to the gradients' memory while the update runs."""
+        ...
+
+    def slots(self) -> Sequence[Slot]:
+        """The parameters that have a gradient."""
+        ...
+
+    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
+        ...
+
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        """The gradient of one piece: 1-D; may be changed in place unless `is_kept`.
+
+        ``scratch`` is its part of the chunk's scratch.
+        """
+        ...
+
+    def note_used(self, chunk: Chunk) -> None:
+        """Those of this chunk, and of all before it, are used up."""
+        ...
+
+    def release(self) -> None:
+        """They are used up."""
+        ...
+
+
 class Gradients:
     """Common to all sources: which parameters have a gradient, and whether the update has used them up."""
 

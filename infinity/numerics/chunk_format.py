@@ -5,7 +5,7 @@ Pure layout: knows bytes and dtypes; must not know where records rest or what an
     one chunk's working memory, n elements (a page, or resident memory)
     | main weight or remainder | state 0: 4n | state 1: 4n | ... | gradient: 4n | model weight: n * itemsize |
     |<----------- record as stored ----------------------------->|
-States may be smaller than 4n: see ``infinity.numerics.state_format``. On a drive, a record fills blocks of `RECORD_GRANULE` bytes.
+States may be smaller than 4n: see `StateFormat`. On a drive, a record fills blocks of `RECORD_GRANULE` bytes.
 """
 
 from __future__ import annotations

@@ -21,6 +21,23 @@ _MANY_UNITS = 300
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """The order of the last step, as far as predictions depend on it."""
+
+    is_vertical: bool = False
+    """Whether all micro-batches went through a unit together."""
+    spilled_bytes: int = 0
+    """Bytes of units' inputs that were written to NVMe, and read again."""
+    resumed_bytes: int = 0
+    """Bytes of sums of gradients, of units used at several places, that were written before they were complete."""
+
+    @property
+    def extra_bytes(self) -> int:
+        """What is written and read besides weights, states and complete gradients."""
+        return self.spilled_bytes + self.resumed_bytes
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Bytes that the NVMe tier reads and writes in one step, in the steady state, when every parameter gets a gradient."""
 

@@ -8,7 +8,7 @@ On a GPU the flat buffers are device memory, and pages for uploads take their pl
 
 [Note: how it is divided] First the least of everything. Half of what is left at most goes into what keeps the drives and
 the model busy at the same time: more pages, room to fetch further ahead. All else keeps things off the drives, see
-``infinity.planning.keep_in_memory``. The more units stay, the less room the others need to pass through: so the division is made for
+``keep_in_memory``. The more units stay, the less room the others need to pass through: so the division is made for
 each sensible number of units that stay, and the one that saves most is taken.
 """
 

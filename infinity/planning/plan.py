@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from infinity.planning.bandwidth_cache import Bandwidth
+from infinity.planning.cost_model import Traffic
 from infinity.planning.placement import Placement
-from infinity.traffic import Traffic
 
 _MEGABYTE = 1_000_000
 

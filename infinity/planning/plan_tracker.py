@@ -14,12 +14,11 @@ from collections.abc import Collection, Sequence
 from infinity.config import InfinityConfig
 from infinity.paging.trace import Trace
 from infinity.planning.bandwidth_cache import Bandwidth, measured_bandwidth
-from infinity.planning.cost_model import predict
+from infinity.planning.cost_model import Traffic, predict
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import Placement
 from infinity.planning.plan import Plan
 from infinity.telemetry import StepReport
-from infinity.traffic import Traffic
 from infinity.units.unit import Unit
 
 _WARM_UP = 2

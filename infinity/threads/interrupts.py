@@ -12,6 +12,9 @@ from swapper.sync.reentry import came_from_between, interrupted_frame, watch
 
 watch(__file__)
 
+POLL_SECONDS = 1.0
+"""How often a wait looks up, so that a KeyboardInterrupt gets through."""
+
 
 def surely(function: Callable[[], None]) -> None:
     """Call ``function``, which may be called again after it was cut off. If an interrupt does that, that is done first."""

@@ -82,7 +82,7 @@ class Unit:
         self.num_active = 0
         """How many modules that use the unit are inside their forward."""
         self.gathered: list[object] = []
-        """What the user holds it open for, see `infinity.checkpoint.state_access.Gathered`: it stays open, also while it is updated."""
+        """What the user holds it open for, see ``checkpoint.state_access.Gathered``: it stays open, also while it is updated."""
         self._tokens: set[weakref.ref[object]] = set()
         self.is_open = False
         self.version = 0

@@ -12,67 +12,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+from infinity.gradients.sources import GradientSource
 from infinity.threads.denormals import flushes_denormals
-from infinity.units.layout import Chunk, Piece, Slot
+from infinity.threads.interrupts import POLL_SECONDS
+from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
-from swapper import Handle, Latch
+from swapper import Latch
 
 PROMOTED = -1
 """The rank of a job that somebody waits for; others begin at 0."""
-POLL_SECONDS = 1.0
-"""How often a wait looks up, so that a KeyboardInterrupt gets through."""
-
-
-class GradientSource(Protocol):
-    """The gradients of one unit for one update."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all of them: fp32, or bf16 if their values are."""
-        ...
-
-    @property
-    def needs_scratch(self) -> bool:
-        """Whether they come through scratch memory."""
-        ...
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the gradients stay what they are after the update, which must not change them then."""
-        ...
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether others may write to the gradients' memory while the update runs."""
-        ...
-
-    def slots(self) -> Sequence[Slot]:
-        """The parameters that have a gradient."""
-        ...
-
-    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
-        ...
-
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        """The gradient of one piece: 1-D; may be changed in place unless `is_kept`.
-
-        ``scratch`` is its part of the chunk's scratch.
-        """
-        ...
-
-    def note_used(self, chunk: Chunk) -> None:
-        """Those of this chunk, and of all before it, are used up."""
-        ...
-
-    def release(self) -> None:
-        """They are used up."""
-        ...
 
 
 @dataclass

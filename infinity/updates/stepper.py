@@ -25,11 +25,12 @@ from infinity.errors import PartialUpdateError
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grads import clip_coefficient, total_norm
 from infinity.gradients.shown_grads import ShownGradients
+from infinity.gradients.sources import GradientSource
 from infinity.optim.groups import Groups
 from infinity.paging.pager import Pager
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
-from infinity.updates.job import GradientSource, UpdateJob
+from infinity.updates.job import UpdateJob
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stream import UpdateStream
 

@@ -21,14 +21,16 @@ from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.numerics.state_codec import Noise
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
+from infinity.threads.interrupts import POLL_SECONDS
 from infinity.threads.openmp import release_workers, use_one_thread
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece
-from infinity.update_rules import HalvesUpdater, PieceUpdater
-from infinity.updates.job import POLL_SECONDS, ParameterState, UpdateJob
+from infinity.updates.job import ParameterState, UpdateJob
 from swapper import Bell, Handle
 
 _MOST_AHEAD = 16
@@ -60,7 +62,7 @@ class UpdateStream:
         updater: PieceUpdater,
         device: ComputeDevice,
         states: Mapping[tuple[int, int], ParameterState],
-        halves_updater: HalvesUpdater | None = None,
+        halves_updater: RemainderUpdater | None = None,
         window: StateWindow | None = None,
     ) -> None:
         """

@@ -8,12 +8,6 @@
     backward: the same table from right to left, each unit computed once more per micro-batch
 
 `VerticalSchedule` runs one step like that. Nothing of it is known to the rest of the package but its results.
+
+Knows all rooms below it; nothing of it is known to any room but `infinity.engine`.
 """
-
-from infinity.vertical.schedule import VerticalSchedule
-from infinity.vertical.shared_pager import SharedPager
-from infinity.vertical.space import SpillSpace
-from infinity.vertical.step import Surroundings
-from infinity.vertical.worth import place_for_schedule
-
-__all__ = ["SharedPager", "SpillSpace", "Surroundings", "VerticalSchedule", "place_for_schedule"]

@@ -22,11 +22,17 @@ import torch
 
 from infinity.threads.denormals import flush_denormals, flushes_denormals
 from infinity.threads.openmp import release_workers
-from infinity.vertical.replay.refusal import Abandoned
 
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
 """How long to wait for a lane that was told to stop, before it is left to itself."""
+
+
+class Abandoned(BaseException):
+    """Raised inside a micro-batch's thread when nobody waits for it any more.
+
+    Not an `Exception`, so that the model's own ``except`` clauses let it pass.
+    """
 
 
 class _Mailbox:

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from infinity.activations.boundary import Boundary, Kept
+from infinity.activations.refusal import Refusal
 from infinity.units.unit import Unit
 from infinity.vertical.glue import Edge, Glue, Returned, edge_of
 from infinity.vertical.replay.ambient import Ambient, RandomState
 from infinity.vertical.replay.caches import without_caches
 from infinity.vertical.replay.effects import Buffers, BufferValues
-from infinity.vertical.replay.refusal import NotVertical
 from infinity.vertical.replay.tree import Built, Tree
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Owner(Protocol):
         """Call ``function``, where it is fastest."""
         ...
 
-    def refuse(self, refusal: NotVertical) -> NoReturn:
+    def refuse(self, refusal: Refusal) -> NoReturn:
         """The micro-batch cannot go on like this."""
         ...
 
@@ -132,7 +132,7 @@ class UnitCall:
             What the module returns; tensors that have a gradient come from a `Returned` node.
 
         Raises:
-            NotVertical: the call has effects that are not seen here.
+            Refusal: the call has effects that are not seen here.
         """
         tree = Tree(without_caches(args, kwargs))
         trail = _Trail()
@@ -150,7 +150,7 @@ class UnitCall:
         built.check_unchanged()
         tree.check_unchanged()
         if [_version(tensor) for tensor in given] != versions:
-            raise NotVertical(f"{self.site.name} writes to its input")
+            raise Refusal(f"{self.site.name} writes to its input")
         if self.site.buffers.marks() != marks:
             self._note_written_buffers()
         else:
@@ -163,7 +163,7 @@ class UnitCall:
         if trace() is not None and not self.site.leaves_cycles:
             gc.collect()
             if trace() is not None:
-                raise NotVertical(f"{self.site.name} gives tensors away other than by returning them")
+                raise Refusal(f"{self.site.name} gives tensors away other than by returning them")
             self.site.leaves_cycles = self._is_trial
         if not self._results:
             self.drop()
@@ -193,11 +193,9 @@ class UnitCall:
     def _note_written_buffers(self) -> None:
         self.site.buffers.are_written = True
         if not self._boundary.hooks_are_innermost():
-            raise NotVertical(
-                f"{self.site.name} writes to its buffers, and would do so again under its own checkpointing"
-            )
+            raise Refusal(f"{self.site.name} writes to its buffers, and would do so again under its own checkpointing")
         if self._buffer_values is None:
-            raise NotVertical(f"{self.site.name} begins to write to its buffers")
+            raise Refusal(f"{self.site.name} begins to write to its buffers")
 
     def _leave(self, tree: Tree, given: Sequence[torch.Tensor], result: Tree, anchor: torch.Tensor) -> list[Any]:
         passed = {id(tensor): original for tensor, original in zip(given, tree.tensors, strict=True)}
@@ -210,7 +208,7 @@ class UnitCall:
                 continue
             address = _address(tensor)
             if address is not None and address in memory:
-                raise NotVertical(f"{self.site.name} returns views of one tensor")
+                raise Refusal(f"{self.site.name} returns views of one tensor")
             memory.add(address)
             self._results.append(index)
             carried.append(self._boundary.without_weights(tensor.detach()))
@@ -242,7 +240,7 @@ class UnitCall:
     def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients of the results have come at its node; they add to those that came before."""
         if not self._owner.is_forward_over:
-            self._owner.refuse(NotVertical("the model's forward differentiates through its blocks itself"))
+            self._owner.refuse(Refusal("the model's forward differentiates through its blocks itself"))
         if self.is_over:
             raise RuntimeError(f"a gradient of {self.site.name} came after its backward")
         for index, gradient in enumerate(gradients):
@@ -296,15 +294,15 @@ class UnitCall:
         args, kwargs = self._tree.build(leaves)
         result = self._ambient.run(lambda: Tree(self._forward(*args, **kwargs)))
         if self._results[-1] >= len(result.tensors):
-            raise NotVertical(f"{self.site.name} returns less when it is computed again")
+            raise Refusal(f"{self.site.name} returns less when it is computed again")
         return [result.tensors[index] for index in self._results]
 
     def _check_same(self, results: Sequence[torch.Tensor]) -> None:
         if self._is_trial and not all(torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)):
-            raise NotVertical(f"{self.site.name} gives another result when it is computed again")
+            raise Refusal(f"{self.site.name} gives another result when it is computed again")
 
     def check_arguments(self) -> None:
-        """Raise `NotVertical` if an object that it was given, and will be given again, has changed since."""
+        """Raise `Refusal` if an object that it was given, and will be given again, has changed since."""
         if self._tree is not None:
             self._tree.check_unchanged()
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
-from infinity.vertical.replay.refusal import NotVertical
+from infinity.activations.refusal import Refusal
 
 Edge = tuple[Any, int]
 """A node of autograd's graph and the number of one of its outputs in forward."""
@@ -126,7 +126,7 @@ class Glue:
         """Forward is complete, and ``loss`` is what backward starts from (0-dim, divided already).
 
         Raises:
-            NotVertical: micro-batches share parts of their graphs.
+            Refusal: micro-batches share parts of their graphs.
         """
         loss_edge = edge_of(loss)
         self._places.append(len(self._inputs) + 1)
@@ -155,10 +155,10 @@ class Glue:
         for edge in self._hooked:
             is_input = any(edge in edges for edges in self._inputs)
             if edge in caught or num_parts[edge] + is_input > 1:
-                raise NotVertical("a tensor that several blocks use has a hook for its gradient")
+                raise Refusal("a tensor that several blocks use has a hook for its gradient")
         for edge, number in num_parts.items():
             if (edge in caught or number > 1) and getattr(getattr(edge[0], "variable", None), "_backward_hooks", None):
-                raise NotVertical("a parameter that is used between blocks has a hook for its gradient")
+                raise Refusal("a parameter that is used between blocks has a hook for its gradient")
 
     def _check_crossings(self) -> None:
         """Functions of the user's own may give gradients even for nothing."""
@@ -172,7 +172,7 @@ class Glue:
                     if node not in seen:
                         seen.add(node)
                         if hasattr(node, "_forward_cls") and not self._is_call(node):
-                            raise NotVertical(
+                            raise Refusal(
                                 "blocks are skipped by a value that a function of the user's own has computed"
                             )
                         stack += [edge[0] for edge in node.next_functions if edge[0] is not None]
@@ -235,7 +235,7 @@ class Glue:
     def _is_call(self, node: Any) -> bool:
         call = getattr(node, "call", None) if getattr(node, "_forward_cls", None) is Returned else None
         if call is not None and call.owner is not self._owner:
-            raise NotVertical("micro-batches of one step use each other's results")
+            raise Refusal("micro-batches of one step use each other's results")
         return call is not None
 
     def add(self, edge: Edge, gradient: torch.Tensor) -> None:

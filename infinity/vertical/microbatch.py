@@ -14,13 +14,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from infinity.activations.boundary import Boundary
+from infinity.activations.refusal import Refusal
 from infinity.threads.turn import Turn
-from infinity.vertical.baton import Errand, Lane
+from infinity.vertical.baton import Abandoned, Errand, Lane
 from infinity.vertical.call import Site, UnitCall
 from infinity.vertical.glue import Glue
 from infinity.vertical.replay.ambient import Ambient, obstacle
 from infinity.vertical.replay.buffer_watch import BufferWatch
-from infinity.vertical.replay.refusal import Abandoned, NotVertical
 from infinity.vertical.replay.tree import tensors_in
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class MicroBatch:
         self.is_inside = False
         """Whether a unit is being computed."""
         self.is_forward_over = False
-        self.refusal: NotVertical | None = None
+        self.refusal: Refusal | None = None
         ambient = Ambient(tools.device.type)
         lane.begin(lambda: self._run(compute_loss, ambient))
 
@@ -83,7 +83,7 @@ class MicroBatch:
         """Let it run on. See `Lane.resume`.
 
         Raises:
-            NotVertical: it cannot go on like this.
+            Refusal: it cannot go on like this.
         """
         message = self._lane.resume()
         while isinstance(message, Errand):
@@ -139,7 +139,7 @@ class MicroBatch:
         try:
             result = self._compute(site, forward, args, kwargs, with_gradient)
             self._note_place()
-        except NotVertical as refusal:
+        except Refusal as refusal:
             self.refuse(refusal)
         finally:
             self.is_inside = False
@@ -176,7 +176,7 @@ class MicroBatch:
         result: T = errand.take_result()
         return result
 
-    def refuse(self, refusal: NotVertical) -> NoReturn:
+    def refuse(self, refusal: Refusal) -> NoReturn:
         """This cannot go on vertically. The user's code must not catch that."""
         self.refusal = refusal
         raise Abandoned from refusal

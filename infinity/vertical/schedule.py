@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from infinity.activations.refusal import Refusal
 from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
+from infinity.planning.cost_model import Traffic
 from infinity.threads.interrupts import surely
-from infinity.traffic import Traffic
-from infinity.vertical.baton import Lanes
+from infinity.vertical.baton import Abandoned, Lanes
 from infinity.vertical.interception import Interception
 from infinity.vertical.replay import ambient
 from infinity.vertical.replay.buffer_watch import Key
 from infinity.vertical.replay.effects import StepStart
-from infinity.vertical.replay.refusal import Abandoned, NotVertical
 from infinity.vertical.step import Loop, Surroundings, VerticalStep
 from swapper import SwapperError
 
@@ -107,10 +107,10 @@ class VerticalSchedule:
             self._cut_off(step, error)
             # Whatever went wrong in the first step, if it is the model's own fault it will show in the ordinary order too.
             is_foreign = step.is_trial and not isinstance(error, SwapperError | EngineClosedError)
-            if not is_foreign and not isinstance(error, NotVertical):
+            if not is_foreign and not isinstance(error, Refusal):
                 raise
             self._start.restore()
-            reason = str(error) if isinstance(error, NotVertical) else f"it failed with {type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, Refusal) else f"it failed with {type(error).__name__}: {error}"
             self._suitability.note_failure(reason)
             self.traffic = Traffic()
             return reason

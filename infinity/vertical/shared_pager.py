@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.activations.refusal import Refusal
 from infinity.errors import UnsupportedModelError
 from infinity.paging.pager import Pager
 from infinity.threads.turn import in_backward
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
-from infinity.vertical.replay.refusal import NotVertical
 
 
 class SharedPager(Pager):
@@ -85,12 +85,12 @@ class SharedPager(Pager):
 
     def settle_changes(self, unit: Unit) -> None:
         if self.is_shared and unit.num_active == 0 and (fqn := self._take_back(unit)) is not None:
-            raise NotVertical(f"the model's forward writes to its parameter '{fqn}'")
+            raise Refusal(f"the model's forward writes to its parameter '{fqn}'")
         super().settle_changes(unit)
 
     def store_changes(self, unit: Unit) -> None:
         if self.is_shared and (fqn := self._take_back(unit)) is not None:
-            raise NotVertical(f"the model's forward writes to its parameter '{fqn}'")
+            raise Refusal(f"the model's forward writes to its parameter '{fqn}'")
         super().store_changes(unit)
 
     def _take_back(self, unit: Unit) -> str | None:

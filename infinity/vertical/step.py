@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from infinity.activations.boundary import Boundary
+from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import SpillSpace
 from infinity.device.compute import ComputeDevice
 from infinity.errors import ScheduleError
@@ -23,14 +24,13 @@ from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.vertical.baton import Failed, Finished, Lanes
 from infinity.vertical.call import Site
+from infinity.vertical.eligibility import Suitability
 from infinity.vertical.interception import Interception
 from infinity.vertical.microbatch import Arrived, Computed, MicroBatch, Tools, present
 from infinity.vertical.replay.ambient import process_state
 from infinity.vertical.replay.buffer_watch import BufferWatch, Key, has_own_writers
 from infinity.vertical.replay.effects import StepStart
-from infinity.vertical.replay.refusal import NotVertical
 from infinity.vertical.shared_pager import SharedPager
-from infinity.vertical.suitability import Suitability
 from infinity.vertical.sums import UnitSums
 
 
@@ -139,7 +139,7 @@ class VerticalStep:
             try:
                 for batch in self._batches:
                     if not isinstance(self._resume(batch), Computed):
-                        raise NotVertical(f"{site.name} raises an error, and the model goes on")
+                        raise Refusal(f"{site.name} raises an error, and the model goes on")
             finally:
                 pager.leave(site.unit)
             pager.moment = 2 * len(self._sites)
@@ -153,9 +153,9 @@ class VerticalStep:
                 self._end_forward(batch, message.value)
             what = message if isinstance(message, Arrived) else None
             if process_state() != self._process_state:
-                raise NotVertical("the model's forward sets something for the whole process while it calls its blocks")
+                raise Refusal("the model's forward sets something for the whole process while it calls its blocks")
             if batch is not self._batches[0] and what != first:
-                raise NotVertical(f"micro-batches call different blocks: {_name(first)}, {_name(what)}")
+                raise Refusal(f"micro-batches call different blocks: {_name(first)}, {_name(what)}")
             first = what
         return first.site if first is not None else None
 
@@ -175,7 +175,7 @@ class VerticalStep:
         with torch.enable_grad():
             share = on.stepper.scaler.share_of(loss, self._num_micro_batches)
         if not share.requires_grad:
-            raise NotVertical("the loss does not depend on the parameters")
+            raise Refusal("the loss does not depend on the parameters")
         batch.glue.seal(share)
         batch.is_forward_over = True
         del share, loss
@@ -195,24 +195,24 @@ class VerticalStep:
         written = [site for site in self._sites if site.buffers.are_written]
         for site in written:
             if written.count(site) > 1:
-                raise NotVertical(f"{site.name} writes to its buffers and is called several times")
+                raise Refusal(f"{site.name} writes to its buffers and is called several times")
         self._check_buffers(start)
 
     def _check_attributes(self, start: StepStart) -> None:
         if start.too_much is not None:
-            raise NotVertical(f"{start.too_much} holds more than can be compared before and after a forward")
+            raise Refusal(f"{start.too_much} holds more than can be compared before and after a forward")
         changed = start.changed(is_thorough=self.is_trial)
         if changed is not None:
-            raise NotVertical(f"the model's forward changes {changed}")
+            raise Refusal(f"the model's forward changes {changed}")
 
     def _check_buffers(self, start: StepStart) -> None:
         """See [Note: places] in `infinity.vertical.replay.buffer_watch`."""
         for key, name in start.written_buffers(is_thorough=self.is_trial).items():
             self.written.add(key)
             if self._watch is not None and not self._watch.is_used_at_one_place(key):
-                raise NotVertical(f"the model's forward writes to the buffer {name}, and uses it at several places")
+                raise Refusal(f"the model's forward writes to the buffer {name}, and uses it at several places")
             if self._watch is None and key not in self._known:
-                raise NotVertical(f"the model's forward begins to write to the buffer {name}")
+                raise Refusal(f"the model's forward begins to write to the buffer {name}")
 
     def _backward(self) -> None:
         positions = range(len(self._sites), 0, -1)
@@ -264,9 +264,7 @@ class VerticalStep:
             for slot in gradients:
                 if unit.parameters[slot.index]._backward_hooks:
                     if (batch, unit.index, slot.index) in self._hooked:
-                        raise NotVertical(
-                            f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient"
-                        )
+                        raise Refusal(f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient")
                     self._hooked.add((batch, unit.index, slot.index))
             self._sums.add(unit, gradients)
         self._on.pager.on_pause()
@@ -296,7 +294,7 @@ class VerticalStep:
         if batch is not None and not batch.is_inside:
             return batch.call(site, forward, args, kwargs)
         if batch is None and self._runs_glue_backward and not self._on.pager.turn.is_guest:
-            raise NotVertical(
+            raise Refusal(
                 f"the model recomputes {site.name} by itself (switch its activation checkpointing off: a vertical step "
                 "recomputes blocks anyway)"
             )
@@ -316,7 +314,7 @@ class VerticalStep:
         if self._loop.guard.phase is Phase.BACKWARD:
             self._loop.guard.move_to(Phase.BROKEN)
         if self._is_final and on.stepper.is_between_steps:
-            if isinstance(error, NotVertical):
+            if isinstance(error, Refusal):
                 raise ScheduleError(str(error), step=self._loop.step) from error
             return
         on.stepper.clear()

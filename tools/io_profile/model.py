@@ -1,7 +1,7 @@
 """The model that is to be trained: how many parameters it has, and how many bytes a step of it moves.
 
-The bytes come from the engine's own planner (`infinity.units.partition`, `infinity.units.layout`, `infinity.planning.placement`), for a model
-that has shapes and no data.
+The bytes come from the engine's own planner (`infinity.units`, `infinity.planning`), for a model that has shapes
+and no data.
 """
 
 from __future__ import annotations

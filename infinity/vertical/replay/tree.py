@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.vertical.replay.refusal import NotVertical
+from infinity.activations.refusal import Refusal
 
 _ATOMS = (
     type(None),
@@ -66,7 +66,7 @@ class Tree:
     def __init__(self, value: Any) -> None:
         """
         Raises:
-            NotVertical: something in it carries a gradient in a way that cannot be followed, or it is too deep.
+            Refusal: something in it carries a gradient in a way that cannot be followed, or it is too deep.
         """
         self.tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
@@ -75,7 +75,7 @@ class Tree:
 
     def _take_apart(self, value: Any, level: int) -> Any:
         if level > _MOST_LEVELS:
-            raise NotVertical("a block's arguments are nested too deeply to be followed")
+            raise Refusal("a block's arguments are nested too deeply to be followed")
         if isinstance(value, torch.Tensor):
             if id(value) not in self._places:
                 self._places[id(value)] = len(self.tensors)
@@ -98,15 +98,15 @@ class Tree:
         for item in attributes:
             for leaf in tensors_in(item):
                 if leaf.requires_grad:
-                    raise NotVertical(f"a block is given a {type(value).__name__} that carries gradients")
+                    raise Refusal(f"a block is given a {type(value).__name__} that carries gradients")
         self._watched.append((value, attributes))
 
     def check_unchanged(self) -> None:
-        """Raise `NotVertical` if an object that was passed as it is has changed since."""
+        """Raise `Refusal` if an object that was passed as it is has changed since."""
         for value, before in self._watched:
             now = _attributes(value)
             if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-                raise NotVertical(f"a block, or what follows it, changes a {type(value).__name__} that it is given")
+                raise Refusal(f"a block, or what follows it, changes a {type(value).__name__} that it is given")
 
     def forget(self) -> None:
         """Let go of the tensors; only the form is left."""
@@ -147,12 +147,12 @@ class Built:
                 self._containers.append((container, (*content[0], *content[1])))
 
     def check_unchanged(self) -> None:
-        """Raise `NotVertical` if one of them has other items than before."""
+        """Raise `Refusal` if one of them has other items than before."""
         for container, before in self._containers:
             content = content_of(container)
             now = () if content is None else (*content[0], *content[1])
             if len(now) != len(before) or any(a is not b and a != b for a, b in _comparable(now, before)):
-                raise NotVertical(f"a block changes a {type(container).__name__} that it is given")
+                raise Refusal(f"a block changes a {type(container).__name__} that it is given")
 
 
 def _comparable(now: Sequence[Any], before: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

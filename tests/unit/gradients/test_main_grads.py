@@ -13,11 +13,10 @@ from infinity.gradients import sources as gradient_sources
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.main_grads import clip_coefficient, total_norm
 from infinity.gradients.shown_grads import ShownGradients
-from infinity.gradients.sources import in_slot_order
+from infinity.gradients.sources import GradientSource, in_slot_order
 from infinity.telemetry.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
-from infinity.updates.job import GradientSource
 from swapper import Swapper
 from tests.unit.stage import trainable_unit
 

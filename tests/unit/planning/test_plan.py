@@ -10,12 +10,12 @@ import torch
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.paging.trace import Trace
 from infinity.planning.bandwidth_cache import Bandwidth
+from infinity.planning.cost_model import Traffic
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import place
 from infinity.planning.plan import Plan
 from infinity.planning.plan_tracker import PlanTracker
 from infinity.telemetry import StepReport
-from infinity.traffic import Traffic
 from infinity.units.layout import CHUNK_GRANULE
 
 _SPEED = Bandwidth(2e6, 1e6, 2.5e6, "2026-01-02T03:04:05+00:00")

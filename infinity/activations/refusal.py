@@ -1,0 +1,10 @@
+"""Why something cannot be kept, or computed once more."""
+
+from __future__ import annotations
+
+
+class Refusal(Exception):
+    """The inputs of a block cannot be kept, or its forward cannot be repeated from them. The message says why.
+
+    Never reaches the user: the step is done in the ordinary order instead, and the message stands in its report.
+    """

@@ -1,0 +1,1 @@
+"""Other processes. Knows ``torch.distributed``, as the only room; must not know models."""

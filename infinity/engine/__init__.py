@@ -1,0 +1,4 @@
+"""The engine: how its parts are put together, what a training loop calls, and how it ends.
+
+Knows every room; only `infinity.initialize` knows it.
+"""

@@ -1,0 +1,328 @@
+"""Puts an engine together: the only place where all parts meet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from infinity.activations.spill_space import SpillSpace
+from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.written_weights import WrittenWeights
+from infinity.config import InfinityConfig
+from infinity.device.compute import ComputeDevice
+from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
+from infinity.engine.engine import Engine
+from infinity.engine.parts import Parts
+from infinity.engine.resources import EngineResources
+from infinity.engine.shutdown import settle
+from infinity.gradients.loss_scaler import LossScaler
+from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.shown_grads import ShownGradients
+from infinity.numerics.chunk_format import ChunkFormat
+from infinity.numerics.state_format import StateFormat
+from infinity.numerics.state_window import StateWindow
+from infinity.optim.fused_adam import FusedAdam
+from infinity.optim.main_weights import MAIN_WEIGHT
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.remainder_updater import RemainderUpdater
+from infinity.optim.state_support import check_state_format
+from infinity.optim.template import Template
+from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.parameter_handler import ParameterHandler
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.plan_tracker import PlanTracker, first_plan
+from infinity.telemetry import Recording, Reporter, Sources, StepClock
+from infinity.tiers.user_copies import UserCopies
+from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
+from infinity.units.layout import UnitLayout
+from infinity.units.originals import Originals
+from infinity.units.parameter import hold
+from infinity.units.partition import find_blocks, partition, used_together
+from infinity.units.unit import Unit, spec_of
+from infinity.updates.job import ParameterState
+from infinity.updates.step_groups import StepGroups
+from infinity.updates.stepper import Stepper, StepRules
+from infinity.updates.stream import UpdateStream
+from infinity.vertical.eligibility import place_for_schedule
+from infinity.vertical.shared_pager import SharedPager
+from infinity.vertical.step import Surroundings
+
+
+def _make_units(model: nn.Module, config: InfinityConfig, *, is_trained: bool) -> list[Unit]:
+    by_name = dict(model.named_parameters())
+    # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
+    keeps_double = config.compute_dtype == torch.float32 and any(
+        (parameter.requires_grad or not is_trained) and parameter.dtype != torch.float64
+        for parameter in by_name.values()
+    )
+    units: list[Unit] = []
+    for index, members in enumerate(partition(model, config.compute_dtype.itemsize, config.infinity.units)):
+        parameters = [by_name[fqn] for fqn in members.fqns]
+        specs = [
+            spec_of(fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trained=is_trained)
+            for fqn, parameter in zip(members.fqns, parameters, strict=True)
+        ]
+        layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)
+        units.append(Unit(index, members.name or type(model).__name__, parameters, layout))
+    return units
+
+
+def _guess(units: Sequence[Unit]) -> list[int]:
+    """Before the first micro-batch is recorded: forward in the order of registration, backward in reverse."""
+    forward = [unit.index for unit in units]
+    return [*forward, *reversed(forward)]
+
+
+def build(
+    model: nn.Module, config: InfinityConfig, template: Template, device: ComputeDevice, undo: contextlib.ExitStack
+) -> tuple[Engine, Originals]:
+    """Make the parts, and let them take the model over.
+
+    Args:
+        undo: gets what has to be called if anything fails from here on, before the engine is the caller's.
+
+    Returns:
+        The engine, and what its parameters were before.
+
+    Raises:
+        BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
+    """
+    recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
+    units = _make_units(model, config, is_trained=bool(template.param_groups))
+    updater = PieceUpdater(template)
+    places = {
+        id(parameter): (unit, slot)
+        for unit in units
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+    }
+    groups = [
+        [places[id(parameter)] for parameter in group["params"] if id(parameter) in places and parameter.requires_grad]
+        for group in template.param_groups
+    ]
+    names: dict[int, dict[str, None]] = {unit.index: {} for unit in units}
+    for index, group in enumerate(groups):
+        for unit, _ in group:
+            names[unit.index].update(dict.fromkeys(updater.state_names(index)))
+
+    has_remainder = config.infinity.main_weights == "remainder"
+    state_format = StateFormat(config.infinity.state_dtype)
+    check_state_format(state_format, template, updater)
+    record_format = ChunkFormat.of(config.compute_dtype, has_remainder=has_remainder, states=state_format)
+    waiting = MainGradDtype(
+        torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
+    )
+    sizes = [
+        UnitSize(
+            unit.name,
+            unit.num_bytes,
+            unit.layout.trainable_numel,
+            len(names[unit.index]),
+            all(segment.is_trainable for segment in unit.layout.segments),
+        )
+        for unit in units
+    ]
+    budget = config.infinity.host_memory_budget
+    share = free_share(holds_activations=device.shares_host_memory)
+    budget_source = "from the config" if budget is not None else str(share)
+    request = Request(
+        budget_bytes=budget if budget is not None else share.budget_bytes,
+        device_budget_bytes=config.infinity.device_memory_budget,
+        param_tier=config.offload_param.device,
+        optimizer_tier=config.offload_optimizer.device,
+        record_format=record_format,
+        shares_host_memory=device.shares_host_memory,
+        update=config.infinity.update,
+        num_micro_batches=config.most_micro_batches,
+        page_bytes=config.infinity.page_bytes,
+        prefetches=config.infinity.prefetch,
+        used_together=used_together(
+            model, config.infinity.units, {key: unit.index for key, (unit, _) in places.items()}
+        ),
+        can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
+        gradient_itemsize=waiting.dtype.itemsize,
+        rounds_gradients=waiting.rounds,
+        keeps_in_memory=config.infinity.keep_in_memory,
+    )
+    guess = _guess(units)
+    placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
+    if budget is not None:
+        share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in model.parameters()))
+    for unit in units:
+        unit.stays_resident = unit.index in placement.resident_units
+    settle()  # space of an engine that became garbage a moment ago
+    storage = EngineResources(config, device, placement, request, sizes)
+    undo.callback(storage.close)
+    clock = StepClock(device)
+    pager = SharedPager(
+        units,
+        storage.pool,
+        storage.weights,
+        clock,
+        prefetches=config.infinity.prefetch,
+        guess=guess,
+        budget=placement.budget_of_weights(request),
+    )
+    chunks = [
+        unit.layout.chunks(placement.chunk_numel, border)
+        for unit, border in zip(units, placement.states_in_memory, strict=True)
+    ]
+    states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
+    blocks = tuple(find_blocks(model, config.infinity.units))
+    module_hooks = ModuleHooks(model, units, blocks)
+    access = StateAccess(module_hooks, pager, storage.records, storage.weights, device, states, chunks, record_format)
+    pager.writer = WrittenWeights(access)
+    for unit in units:
+        storage.records.allocate(
+            unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
+        )
+        if storage.weights is not None:
+            storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
+    gradients = ShownGradients(
+        units,
+        device,
+        clock,
+        in_memory=placement.gradients_in_memory,
+        open_swapper=storage.spill_swapper,
+        pool=storage.gradient_pool,
+        waiting=waiting,
+    )
+    if placement.spills:
+        gradients.reserve()
+    plan_tracker = PlanTracker(
+        first_plan(config, units, request, placement, storage.resting_bytes(), budget_source),
+        sizes,
+        request,
+        guess,
+        expects_vertical=suitability.is_expected,
+    )
+    if device.shares_host_memory and storage.nvme_bytes:
+        # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
+        pager.on_pause = HeapTrimmer().trim
+    pager.before_update, pager.after_update = access.store_gathered, access.note_updated
+    pager.copies = access.copies = UserCopies(
+        dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths))
+    )
+    parameter_handler = ParameterHandler(module_hooks, pager)
+    buffers = BufferCast(model, config.compute_dtype, config.buffer_dtype)
+    originals = Originals(
+        units,
+        cuts_nans=has_remainder,
+        stored=access.stored,
+        open_space=storage.open_more,
+        close_space=storage.close_more,
+    )
+    halves_updater = None
+    if has_remainder:
+        update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
+        halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
+    stream = UpdateStream(
+        storage.records, storage.weights, updater, device, states, halves_updater, StateWindow(state_format)
+    )
+    undo.callback(stream.close)
+    built: list[Engine] = []
+    undo.callback(_close, built)
+    undo.callback(template.give_back_states, access.state)
+    undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
+    undo.callback(restore_buffers, buffers_of(model))
+    undo.callback(module_hooks.uninstall)
+    _take_over(units, originals, access, pager, storage, parameter_handler, device)
+    step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names)
+    stepper = Stepper(
+        units,
+        chunks,
+        StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
+        device=device,
+        pager=pager,
+        gradients=gradients,
+        stream=stream,
+        groups=step_groups,
+        scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
+    )
+    for parameter, state in template.take_initial_states():
+        main = state.pop(MAIN_WEIGHT, None)
+        access.load_state(parameter, state)
+        if main is not None:
+            access.resume_main_weight(parameter, main)
+    parts = Parts(
+        module_hooks=module_hooks,
+        parameter_handler=parameter_handler,
+        pager=pager,
+        storage=storage,
+        stream=stream,
+        stepper=stepper,
+        groups=step_groups,
+        access=access,
+        template=template,
+        updater=updater,
+        clock=clock,
+        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: engine.plan.prediction),
+        recording=recording,
+        plan_tracker=plan_tracker,
+        device=device.torch_device,
+        vertical=Surroundings(
+            module_hooks=module_hooks,
+            pager=pager,
+            stepper=stepper,
+            clock=clock,
+            device=device,
+            space=SpillSpace(storage.open_more),
+            activation_bytes=placement.activation_bytes if device.shares_host_memory else None,
+            blocks=blocks,
+            suitability=suitability,
+        ),
+    )
+    engine = Engine(config, parts)
+    built.append(engine)
+    buffers.apply(device.torch_device)
+    module_hooks.handles_of_others.append(buffers.explain_failures())
+    give_back_freed_memory()
+    return engine, originals
+
+
+def _close(engines: Sequence[Engine]) -> None:
+    for engine in engines:
+        engine.close(restore_weights=False)
+
+
+def _reporter(
+    config: InfinityConfig,
+    recording: Recording | None,
+    clock: StepClock,
+    device: ComputeDevice,
+    storage: EngineResources,
+    stream: UpdateStream,
+    prediction: Callable[[], tuple[int, int, float | None]],
+) -> Reporter:
+    if recording is not None:
+        clock.timeline = stream.timeline = recording.timeline
+        storage.observe(recording.note_transfer)
+    sources = Sources(clock, storage.counters, lambda: stream.busy_seconds, prediction, device.take_copies)
+    return Reporter(
+        sources, recording, steps_per_print=config.steps_per_print, prints_breakdown=config.wall_clock_breakdown
+    )
+
+
+def _take_over(
+    units: Sequence[Unit],
+    originals: Originals,
+    access: StateAccess,
+    pager: SharedPager,
+    storage: EngineResources,
+    parameter_handler: ParameterHandler,
+    device: ComputeDevice,
+) -> None:
+    """Store unit after unit, and let go of each one's original tensors as soon as it is stored."""
+    for unit in units:
+        flat = storage.pool.allocate(unit.num_bytes)
+        if flat is None:
+            raise RuntimeError("the pool for flat buffers is smaller than a unit")
+        pager.place(unit, flat)
+        originals.keep(unit)
+        access.store(unit, [parameter.detach() for parameter in unit.parameters])
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            parameter.grad = None
+            hold(parameter, parameter_handler, slot.spec.dtype, device.torch_device)
+        pager.evict(unit)
