@@ -278,7 +278,7 @@ def test_a_network_file_system_gets_it_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("swapper.volumes.file_system._mount_of", lambda path: ("nfs4", "server:/export"))
-    with caplog.at_level(logging.INFO, "swapper.backends"):
+    with caplog.at_level(logging.INFO, "swapper"):
         assert _opened(Volume([tmp_path], ALIGNMENT)) == "AiofilesBackend"
     (line,) = [record.message for record in caplog.records if record.name == "swapper.selection.choice"]
     assert line == f"aiofiles is used: {str(tmp_path)!r} is on a network file system (nfs4)"
@@ -289,7 +289,7 @@ def test_a_file_system_without_direct_transfers_gets_it_and_the_log_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("swapper.volumes.scratch_file._O_DIRECT", 0)
-    with caplog.at_level(logging.INFO, "swapper.backends"):
+    with caplog.at_level(logging.INFO, "swapper"):
         assert _opened(Volume([tmp_path], ALIGNMENT)) == "AiofilesBackend"
     (line,) = [record.message for record in caplog.records if record.name == "swapper.selection.choice"]
     assert line.startswith("aiofiles is used: ") and line.endswith("page cache: this platform has no O_DIRECT")
