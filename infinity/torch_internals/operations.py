@@ -140,7 +140,7 @@ REBINDING: frozenset[Any] = frozenset({torch.Tensor.set_, torch.Tensor.resize_, 
 """Operations that give a tensor other memory, which the engine would not see."""
 
 EXPOSING = frozenset({"data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
-"""Names of operations whose results look at the memory without being tensors. By name: ``infinity.torch_internals.foreign_writes`` wraps them."""
+"""Names of operations whose results look at the memory without being tensors. By name: ``foreign_writes`` wraps them."""
 
 AS_ARRAY = frozenset({"numpy", "__array__"})
 """Names of those that give a NumPy array over the memory."""
