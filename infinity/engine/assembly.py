@@ -21,7 +21,6 @@ from infinity.engine.shutdown import settle
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.shown_grads import ShownGradients
-from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
 from infinity.optim.fused_adam import FusedAdam
@@ -32,16 +31,15 @@ from infinity.optim.state_support import check_state_format
 from infinity.optim.template import Template
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.parameter_handler import ParameterHandler
-from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
 from infinity.planning.plan_tracker import PlanTracker, first_plan
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.tiers.user_copies import UserCopies
 from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
-from infinity.units.layout import UnitLayout
 from infinity.units.originals import Originals
 from infinity.units.parameter import hold
-from infinity.units.partition import find_blocks, partition, used_together
-from infinity.units.unit import Unit, spec_of
+from infinity.units.partition import find_blocks
+from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper, StepRules
@@ -49,31 +47,6 @@ from infinity.updates.stream import UpdateStream
 from infinity.vertical.eligibility import place_for_schedule
 from infinity.vertical.shared_pager import SharedPager
 from infinity.vertical.step import Surroundings
-
-
-def _make_units(model: nn.Module, config: InfinityConfig, *, is_trained: bool) -> list[Unit]:
-    by_name = dict(model.named_parameters())
-    # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
-    keeps_double = config.compute_dtype == torch.float32 and any(
-        (parameter.requires_grad or not is_trained) and parameter.dtype != torch.float64
-        for parameter in by_name.values()
-    )
-    units: list[Unit] = []
-    for index, members in enumerate(partition(model, config.compute_dtype.itemsize, config.infinity.units)):
-        parameters = [by_name[fqn] for fqn in members.fqns]
-        specs = [
-            spec_of(fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trained=is_trained)
-            for fqn, parameter in zip(members.fqns, parameters, strict=True)
-        ]
-        layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)
-        units.append(Unit(index, members.name or type(model).__name__, parameters, layout))
-    return units
-
-
-def _guess(units: Sequence[Unit]) -> list[int]:
-    """Before the first micro-batch is recorded: forward in the order of registration, backward in reverse."""
-    forward = [unit.index for unit in units]
-    return [*forward, *reversed(forward)]
 
 
 def build(
@@ -91,7 +64,7 @@ def build(
         BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
     """
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
-    units = _make_units(model, config, is_trained=bool(template.param_groups))
+    units = make_units(model, config, is_trained=bool(template.param_groups))
     updater = PieceUpdater(template)
     places = {
         id(parameter): (unit, slot)
@@ -110,43 +83,21 @@ def build(
     has_remainder = config.infinity.main_weights == "remainder"
     state_format = StateFormat(config.infinity.state_dtype)
     check_state_format(state_format, template, updater)
-    record_format = ChunkFormat.of(config.compute_dtype, has_remainder=has_remainder, states=state_format)
     waiting = MainGradDtype(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
-    sizes = [
-        UnitSize(
-            unit.name,
-            unit.num_bytes,
-            unit.layout.trainable_numel,
-            len(names[unit.index]),
-            all(segment.is_trainable for segment in unit.layout.segments),
-        )
-        for unit in units
-    ]
+    sizes = [UnitSize.of(unit, len(names[unit.index])) for unit in units]
     budget = config.infinity.host_memory_budget
     share = free_share(holds_activations=device.shares_host_memory)
     budget_source = "from the config" if budget is not None else str(share)
-    request = Request(
+    request = Request.of(
+        config,
+        model,
+        units,
         budget_bytes=budget if budget is not None else share.budget_bytes,
-        device_budget_bytes=config.infinity.device_memory_budget,
-        param_tier=config.offload_param.device,
-        optimizer_tier=config.offload_optimizer.device,
-        record_format=record_format,
         shares_host_memory=device.shares_host_memory,
-        update=config.infinity.update,
-        num_micro_batches=config.most_micro_batches,
-        page_bytes=config.infinity.page_bytes,
-        prefetches=config.infinity.prefetch,
-        used_together=used_together(
-            model, config.infinity.units, {key: unit.index for key, (unit, _) in places.items()}
-        ),
-        can_spill="nvme" in (config.offload_param.device, config.offload_optimizer.device),
-        gradient_itemsize=waiting.dtype.itemsize,
-        rounds_gradients=waiting.rounds,
-        keeps_in_memory=config.infinity.keep_in_memory,
     )
-    guess = _guess(units)
+    guess = guessed_order(len(units))
     placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
     if budget is not None:
         share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in model.parameters()))
@@ -172,7 +123,9 @@ def build(
     states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
     blocks = tuple(find_blocks(model, config.infinity.units))
     module_hooks = ModuleHooks(model, units, blocks)
-    access = StateAccess(module_hooks, pager, storage.records, storage.weights, device, states, chunks, record_format)
+    access = StateAccess(
+        module_hooks, pager, storage.records, storage.weights, device, states, chunks, request.record_format
+    )
     pager.writer = WrittenWeights(access)
     for unit in units:
         storage.records.allocate(

@@ -1,6 +1,6 @@
-"""What placement has to know: the sizes of the units, and what the config asks for.
+"""What placement has to know: the sizes of the units, and what the config asks for. For an engine, and for a forecast.
 
-Pure data; must not know how a budget is divided.
+Must not know how a budget is divided, nor touch data: the model may lie on the meta device.
 """
 
 from __future__ import annotations
@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from infinity.config import InfinityConfig
 from infinity.numerics.chunk_format import ChunkFormat
+from infinity.numerics.state_format import StateFormat
+from infinity.units.layout import UnitLayout
+from infinity.units.partition import partition, used_together
+from infinity.units.unit import Unit, spec_of
 
 FP32_BYTES = 4
 
@@ -23,6 +31,13 @@ class UnitSize:
     num_states: int
     """Per-element optimizer states."""
     is_all_trainable: bool
+
+    @classmethod
+    def of(cls, unit: Unit, num_states: int) -> UnitSize:
+        """The size of a unit with so many per-element states."""
+        layout = unit.layout
+        is_all_trainable = all(segment.is_trainable for segment in layout.segments)
+        return cls(unit.name, layout.num_bytes, layout.trainable_numel, num_states, is_all_trainable)
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,41 @@ class Request:
     """For each block, the units in which its parameters lie."""
     keeps_in_memory: bool = True
     """Whether what the budgets leave is spent on keeping weights and states off the drives."""
+
+    @classmethod
+    def of(
+        cls,
+        config: InfinityConfig,
+        model: nn.Module,
+        units: Sequence[Unit],
+        *,
+        budget_bytes: int,
+        shares_host_memory: bool,
+    ) -> Request:
+        """What ``config`` asks for, on a device that does or does not compute in host memory."""
+        tiers = (config.offload_param.device, config.offload_optimizer.device)
+        unit_of = {id(parameter): unit.index for unit in units for parameter in unit.parameters}
+        return cls(
+            budget_bytes=budget_bytes,
+            device_budget_bytes=config.infinity.device_memory_budget,
+            param_tier=tiers[0],
+            optimizer_tier=tiers[1],
+            record_format=ChunkFormat.of(
+                config.compute_dtype,
+                has_remainder=config.infinity.main_weights == "remainder",
+                states=StateFormat(config.infinity.state_dtype),
+            ),
+            shares_host_memory=shares_host_memory,
+            update=config.infinity.update,
+            num_micro_batches=config.most_micro_batches,
+            page_bytes=config.infinity.page_bytes,
+            prefetches=config.infinity.prefetch,
+            can_spill="nvme" in tiers,
+            gradient_itemsize=2 if config.infinity.gradient_dtype == "bf16" else FP32_BYTES,
+            rounds_gradients=config.infinity.rounds_gradients,
+            used_together=used_together(model, config.infinity.units, unit_of),
+            keeps_in_memory=config.infinity.keep_in_memory,
+        )
 
     @property
     def updates_in_backward(self) -> bool:
@@ -93,6 +143,32 @@ class Request:
     def saved_by_weights(self, unit: UnitSize) -> int:
         """Bytes that a step does not move if the unit's weights stay in memory."""
         return self.weight_reads * unit.weight_bytes + self.trainable_bytes(unit)
+
+
+def make_units(model: nn.Module, config: InfinityConfig, *, is_trained: bool) -> list[Unit]:
+    """Cut a model into units."""
+    by_name = dict(model.named_parameters())
+    # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
+    keeps_double = config.compute_dtype == torch.float32 and any(
+        (parameter.requires_grad or not is_trained) and parameter.dtype != torch.float64
+        for parameter in by_name.values()
+    )
+    units: list[Unit] = []
+    for index, members in enumerate(partition(model, config.compute_dtype.itemsize, config.infinity.units)):
+        parameters = [by_name[fqn] for fqn in members.fqns]
+        specs = [
+            spec_of(fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trained=is_trained)
+            for fqn, parameter in zip(members.fqns, parameters, strict=True)
+        ]
+        layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)
+        units.append(Unit(index, members.name or type(model).__name__, parameters, layout))
+    return units
+
+
+def guessed_order(num_units: int) -> list[int]:
+    """Before the first micro-batch is recorded: forward in the order of registration, backward in reverse."""
+    forward = list(range(num_units))
+    return [*forward, *reversed(forward)]
 
 
 def needed_together(units: Sequence[UnitSize], request: Request, moving: Iterable[int]) -> int:

@@ -1,6 +1,6 @@
 """The model that is to be trained: how many parameters it has, and how many bytes a step of it moves.
 
-The bytes come from the engine's own planner (`infinity.units`, `infinity.planning`), for a model that has shapes
+The bytes come from the engine's own planner (`infinity.planning`), for a model that has shapes
 and no data.
 """
 
@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.config import load_config
 from infinity.device.host_memory import free_share
 from infinity.errors import BudgetTooSmallError
-from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.state_format import StateFormat
 from infinity.planning.cost_model import best_placement, predict
-from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
 from infinity.planning.placement import place
-from infinity.units.layout import UnitLayout
-from infinity.units.partition import partition
-from infinity.units.unit import spec_of
 
 EXAMPLE = "7B"
 _COUNT = re.compile(r"([0-9][0-9_]*\.?[0-9]*(?:e[+]?[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
@@ -94,54 +90,33 @@ def read_model(text: str) -> tuple[str, nn.Module]:
 
 def facts_of(name: str, model: nn.Module, states: StateFormat = StateFormat.FP32) -> ModelFacts:
     """What the engine's planner says of a model whose optimizer states are stored as ``states``."""
-    sizes, used_together = _sizes(model, states), ()
-    request = Request(
-        budget_bytes=1 << 62,
-        device_budget_bytes=None,
-        param_tier="nvme",
-        optimizer_tier="nvme",
-        record_format=ChunkFormat.of(_DTYPE, has_remainder=True, states=states),
-        shares_host_memory=True,
-        update="in_backward",
-        num_micro_batches=1,
-        page_bytes=None,
-        prefetches=True,
-        can_spill=True,
-        gradient_itemsize=_DTYPE.itemsize,
-        used_together=used_together,
+    drives = {"device": "nvme", "nvme_path": "/"}
+    config = load_config(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 0,
+            "zero_optimization": {"stage": 3, "offload_param": drives, "offload_optimizer": drives},
+            "infinity": {"state_dtype": states.value},
+        },
+        check_storage=False,
     )
-    minimum = place(sizes, request).minimum_bytes
+    units = make_units(model, config, is_trained=True)
+    sizes = [UnitSize.of(unit, _ADAM_STATES) for unit in units]
+    request = Request.of(config, model, units, budget_bytes=1 << 62, shares_host_memory=True)
+
+    def step_bytes(budget_bytes: int) -> StepBytes:
+        given, order = dataclasses.replace(request, budget_bytes=budget_bytes), guessed_order(len(sizes))
+        placement = best_placement(sizes, given, order, len(sizes))
+        prediction = predict(sizes, given, placement, order, len(sizes))
+        return StepBytes(prediction.read_bytes, prediction.write_bytes, budget_bytes)
+
     try:
-        roomy = _step_bytes(
-            sizes, dataclasses.replace(request, budget_bytes=free_share(holds_activations=True).budget_bytes)
-        )
+        roomy = step_bytes(free_share(holds_activations=True).budget_bytes)
     except BudgetTooSmallError:
         roomy = None
-    return ModelFacts(
-        name,
-        sum(parameter.numel() for parameter in model.parameters()),
-        _step_bytes(sizes, dataclasses.replace(request, budget_bytes=minimum)),
-        roomy,
-        states,
-    )
-
-
-def _step_bytes(sizes: Sequence[UnitSize], request: Request) -> StepBytes:
-    forward = list(range(len(sizes)))
-    order = [*forward, *reversed(forward)]
-    placement = best_placement(sizes, request, order, len(sizes))
-    prediction = predict(sizes, request, placement, order, len(sizes))
-    return StepBytes(prediction.read_bytes, prediction.write_bytes, request.budget_bytes)
-
-
-def _sizes(model: nn.Module, states: StateFormat) -> list[UnitSize]:
-    by_name = dict(model.named_parameters())
-    sizes = []
-    for members in partition(model, _DTYPE.itemsize):
-        layout = UnitLayout([spec_of(fqn, by_name[fqn], _DTYPE) for fqn in members.fqns], states.block_numel)
-        is_all_trainable = all(segment.is_trainable for segment in layout.segments)
-        sizes.append(UnitSize(members.name, layout.num_bytes, layout.trainable_numel, _ADAM_STATES, is_all_trainable))
-    return sizes
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ModelFacts(name, num_parameters, step_bytes(place(sizes, request).minimum_bytes), roomy, states)
 
 
 def _of_equal_blocks(num_parameters: int) -> nn.Module:
