@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -21,6 +20,7 @@ from typing import Any, get_args
 from swapper.config import BackendName
 from swapper.errors import ArgumentError
 from swapper.measure.measurement import IOSetting
+from swapper.volumes.publish import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,8 @@ def store(key: CacheKey, measured: BandwidthCache) -> None:
         entries = {text: value for text, value in _read().items() if text != key.text()}
         entries = dict(list(entries.items())[1 - _MAX_ENTRIES :])
         entries[key.text()] = asdict(measured)
-        _replace(path, json.dumps({"format": _FORMAT, "measured": entries}, indent=1) + "\n")
+        with replacing(path) as file:
+            file.write(json.dumps({"format": _FORMAT, "measured": entries}, indent=1).encode() + b"\n")
     except (OSError, RuntimeError) as error:
         logger.info("the measured I/O settings are not kept for the next run: %s", error)
 
@@ -150,19 +151,6 @@ def cache_path() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG specification has relative paths ignored.
     return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "infinity" / "io.json"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it sees the old one or the new one, whole."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".io-", delete=False, encoding="utf-8") as file:
-        try:
-            file.write(text)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
 
 
 def _read() -> Mapping[str, Any]:

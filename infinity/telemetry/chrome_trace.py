@@ -7,7 +7,6 @@ nest but not overlap: the rows of a timeline don't.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 from infinity.errors import ConfigValueError
 from infinity.telemetry.timeline import Row, Span, StepSpan, Timeline
+from swapper.volumes.publish import replacing
 
 KEY = "infinity.timeline"
 _TITLES = {
@@ -41,9 +41,9 @@ def check_writable(path: Path) -> None:
         raise ConfigValueError(KEY, str(path), "it is a directory", cure="Name a file in it")
     try:
         # The very thing that will happen in the end: permissions, read-only file systems and quotas all show up.
-        with _beside(path).open("x"):
-            pass
-        _beside(path).unlink()
+        beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        beside.touch(exist_ok=False)
+        beside.unlink()
     except OSError as error:
         raise ConfigValueError(KEY, str(path), f"it cannot be written: {error.strerror or error}", cure=cure) from error
     if os.path.exists(path) and not os.path.isfile(path):
@@ -56,26 +56,15 @@ def write_trace(timeline: Timeline, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    partial = _beside(path)
-    try:
-        with partial.open("x", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms",\n')
-            file.write(f'"otherData": {json.dumps({"dropped_spans": timeline.num_dropped})},\n')
-            file.write('"traceEvents": [')
-            separator = "\n"
-            for event in _events(timeline):
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
-            file.write("\n]}\n")
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with replacing(path) as file:
+        file.write(b'{"displayTimeUnit": "ms",\n')
+        file.write(f'"otherData": {json.dumps({"dropped_spans": timeline.num_dropped})},\n'.encode())
+        file.write(b'"traceEvents": [')
+        separator = "\n"
+        for event in _events(timeline):
+            file.write((separator + json.dumps(event)).encode())
+            separator = ",\n"
+        file.write(b"\n]}\n")
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -122,6 +122,29 @@ def _are_equal(source: Path, target: Path) -> bool:
     return target.is_file() and target.stat().st_size == size < 1 << 20 and target.read_bytes() == source.read_bytes()
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file, open for writing, that takes the place and the mode of ``path`` when the ``with`` block ends well.
+
+    Whoever looks sees the old file or the new one, whole, also after a crash. A link stays a link.
+
+    Raises:
+        OSError: it cannot be written; ``path`` is as it was.
+    """
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, partial)
+        rename(partial, path)
+    finally:
+        remove(partial)
+
+
 def rename(source: Path, target: Path) -> None:
     """Give a file its place, in one step."""
     source.replace(target)

@@ -6,8 +6,6 @@ import datetime
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from infinity.config.schema.blocks import InfinityBlock
 from infinity.config.schema.offload_blocks import AioBlock
 from infinity.config.text import blank_comments, read_text
 from infinity.errors import BatchSizeError, ConfigError
+from swapper.volumes.publish import replacing
 
 from .advice import Block
 
@@ -92,7 +91,11 @@ def apply(path: Path, block: Block, note: str) -> list[Change]:
     sentence = f"{note}, {today}: " + "; ".join(change.words() for change in changes).replace('"', "'")
     changed = _set(changed, (), NOTE_KEY, sentence)
     _load(changed, path)
-    _replace(path, changed)
+    try:
+        with replacing(path) as file:
+            file.write(changed.encode())
+    except OSError as error:
+        raise ConfigRefused(f"{path} cannot be written: {error}") from error
     return changes
 
 
@@ -178,22 +181,3 @@ def _load(text: str, path: Path) -> None:
         raise ConfigRefused(
             f"{path} is left as it is, because it is no config that the engine takes: {error}"
         ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part."""
-    target = path.resolve()  # a link stays a link
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            shutil.copymode(target, name)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        raise ConfigRefused(f"{path} cannot be written: {error}") from error

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from swapper.measure.measurement import Sample
+from swapper.volumes.publish import replacing
 
 from .fio import FioSample
 from .grid import WORKLOADS, Grid, Point, point_of, size_words
-from .report import write_atomically
 from .results import Results, median_rate
 
 MISSING = "no picture: matplotlib is not installed (pip install 'infinity-offload[plot]', or pip install matplotlib)"
@@ -51,10 +50,9 @@ def draw(path: Path, results: Results, grid: Grid, subtitle: str) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)), frameon=False)
     partial = " (not finished)" if results.stopped_by else ""
     figure.suptitle(f"{subtitle}{partial}", fontsize=12, fontweight="bold")
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=130)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=130)
     pyplot.close(figure)
-    write_atomically(path, content.getvalue())
 
 
 def _title(results: Results, workload: Any) -> str:

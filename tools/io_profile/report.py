@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from swapper.measure.io_setting import IOSetting
 from swapper.measure.measurement import Sample
+from swapper.volumes.publish import replacing
 
 from .advice import Advice
 from .fio import FioSample
@@ -74,24 +73,10 @@ def setting_json(setting: IOSetting) -> dict[str, Any]:
     return asdict(setting) | {"inflight": setting.num_inflight}
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Whoever looks sees the whole file or none, also if this is interrupted."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # as if it had been opened in the ordinary way
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """As JSON that any parser reads: no NaN."""
-    write_atomically(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def _drive(drive: Any) -> dict[str, Any]:
