@@ -63,12 +63,17 @@ def test_train_reports_the_step_of_a_loss_that_is_not_a_number(nvme_dir: Path) -
 
 
 def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
-    process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "1000")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 100/1000"):
-            break
-    process.send_signal(signal.SIGINT)
+    process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "10")
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 1/10"):
+                break
+        process.send_signal(signal.SIGINT)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
     code, output = finish(process)
     assert code == 130, output
     assert "loss, mean" in output
