@@ -50,7 +50,7 @@ _NOT_PAGEABLE = {
     "OneBitLamb": "it compresses whole momenta with error feedback",
 }
 
-_BY_NAME: dict[str, type[Optimizer]] = {
+BY_NAME: dict[str, type[Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
@@ -58,6 +58,7 @@ _BY_NAME: dict[str, type[Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "lion": Lion,
 }
+"""By DeepSpeed's names; other classes of torch.optim go by their own."""
 
 _PATH = "optimizer.params"
 
@@ -163,8 +164,8 @@ def resolve(section: OptimizerSection, device: torch.device) -> OptimizerRecipe:
 
 
 def _class_named(name: str) -> type[Optimizer]:
-    if name.lower() in _BY_NAME:
-        return _BY_NAME[name.lower()]
+    if name.lower() in BY_NAME:
+        return BY_NAME[name.lower()]
     in_torch = {
         key: value
         for key, value in vars(torch.optim).items()
@@ -176,7 +177,7 @@ def _class_named(name: str) -> type[Optimizer]:
     for key, reason in _NOT_PAGEABLE.items():
         if key.lower() == name.lower():
             raise OptimizerNotPageableError(key, reason)
-    known = sorted({cls.__name__ for cls in _BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
+    known = sorted({cls.__name__ for cls in BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
     near = _nearest(name, known)
     raise ConfigValueError(
         "optimizer.type",

@@ -66,7 +66,9 @@ class OptimizerBlock(Block):
     """`optimizer`."""
 
     type: str
+    """Name of the optimizer. With an optimizer passed to `initialize` the block is not needed."""
     params: Untyped = None
+    """Its arguments, by the names that torch gives them; a wrong name is an error."""
     legacy_fusion: Annotated[Flag, NoEffect(_ANY_OPTIMIZER, silent=(False,))] = False
 
 
@@ -74,31 +76,66 @@ class SchedulerBlock(Block):
     """`scheduler`."""
 
     type: str
+    """Name of the learning rate schedule."""
     params: Untyped = None
+    """Its arguments; a wrong name is an error. Where `warmup_max_lr` is `"auto"`, it is the optimizer's rate."""
 
 
 class InfinityBlock(Block):
     """`infinity`: what DeepSpeed has no key for."""
 
     host_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    """Hard ceiling of the engine's host memory: staging pages, states kept in RAM, main gradients and, on the CPU, the
+    weights in use. Not in it: Python and its libraries (about 0.4 GB with transformers), activations, and what autograd
+    holds in plain torch as well.
+    `"auto"`: what the machine or the process's memory cgroup has free, less a reserve of 25 % (10 % where a GPU holds
+    the activations) and of at least 2 GB, but not more than half. One that is too small is an error that names the
+    minimum."""
     device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    """On a GPU, a ceiling on the device memory of weights that are there. `"auto"`: no ceiling, they may all stay there."""
     page_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    """Size of a page of the staging arena, a multiple of 4096: the largest single transfer of optimizer state. `"auto"`:
+    from the model and the budget."""
     prefetch: Flag = True
+    """Read ahead in the order of the last step; `false` reads on demand."""
     keep_in_memory: Flag = True
+    """What the budgets leave over keeps weights and states off the drives; `false` leaves it unused."""
     drive_tbw: Annotated[Number | None, Field(gt=0)] = None
+    """Terabytes that the drives together are rated to take (TBW): the plan then says after how many steps they have."""
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
+    """Class names or name patterns of the modules that are paged as one; empty finds repeated blocks."""
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
+    """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
+    """When the optimizer runs: `"in_backward"` updates a unit as soon as its gradients are complete, `"deferred"` just
+    before the next forward needs it, `"step"` all of it in `engine.step()`; `"auto"` takes `"in_backward"`, or
+    `"deferred"` where something needs all gradients first (clipping, fp16). The numbers are the same."""
     main_weights: Literal["auto", "remainder", "fp32"] = "auto"
+    """How fp32 main weights are kept beside bf16 weights: `"remainder"` stores the 16 bits that a bf16 weight lacks,
+    `"fp32"` all 32. `"auto"`: `"remainder"` with bf16."""
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of gradients that wait for their update. `"auto"` loses nothing; `"bf16"` rounds sums of several micro-batches."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Of the optimizer's states where they rest: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
+    scale for every 256) are smaller and change the numbers a little, see [Smaller states](#smaller-states)."""
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
+    """Order of `engine.train_batch`: `"vertical"` takes all micro-batches through a unit before the next, `"ordinary"`
+    one micro-batch after the other; `"auto"` takes the one that moves fewer bytes."""
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
+    """A read or write that takes longer is an error instead of a hang."""
     direct_io: Flag = True
+    """Go past the page cache (O_DIRECT) where the file system can."""
     io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"
+    """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
+    I/O](../swapper/README.md#backends)."""
     autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
+    """`"auto"` measures the drives once per machine and set of directories (a few seconds) and takes the best settings;
+    `true` measures at every start."""
     verify_checksums: Flag = False
+    """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
+    parameter, file and offset."""
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
+    """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
 
 
 _OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
@@ -146,8 +183,11 @@ class RootBlock(Block):
     renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Annotated[Count | None, Field(gt=0)] = None
+    """Samples per optimizer step: the product of the next two. One of the three may be left out, or two."""
     train_micro_batch_size_per_gpu: Annotated[Count | None, Field(gt=0)] = None
+    """Samples per backward. `"auto"`, also for `train_batch_size`: as the data loader gives them."""
     gradient_accumulation_steps: Annotated[Count | None, Field(gt=0)] = None
+    """Backwards per optimizer step. It follows from the other two, and is 1 where they leave it open."""
     optimizer: OptimizerBlock | None = None
     scheduler: SchedulerBlock | None = None
     gradient_clipping: Annotated[
@@ -158,16 +198,22 @@ class RootBlock(Block):
             "null does not say whether gradients are clipped", "Write 0 to switch clipping off, or the largest norm"
         ),
     ] = DEFAULT_GRADIENT_CLIPPING
+    """Largest global 2-norm of the gradients. 1.0 when the key is absent, as in DeepSpeed since 0.19; 0 switches
+    clipping off."""
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     torch_autocast: AutocastBlock = AutocastBlock()
     data_types: DataTypesBlock = DataTypesBlock()
     managed_gradient_accumulation: Flag = True
+    """`false` makes every `engine.step()` an update; nothing is updated in backward then."""
     zero_optimization: ZeroBlock = ZeroBlock()
     aio: AioBlock = AioBlock()
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = None
+    """Log a line every so many steps."""
     wall_clock_breakdown: Flag = False
+    """Log a line for each step that says where its time went."""
     dataloader_drop_last: Flag = False
+    """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers

@@ -31,7 +31,11 @@ class OffloadBlock(Block):
     """`offload_param` and `offload_optimizer`. Each takes the other's keys too: files in the wild mix them up."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower)] = "none"
+    """Where these states rest: in the compute device's memory, in host memory, or on drives."""
     nvme_path: Annotated[tuple[NamedDirectory, ...], BeforeValidator(parse_directories)] = ()
+    """The directory on the drive, or a list of them, one per drive, which are striped. Each may be an object that limits
+    what is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are filled in. A directory
+    that is missing is made, and stays; scratch files in it have no name and vanish with the process."""
     pin_memory: Annotated[Flag, NoEffect("no effect: host memory is pinned when there is a GPU to pin it for")] = True
     buffer_count: Annotated[Count, NoEffect(_DERIVED)] = 0
     buffer_size: Annotated[Elements, NoEffect(_DERIVED)] = 0
@@ -66,6 +70,7 @@ class ZeroBlock(Block):
     }
 
     stage: Annotated[Count, Field(le=3)] = 3
+    """Taken as 3 whatever it says, with the same numbers."""
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 
@@ -131,8 +136,12 @@ class AioBlock(Block):
     }
 
     block_size: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    """Largest single request, rounded up to a multiple of 4096; 1 MiB by default."""
     queue_depth: Annotated[Count | None, Field(gt=0)] = None
+    """Requests in flight per thread; 8 by default."""
     intra_op_parallelism: Annotated[Count | None, Field(gt=0)] = None
+    """Threads for each direction and drive; at least 4 are used."""
     single_submit: Annotated[Flag, NoEffect(_BACKEND)] = False
     overlap_events: Annotated[Flag, NoEffect(_BACKEND)] = True
     use_gds: Flag = False
+    """Drive to GPU memory through cuFile. Experimental: tested with a stand-in for the driver only."""

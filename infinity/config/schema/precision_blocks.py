@@ -42,13 +42,21 @@ class Fp16Block(Block):
     """`fp16`, with its loss scaling."""
 
     enabled: Flag = False
+    """Train in fp16, with fp32 main weights. A step whose gradients are not finite is skipped."""
     loss_scale: Number = 0
+    """A fixed loss scale; 0: a dynamic one."""
     initial_scale_power: Number = 16
+    """The dynamic loss scale begins at 2 to this power."""
     loss_scale_window: Count = 1000
+    """After so many steps without overflow the scale doubles."""
     hysteresis: Count = 2
+    """The scale is halved at this many overflows, and at each one after, until it grows again."""
     consecutive_hysteresis: Flag = False
+    """A step without overflow makes the count of `hysteresis` begin anew."""
     min_loss_scale: Number = 1
+    """The least loss scale. Gradients that overflow with it are an error."""
     auto_cast: Flag = False
+    """Floating-point inputs of the model are cast to fp16."""
     fp16_master_weights_and_grads: Annotated[Flag, NoEffect(_WIDE, silent=(False,))] = False
 
 
@@ -58,7 +66,9 @@ class Bf16Block(Block):
     renamed: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
 
     enabled: Flag = False
+    """Train in bf16, with exact fp32 main weights and fp32 gradient accumulation."""
     check_grad_overflow: Flag = False
+    """A step whose gradients are not finite is skipped."""
     immediate_grad_update: Annotated[
         Flag, NoEffect("no effect: main gradients are always accumulated in fp32 as they arrive")
     ] = True
@@ -72,6 +82,7 @@ class Bf16Block(Block):
         ),
     ] = False
     auto_cast: Flag = False
+    """Floating-point inputs of the model are cast to bf16."""
     loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
     initial_scale_power: Annotated[Number, NoEffect(_SCALING)] = 0
     loss_scale_window: Annotated[Number, NoEffect(_SCALING)] = 0
@@ -84,7 +95,10 @@ class AutocastBlock(Block):
     """`torch_autocast`."""
 
     enabled: Flag = False
+    """Run the model under `torch.autocast`, over fp32 weights. As in plain torch, the casts of all weights that forward
+    uses stay in memory until backward has used them, outside the budget."""
     dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
+    """What autocast casts to; only bf16 is implemented."""
     lower_precision_safe_modules: Annotated[
         Untyped | list[str],
         NoEffect("no effect: it concerns gradients on their way between processes, and there is one process"),
@@ -103,7 +117,9 @@ class DataTypesBlock(Block):
         ),
     ] = None
     param_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    """May repeat the compute dtype that `bf16` or `fp16` chose; another one is an error."""
     buffer_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    """Cast floating-point buffers to it. Without, they keep their dtype, but for those that torch wants in the weights'."""
     keep_in_fp32_modules: Annotated[
         tuple[str, ...],
         BeforeValidator(parse_names),

@@ -48,15 +48,3 @@ def test_has_its_line_in_the_readme(path: Path) -> None:
 
 def test_readme_names_no_other_file() -> None:
     assert set(re.findall(r"\w+\.json", README)) == {path.name for path in FILES}
-
-
-def test_readme_lists_our_keys_and_defaults() -> None:
-    from infinity.config.schema.blocks import InfinityBlock
-
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", README, re.MULTILINE))
-    shown = {None: '"auto"', (): "[]", True: "true", False: "false", 120.0: "120", "auto": '"auto"', "fp32": '"fp32"'}
-    shown_as_null = {"timeline", "drive_tbw"}  # there is nothing to choose for them: off, and unknown
-    assert rows == {
-        name: "null" if name in shown_as_null else shown[field.default]
-        for name, field in InfinityBlock.model_fields.items()
-    }

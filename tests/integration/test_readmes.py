@@ -1,0 +1,247 @@
+"""What the README files say: their code runs, their commands, links and names exist, their tables are complete."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import config_reference
+import peer_chart
+import pytest
+
+import infinity.errors
+import swapper
+from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.vocabulary import child_block
+from tests.unit.test_architecture import folder_graph, load_modules
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = ("", "infinity", "swapper", "configs", "tools", "tests")
+_READMES = [_ROOT / folder / "README.md" for folder in _FOLDERS]
+_PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md"]
+_EACH_README = pytest.mark.parametrize("page", _READMES, ids=lambda page: page.parent.name or "root")
+_EACH_PAGE = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_page_is_short() -> None:
+    lines = (_ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 150
+    assert [line for line in lines if len(line) > 120] == []
+
+
+# ------------------------------------------------------------------------------------------------------ code and commands
+
+
+@pytest.mark.parametrize("folder", ["", "infinity", "swapper", "configs"])
+def test_the_code_runs(folder: str, tmp_path: Path) -> None:
+    page = _ROOT / folder / "README.md"
+    (tmp_path / "configs").symlink_to(_ROOT / "configs")
+    (tmp_path / "script.py").write_text("\n".join(_blocks(page, "python")))
+    answer = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(_ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_no_other_page_has_code() -> None:
+    with_code = {page.parent.name for page in _PAGES if _blocks(page, "python")}
+    assert with_code == {_ROOT.name, "infinity", "swapper", "configs"}
+
+
+def _commands(page: Path) -> list[list[str]]:
+    lines = [line for block in _blocks(page, "bash") for line in block.splitlines()]
+    starts = r"(?:\.venv/bin/)?(?:python|bash)\s(?:tools/|-m\s)"
+    lines += [" ".join(found.split()) for found in re.findall(rf"`({starts}[^`]*)`", _prose(page))]
+    lines += re.findall(r"`(pip install -e [^`]*)`", _prose(page))
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+@functools.cache
+def _help(tool: str) -> str:
+    arguments = ["-m", "pytest"] if tool == "pytest" else [str(_ROOT / tool)]
+    return subprocess.run(
+        [sys.executable, *arguments, "--help"], cwd=_ROOT, capture_output=True, text=True, timeout=150, check=True
+    ).stdout
+
+
+def _problem(command: list[str]) -> str:
+    """What is wrong with a command; nothing if it can be run as it stands."""
+    known_options = ""
+    match command:
+        case ["bash", script, *rest]:
+            tool = {"tools/demo.sh": "tools/train.py", "tools/test.sh": "pytest"}.get(script, "")
+            known_options = _help(tool) if rest and tool else ""
+            exists = (_ROOT / script).is_file()
+        case [_, "-m", "pytest", *rest]:
+            known_options = _help("pytest")
+            exists = all((_ROOT / word).exists() for word in rest if word.startswith("tests/"))
+        case [_, "-m", module, *rest]:
+            exists = (_ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
+            rest = [word for word in rest if word.startswith("--")]
+        case ["python", script, *rest]:
+            exists = (_ROOT / script).is_file()
+            known_options = _help(script) if exists else ""
+        case ["pip", "install", "-e", target, *rest]:
+            extras = set(target.removeprefix(".[").removesuffix("]").split(","))
+            known = re.findall(r"^(\w+) = \[", (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+            exists = all((_ROOT / word).is_file() for word in rest[1:])
+            return "" if exists and extras <= set(known) else "no such extra"
+        case [program, *rest]:
+            return "" if (_ROOT / program).name == "pre-commit" else "no such program"
+        case _:
+            return "it is empty"
+    if not exists:
+        return "a file is missing"
+    options = [word.split("=")[0] for word in rest if word.startswith("--")]
+    unknown = [option for option in options if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", known_options)]
+    return f"unknown: {unknown}" if unknown else ""
+
+
+@_EACH_PAGE
+def test_commands_can_be_run(page: Path) -> None:
+    problems = {" ".join(command): problem for command in _commands(page) if (problem := _problem(command))}
+    assert problems == {}
+
+
+def test_commands_that_cannot_be_run_are_noticed() -> None:
+    assert _problem(["python", "tools/no_such.py"])
+    assert _problem(["python", "tools/checksum_cost.py", "--mebi"])
+    assert _problem(["bash", "tools/demo.sh", "--no-such"])
+    assert _problem(["python", "-m", "tests.fuzz.nothing", "0"])
+    assert _problem(["pip", "install", "-e", ".[nothing]", "-c", "constraints.txt"])
+
+
+# -------------------------------------------------------------------------------------------------------- links and names
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@_EACH_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        linked = linked / "README.md" if linked.is_dir() else linked
+        if not linked.exists() or (anchor and anchor not in _anchors(linked)):
+            broken.append(target)
+    assert broken == []
+
+
+def _places(page: Path) -> tuple[Path, ...]:
+    return page.parent, _ROOT, _ROOT / "infinity"
+
+
+@_EACH_PAGE
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w./]+/[\w.]*\.(?:py|sh|json|md))`", _prose(page)))
+    assert {name for name in named if not any((place / name).exists() for place in _places(page))} == set()
+
+
+def _defines(path: Path, dotted: str) -> bool:
+    body: list[ast.stmt] = ast.parse(path.read_text()).body
+    for name in dotted.split("."):
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+@_EACH_README
+def test_classes_and_functions_that_are_named_exist(page: Path) -> None:
+    for file, dotted in re.findall(r"`([\w./]+\.py)::([\w.]+)`", page.read_text()):
+        path = next((place / file for place in _places(page) if (place / file).is_file()), None)
+        assert path is not None, file
+        assert _defines(path, dotted), f"{file}::{dotted}"
+
+
+def test_errors_that_are_named_exist() -> None:
+    for page in _READMES:
+        for name in re.findall(r"`(?:swapper\.)?([A-Z]\w+(?:Error|Warning))`", page.read_text()):
+            known = hasattr(infinity.errors, name) or hasattr(swapper, name) or name == "RuntimeError"
+            assert known, f"{page}: {name}"
+
+
+# ------------------------------------------------------------------------------------------------------- complete tables
+
+
+@pytest.mark.parametrize("package", ["infinity", "swapper"])
+def test_rooms_are_all_there_and_import_only_what_stands_below(package: str) -> None:
+    page = _ROOT / package / "README.md"
+    section = re.split(r"^## The (?:rooms|folders)$", page.read_text(), flags=re.MULTILINE)[1].split("\n## ")[0]
+    named = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    rooms = [os.path.normpath(f"{package}/{name}") for name in named]
+    graph = folder_graph(load_modules())
+    folders = {path for path in graph if path.startswith(f"{package}/") and not path.endswith(".py")}
+    assert folders <= set(rooms)
+    for place, room in enumerate(rooms):
+        assert graph.get(room, set()) & set(rooms[:place]) == set(), room
+
+
+def test_the_tree_of_errors_is_that_of_the_code() -> None:
+    tree = (_ROOT / "swapper" / "errors.py").read_text().split("\n\n")[1]
+    told = "\n".join(
+        f"    {line}" if line else line for line in _blocks(_ROOT / "swapper" / "README.md", "text")[0].splitlines()
+    )
+    assert told == tree
+
+
+def test_every_tool_is_described() -> None:
+    text = (_ROOT / "tools" / "README.md").read_text()
+    tools = {path.name for path in (_ROOT / "tools").iterdir() if path.suffix in (".py", ".sh")}
+    assert {name for name in tools if f"| `{name}` |" not in text} == set()
+
+
+def test_every_folder_of_tests_is_described() -> None:
+    text = (_ROOT / "tests" / "README.md").read_text()
+    folders = {path.parent.relative_to(_ROOT / "tests").parts[0] for path in (_ROOT / "tests").glob("*/*.py")}
+    assert {folder for folder in folders if f"| `{folder}/` |" not in text} == set()
+
+
+def test_the_reference_of_the_config_is_what_its_tool_prints() -> None:
+    printed = config_reference.between_marks((_ROOT / "configs" / "README.md").read_text())
+    assert printed == config_reference.reference(), "run: python tools/config_reference.py --write"
+
+
+def test_every_key_with_an_effect_says_what_it_does() -> None:
+    for path, block in config_reference.blocks(RootBlock):
+        texts = config_reference.texts_of(block)
+        for name, field in block.model_fields.items():
+            if config_reference.has_effect(field) and child_block(field.annotation) is None:
+                assert texts.get(name), path + name
+
+
+def test_the_chart_shows_the_figures_that_are_recorded() -> None:
+    table = peer_chart.rows((_ROOT / "tools" / "README.md").read_text())
+    assert len(table) == 9
+    assert peer_chart.PICTURE.read_text() == peer_chart.draw(table), "run: python tools/peer_chart.py --write"
