@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import InfinityConfig
 from infinity.engine.checkpoint_calls import CheckpointCalls
-from infinity.engine.optimizer_bridge import OptimizerBridge
 from infinity.engine.parts import Parts
 from infinity.engine.shutdown import Shutdown, finish_pending
 from infinity.engine.train_batch import LossFunction, TrainBatch
@@ -53,9 +52,8 @@ class Engine(CheckpointCalls):
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
         super().__init__(parts.module_hooks.model, config)
-        backend = OptimizerBridge(self)
-        mains = backend if parts.access.has_main_weights else None
-        self._paged = PagedOptimizer(parts.template, parts.updater, backend, parts.groups.loose, mains)
+        mains = self if parts.access.has_main_weights else None
+        self._paged = PagedOptimizer(parts.template, parts.updater, self, parts.groups.loose, mains)
         self.optimizer = self._paged if parts.template.param_groups else None
         self.run_module = ModelCall(self.module, config, parts.device)
         self.report: StepReport | None = None

@@ -28,11 +28,11 @@ _CHECKED_ELEMENTS = 1024
 class MainWeightKeeper(Protocol):
     """Who has the main weights: the engine."""
 
-    def gather_main_weight(self, param: Tensor) -> Tensor:
+    def gather_main_weight(self, parameter: Tensor, /) -> Tensor:
         """A copy of a main weight: fp32, of the parameter's shape."""
         ...
 
-    def load_main_weight(self, param: Tensor, values: Tensor) -> None:
+    def load_main_weight(self, parameter: Tensor, values: Tensor, /) -> None:
         """Replace a main weight; the model weight becomes its cast."""
         ...
 

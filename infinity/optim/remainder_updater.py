@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinity.numerics.remainder import join, split
 from infinity.optim.fused_adam import STATES, VECTOR_NUMEL, FusedAdam
+from infinity.optim.piece import PieceUpdater
 
 _BLOCK_NUMEL = 1 << 18
 """Elements joined at a time on the CPU, without a kernel of ours: few enough to stay in the processor's cache."""
-
-
-class Rule(Protocol):
-    """The optimizer on float32 weights: see `PieceUpdater.update`."""
-
-    def update(
-        self,
-        group: Any,
-        weight: Tensor,
-        grad: Tensor,
-        state: Any,
-        scalars: Any,
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
 
 class RemainderUpdater:
@@ -35,7 +23,7 @@ class RemainderUpdater:
     again, block by block. Like `PieceUpdater` it is for one thread at a time.
     """
 
-    def __init__(self, updater: Rule, fused: FusedAdam | None) -> None:
+    def __init__(self, updater: PieceUpdater, fused: FusedAdam | None) -> None:
         """
         Args:
             updater: the optimizer's rule on float32 weights.

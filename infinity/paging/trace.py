@@ -121,21 +121,6 @@ def wanted(
     return result
 
 
-def simulate_fetches(
-    order: Sequence[int],
-    num_bytes: Sequence[int],
-    capacity_bytes: int,
-    *,
-    prefetches: bool,
-    num_cycles: int = 1,
-    staying: Collection[int] = (),
-) -> list[tuple[int, int]]:
-    """The `simulate` for those who only want to know the fetches."""
-    return simulate(
-        order, num_bytes, capacity_bytes, prefetches=prefetches, num_cycles=num_cycles, staying=staying
-    ).fetches
-
-
 @dataclass(frozen=True)
 class Simulation:
     """What the pager does in the steady state."""

@@ -61,8 +61,6 @@ class Placement:
     minimum_bytes: int
     spills: bool
     """Whether some main gradients go to NVMe."""
-    late_units: frozenset[int] = frozenset()
-    """Units that are updated after backward although the others are in it. Their gradients wait in memory until then."""
     activation_bytes: int = 0
     """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
 

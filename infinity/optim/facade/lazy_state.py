@@ -29,6 +29,28 @@ class Access(Protocol):
         ...
 
 
+class StateKeeper(Protocol):
+    """Whoever keeps the states of parameters."""
+
+    def has_place(self, parameter: Tensor, /) -> bool:
+        """Whether the parameter can have state: it was trainable in `initialize`."""
+        ...
+
+    def has_state(self, parameter: Tensor, /) -> bool:
+        """Whether an update asked for so far, or a load, gives the parameter state."""
+        ...
+
+    def gather_state(self, parameter: Tensor, /) -> dict[str, Any]:
+        """Copies of the parameter's state after all updates asked for: element-wise ones float32 of its shape, and
+        scalars. Empty when it has none."""
+        ...
+
+    def load_state(self, parameter: Tensor, values: dict[str, Any], /) -> None:
+        """Replace the parameter's state: every name of `PieceUpdater.state_names` as float32 of its shape, and
+        scalars; tensors belong to the caller and are to be copied. Empty: the parameter starts anew."""
+        ...
+
+
 class LazyEntry(dict[str, Any]):
     """One parameter's state. Every way of reading it gathers the values as they are at that moment.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from infinity.optim.attributes import attributes_of
-from infinity.optim.facade.lazy_state import LazyEntry, LazyState
+from infinity.optim.facade.lazy_state import LazyEntry, LazyState, StateKeeper
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.shown_states import ShownStates
 from infinity.optim.facade.state_loader import StateLoader, check_entry
@@ -22,38 +22,19 @@ from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 
 
-class StepBackend(Protocol):
+class StepBackend(StateKeeper, Protocol):
     """Who holds weights, gradients and state, and runs the updates: the engine."""
 
-    def step(self) -> None:
+    def optimizer_step(self) -> None:
         """Update every parameter that has a gradient, with the hyperparameters as they are now."""
         ...
 
-    @property
-    def overflow(self) -> bool:
+    def was_step_skipped(self) -> bool:
         """Whether the last step changed nothing, because its gradients were not finite."""
         ...
 
-    def zero_grad(self, set_to_none: bool) -> None:
+    def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
         """Drop all gradients, as `Optimizer.zero_grad` does."""
-        ...
-
-    def has_place(self, param: Tensor) -> bool:
-        """Whether the parameter can have state: it was trainable in `initialize`."""
-        ...
-
-    def has_state(self, param: Tensor) -> bool:
-        """Whether an update asked for so far, or a load, gives the parameter state."""
-        ...
-
-    def gather_state(self, param: Tensor) -> dict[str, Any]:
-        """Copies of the parameter's state after all updates asked for: element-wise ones float32 of its shape, and
-        scalars. Empty when it has none."""
-        ...
-
-    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Replace the parameter's state: every name of `PieceUpdater.state_names` as float32 of its shape, and
-        scalars; tensors belong to the caller and are to be copied. Empty: the parameter starts anew."""
         ...
 
 
@@ -145,7 +126,7 @@ class PagedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters, see `StepBackend.step`.
+        """Update the parameters, see `StepBackend`.
 
         Args:
             closure: recomputes the loss with gradients; called once, before the update.
@@ -158,8 +139,8 @@ class PagedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._shown.settle()
-        self._backend.step()
-        if not self._backend.overflow:
+        self._backend.optimizer_step()
+        if not self._backend.was_step_skipped():
             self._shown.expire()
         # A scheduler made on the user's own instance looks there for whether a step came before its own.
         self._template.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -168,11 +149,11 @@ class PagedOptimizer(Optimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last step changed nothing, because its gradients were not finite."""
-        return self._backend.overflow
+        return self._backend.was_step_skipped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set those that are there to zero: they then decay all the same."""
-        self._backend.zero_grad(set_to_none)
+        self._backend.optimizer_zero_grad(set_to_none=set_to_none)
         self._loose.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -259,11 +240,11 @@ class PagedOptimizer(Optimizer):
         return param not in self._template or self._backend.has_place(param)
 
     def gather_state(self, param: Tensor) -> dict[str, Any]:
-        """See `StepBackend.gather_state`; before the first step, what the constructor made."""
+        """See `StateKeeper.gather_state`; before the first step, what the constructor made."""
         return self._backend.gather_state(param) or self._template.started_state(param)
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """See `StepBackend.load_state`.
+        """See `StateKeeper.load_state`.
 
         Raises:
             ValueError: it does not fit, or lacks what the optimizer needs; nothing has been changed.

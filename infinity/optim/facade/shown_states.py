@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinity.errors import StaleStateError
 from infinity.numerics.stamp import contents_stamp
+from infinity.optim.facade.lazy_state import StateKeeper
 from infinity.optim.probe import copy_scalar
 from infinity.optim.values import same_values
-
-
-class Keeper(Protocol):
-    """Whoever keeps the states: see ``StepBackend``."""
-
-    def gather_state(self, param: Tensor) -> dict[str, Any]: ...
-
-    def load_state(self, param: Tensor, state: dict[str, Any]) -> None: ...
 
 
 class _Memory:
@@ -108,7 +101,7 @@ class ShownStates:
         name: a parameter's name, for messages.
     """
 
-    def __init__(self, keeper: Keeper, name: Callable[[Tensor], str]) -> None:
+    def __init__(self, keeper: StateKeeper, name: Callable[[Tensor], str]) -> None:
         self._keeper = keeper
         self._name = name
         self._shown: dict[Tensor, _Shown] = {}

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim.facade.lazy_state import LazyEntry
+from infinity.optim.facade.lazy_state import LazyEntry, StateKeeper
 from infinity.optim.main_weights import PENDING, MainWeightKeeper, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker, hyperparameters, one_element
-
-
-class StateKeeper(Protocol):
-    """The part of the backend that a load needs."""
-
-    def has_place(self, param: Tensor) -> bool:
-        """Whether the parameter can have state."""
-        ...
-
-    def has_state(self, param: Tensor) -> bool:
-        """Whether the parameter has state now."""
-        ...
-
-    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Replace the parameter's state; empty: it starts anew."""
-        ...
 
 
 def check_entry(fqn: str, entry: Mapping[str, Any], names: Sequence[str], scalars: Sequence[str]) -> None:

@@ -69,7 +69,10 @@ class MemoryBackend:
         self.overflow = False
         self.loose = LooseParameters(template)
 
-    def step(self) -> None:
+    def was_step_skipped(self) -> bool:
+        return self.overflow
+
+    def optimizer_step(self) -> None:
         for param in self._template.params():
             if param.grad is not None:
                 self._update(param, param.grad.reshape(-1))
@@ -90,7 +93,7 @@ class MemoryBackend:
             kept = self._kept[param] = _Kept({name: torch.cat([part[name] for part in made]) for name in made[0]}, {})
         kept.scalars = scalars
 
-    def zero_grad(self, set_to_none: bool) -> None:
+    def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
         for param in self._template.params():
             if not set_to_none and param.grad is not None:
                 param.grad.zero_()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.device.compute import Fence, FlatBuffer
-from infinity.paging.trace import Trace, distinct, simulate, simulate_fetches, wanted
+from infinity.paging.trace import Trace, distinct, simulate, wanted
 from tests.unit.stage import TensorSource, frozen_unit, make_pager
 
 
@@ -179,7 +179,7 @@ def test_simulated_fetches_are_those_of_brute_force(
 ) -> None:
     order, sizes, room = scan
     expected = _brute_force(order, sizes, room, prefetches=prefetches, num_cycles=num_cycles)
-    assert simulate_fetches(order, sizes, room, prefetches=prefetches, num_cycles=num_cycles) == expected
+    assert simulate(order, sizes, room, prefetches=prefetches, num_cycles=num_cycles).fetches == expected
 
 
 @given(_scans(), st.booleans())
@@ -205,18 +205,18 @@ def test_simulated_fetches_are_those_of_the_pager(scan: tuple[list[int], list[in
         pager.end_backward(is_complete=True, fetches=True)
         note((cycle + 1) * len(order))  # already for the cycle to come
     pager.close()
-    simulated = simulate_fetches(order, [u.num_bytes for u in units], room * 4096, prefetches=prefetches, num_cycles=3)
+    simulated = simulate(order, [u.num_bytes for u in units], room * 4096, prefetches=prefetches, num_cycles=3).fetches
     assert [fetch for fetch in fetches if 0 <= fetch[0] < 3 * len(order)] == simulated
 
 
 def test_everything_that_fits_is_fetched_once_and_for_all() -> None:
-    assert simulate_fetches([0, 1, 2, 1], [5, 5, 5], 15, prefetches=True) == []
-    assert simulate_fetches([0, 1, 2, 1], [5, 5, 5], 15, prefetches=False) == []
+    assert simulate([0, 1, 2, 1], [5, 5, 5], 15, prefetches=True).fetches == []
+    assert simulate([0, 1, 2, 1], [5, 5, 5], 15, prefetches=False).fetches == []
 
 
 def test_a_scan_larger_than_memory_keeps_some_of_it() -> None:
     """The least recently used unit would be the one needed next, every time: 24 fetches."""
-    assert len(simulate_fetches([0, 1, 2, 3], [1] * 4, 2, prefetches=False, num_cycles=6)) < 18
+    assert len(simulate([0, 1, 2, 3], [1] * 4, 2, prefetches=False, num_cycles=6).fetches) < 18
 
 
 def test_what_is_in_memory_between_cycles() -> None:
