@@ -1,6 +1,7 @@
-"""What all tests share: options, and places a test may need, each skipping with its reason where it cannot be had.
+"""What all tests share: options, and what a test may need, each skipping with its reason where it cannot be had.
 
 - `nvme_dir`: an empty directory on a block device (O_DIRECT and byte counters mean something there).
+- `one_thread`: torch computes with one.
 - `small_tmpfs`: mounts file systems of a given size, for tests of a full disk.
 - `memory_cgroup`, `blkio_cgroup`: control groups that limit and measure the processes put into them.
 """
@@ -47,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def full_grid(pytestconfig: pytest.Config) -> bool:
     """Whether `--full-grid` was given."""
     return bool(pytestconfig.getoption("--full-grid"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread: small models spend ten times as long on waking others as on computing."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

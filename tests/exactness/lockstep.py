@@ -20,6 +20,12 @@ from tests.exactness.shapes import SHAPES
 
 SHAPES_BY_NAME = {case.name: case for case in SHAPES}
 PLAIN = SHAPES_BY_NAME["plain"]
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+IN_MEMORY: dict[str, Any] = {
+    "zero_optimization": {"offload_param": None, "offload_optimizer": None},
+    "infinity": {"keep_in_memory": True},
+}
+"""Changes to a config: see `everything_on_nvme`."""
 
 
 def everything_on_nvme(directory: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +36,8 @@ from swapper.wrappers.integrity import IntegrityBackend
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.ticking import LONG_SECONDS, ticking
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _CONFIG = SwapperConfig(request_bytes=1 << 20, deadline_seconds=20.0, verify_checksums=True, backend="threads")
 _CAPACITY = 4 << 20
@@ -195,14 +196,6 @@ def test_checksums_are_off_unless_asked_for(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- the engine
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def _changes(directory: Path, **changes: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import infinity
 from infinity.errors import InfinityError
@@ -29,15 +28,9 @@ from tests.exactness.verification import require_exact_training
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _CLIPPED = {"gradient_clipping": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def _train(engine: Any, first: int, last: int) -> None:

@@ -7,7 +7,7 @@ import functools
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -22,6 +22,8 @@ from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_b
 from tests.interrupts import Interrupt, is_cut_off, some_of
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _NUM_POINTS = 10
 _PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (infinity, swapper))
 # What they call that is written in Python and has something to undo.
@@ -34,14 +36,6 @@ def _is_in_packages(code: CodeType) -> bool:
 
 def _is_ours(code: CodeType) -> bool:
     return _is_in_packages(code) or code.co_filename in _BENEATH
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def _top_hooks() -> Any:

@@ -40,6 +40,8 @@ from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
 from tests.late_backend import LateBackend, is_kept, stall, waits
 from tests.manual_backend import ManualBackend
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _BLOCK = ALIGNMENT
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=1000.0)
 
@@ -213,14 +215,6 @@ def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def _smallest(directory: Path, changes: dict[str, Any]) -> int:

@@ -23,18 +23,12 @@ from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _NUM = 3
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": _NUM, "infinity": {"schedule": "vertical"}}
 _CLIPPED = {**_VERTICAL, "gradient_clipping": 0.1}
 _AT_STEP = {**_VERTICAL, "infinity": {"schedule": "vertical", "update": "step"}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)

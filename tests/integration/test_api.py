@@ -19,8 +19,6 @@ from infinity.optim.lr_schedules import WarmupLR
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 
-_BF16 = {"bf16": {"enabled": True}}
-
 
 def test_initialize_returns_four_and_holds_the_model_it_was_given(tmp_path: Path) -> None:
     model = PLAIN.make("none")

@@ -11,9 +11,8 @@ from torch import nn
 
 import infinity
 from tests.exactness.case import Case
-from tests.exactness.lockstep import Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 _FP16: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 64}}
 
 
@@ -48,7 +47,7 @@ class Buffered(nn.Module):
 _CASE = Case("buffered", Buffered, lambda draw: {"x": draw.floats(2, 6, 8)}, has_checkpointing=False)
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16, _FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("changes", [{}, BF16, _FP16], ids=["fp32", "bf16", "fp16"])
 def test_training_equals_plain_torch_with_its_buffers_as_they_came(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=_CASE, changes=changes) as both:
         for step in range(3):
@@ -77,7 +76,7 @@ def test_rotary_frequencies_of_a_model_loaded_in_bf16_stay_fp32(tmp_path: Path) 
         "labels": torch.arange(16).view(1, 16),
         "position_ids": torch.arange(8000, 8016).view(1, 16),
     }
-    changes = {**_BF16, "gradient_accumulation_steps": 2}
+    changes = {**BF16, "gradient_accumulation_steps": 2}
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive, changes))
     with engine:
         assert torch.equal(engine.eval()(**batch).loss, plain.eval()(**batch).loss)
@@ -101,17 +100,17 @@ class Positions(nn.Module):
 
 
 def test_a_buffer_that_meets_weights_names_the_cure(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=Positions(), config=everything_on_nvme(tmp_path, _BF16))
+    engine, *_ = infinity.initialize(model=Positions(), config=everything_on_nvme(tmp_path, BF16))
     with engine, pytest.raises(RuntimeError, match=r"'table' is float32.*data_types.buffer_dtype' to \"bfloat16\""):
         engine(torch.ones(2, 6, 8).bfloat16())
-    unrelated, *_ = infinity.initialize(model=Positions(), config=everything_on_nvme(tmp_path, _BF16))
+    unrelated, *_ = infinity.initialize(model=Positions(), config=everything_on_nvme(tmp_path, BF16))
     with unrelated, pytest.raises(RuntimeError) as caught:
         unrelated(torch.ones(2, 5, 8).bfloat16())
     assert not getattr(caught.value, "__notes__", [])
 
 
 def test_the_config_casts_buffers(tmp_path: Path) -> None:
-    changes = {**_BF16, "data_types": {"buffer_dtype": "bfloat16"}}
+    changes = {**BF16, "data_types": {"buffer_dtype": "bfloat16"}}
     plain, model = Positions().bfloat16(), Positions()
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
     with engine:

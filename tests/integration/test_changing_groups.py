@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,8 @@ from torch import nn
 import infinity
 from infinity.errors import ModelError, ParameterGroupError, UnpreparedParameterError
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.user_edits import MODES, Named, sides, start, take_step
 
-Named = Mapping[str, nn.Parameter]
-
-_RESIDENT = {
-    "zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}},
-    "infinity": {"keep_in_memory": True},
-}
-_BF16 = {"bf16": {"enabled": True}}
-MODES: dict[str, dict[str, Any]] = {
-    "in backward": {},
-    "in backward, bf16": _BF16,
-    "deferred": {"gradient_clipping": 0.1},
-    "step": {"infinity": {"update": "step"}},
-    "resident": _RESIDENT,
-    "vertical": {"gradient_accumulation_steps": 2},
-}
 in_all_modes = pytest.mark.parametrize("mode", MODES)
 
 
@@ -43,21 +29,7 @@ def _adamw(named: Named) -> torch.optim.Optimizer:
 
 
 def _start(tmp_path: Path, mode: str, make: Callable[[Named], torch.optim.Optimizer] = _adamw) -> Lockstep:
-    return Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None, **MODES[mode]},
-        reference_optimizer=make,
-        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
-    )
-
-
-def _step(both: Lockstep, mode: str, step: int) -> None:
-    both.batch_step(step) if mode == "vertical" else both.engine_step(step)
-
-
-def _sides(both: Lockstep) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Each side's optimizer, and what is in its groups by FQN."""
-    return [(both.reference.optimizer, both.reference.main), (both.optimizer, dict(both.model.named_parameters()))]
+    return start(tmp_path, mode, make)
 
 
 def _remove(optimizer: Any, named: dict[str, Any]) -> None:
@@ -106,37 +78,37 @@ _CHANGES = [_remove, _move, _reverse, _empty, _pop, _replace, _split_off, _take_
 def test_members_of_groups_change(change: Callable[[Any, dict[str, Any]], None], mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
         for step in range(2):
-            _step(both, mode, step)
-        for optimizer, named in _sides(both):
+            take_step(both, mode, step)
+        for optimizer, named in sides(both):
             change(optimizer, named)
         for step in range(2, 4):
-            _step(both, mode, step)
+            take_step(both, mode, step)
         both.require_equal()
 
 
 def test_a_removed_parameter_comes_back_with_its_state(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
-        _step(both, "in backward", 0)
-        removed = [optimizer.param_groups[1]["params"].pop(0) for optimizer, _ in _sides(both)]
-        _step(both, "in backward", 1)
-        for (optimizer, _), param in zip(_sides(both), removed, strict=True):
+        take_step(both, "in backward", 0)
+        removed = [optimizer.param_groups[1]["params"].pop(0) for optimizer, _ in sides(both)]
+        take_step(both, "in backward", 1)
+        for (optimizer, _), param in zip(sides(both), removed, strict=True):
             assert "exp_avg" in optimizer.state[param]
             optimizer.add_param_group({"params": [param], "betas": (0.5, 0.6)})
-        _step(both, "in backward", 2)
+        take_step(both, "in backward", 2)
         both.require_equal()
 
 
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_a_parameter_in_two_groups_is_refused_before_anything_is_updated(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
-        _step(both, mode, 0)
+        take_step(both, mode, 0)
         groups = both.optimizer.param_groups
         groups[0]["params"].append(groups[1]["params"][0])
         with pytest.raises(ParameterGroupError, match=r"stands in parameter groups 0 and 1"):
             both.engine(**both.batch(1))
         groups[0]["params"].pop()
         both.engine.reset()
-        _step(both, mode, 1)
+        take_step(both, mode, 1)
         both.require_equal()
 
 
@@ -149,12 +121,12 @@ def test_the_users_own_instance_shows_the_same_groups(mode: str, tmp_path: Path)
         return own[-1]
 
     with _start(tmp_path, mode, make) as both:
-        _step(both, mode, 0)
+        take_step(both, mode, 0)
         own[-1].param_groups = [dict(own[-1].param_groups[1], lr=0.5)]
         assert both.optimizer.param_groups is own[-1].param_groups
         _pop(both.reference.optimizer, {})
         both.reference.param_groups[0]["lr"] = 0.5
-        _step(both, mode, 1)
+        take_step(both, mode, 1)
         both.require_equal()
 
 
@@ -173,7 +145,7 @@ def test_learning_rates_of_any_kind(lr: Any, mode: str, tmp_path: Path) -> None:
         return torch.optim.AdamW(list(named.values()), lr=1e-2, fused=True)
 
     with _start(tmp_path, mode, make) as both:
-        for optimizer, _ in _sides(both):
+        for optimizer, _ in sides(both):
             optimizer.param_groups[0]["lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
         for step in range(2):
             both.reference.backward(both.reference.forward(both.batch(step)))
@@ -190,11 +162,11 @@ def test_learning_rates_that_are_arrays_without_dimension(tmp_path: Path) -> Non
         return torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9)
 
     with _start(tmp_path, "in backward", make) as both:
-        for optimizer, _ in _sides(both):
+        for optimizer, _ in sides(both):
             optimizer.param_groups[0]["momentum"] = numpy.float32(0.5)
             optimizer.param_groups[0]["weight_decay"] = numpy.float64(0.5)
         for step in range(2):
-            _step(both, "in backward", step)
+            take_step(both, "in backward", step)
         both.require_equal()
 
 
@@ -211,7 +183,7 @@ def test_a_state_that_has_no_place_is_refused_before_anything_is_updated(
     cls: Any, options: dict[str, Any], change: dict[str, Any], mode: str, tmp_path: Path
 ) -> None:
     with _start(tmp_path, mode, lambda named: cls(list(named.values()), **options)) as both:
-        _step(both, mode, 0)
+        take_step(both, mode, 0)
         group = both.optimizer.param_groups[0]
         before = {key: group[key] for key in change}
         group.update(change)
@@ -219,24 +191,24 @@ def test_a_state_that_has_no_place_is_refused_before_anything_is_updated(
             both.engine(**both.batch(1))
         group.update(before)
         both.engine.reset()
-        _step(both, mode, 1)
+        take_step(both, mode, 1)
         both.require_equal()
 
 
 def test_switches_that_need_no_other_state_may_change(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
         for step, change in enumerate([{}, {"maximize": True}, {"foreach": True}, {"fused": True, "foreach": False}]):
-            for optimizer, _ in _sides(both):
+            for optimizer, _ in sides(both):
                 optimizer.param_groups[1].update(change)
-            _step(both, "in backward", step)
+            take_step(both, "in backward", step)
         both.require_equal()
 
 
 def test_one_cycle_moves_betas_with_the_rate(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
-        schedules = [torch.optim.lr_scheduler.OneCycleLR(side, 0.1, total_steps=9) for side, _ in _sides(both)]
+        schedules = [torch.optim.lr_scheduler.OneCycleLR(side, 0.1, total_steps=9) for side, _ in sides(both)]
         for step in range(4):
-            _step(both, "in backward", step)
+            take_step(both, "in backward", step)
             for schedule in schedules:
                 schedule.step()
         both.require_equal()
@@ -257,12 +229,12 @@ def test_freezing_and_thawing_between_steps(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
         names = [fqn for fqn, _ in both.model.named_parameters()]
         turns = [names[0], names[-1].rpartition(".")[0], "bias", names[2]]
-        _step(both, mode, 0)
+        take_step(both, mode, 0)
         for step, pattern in enumerate(turns, 1):
             _require_grad(both, pattern, False)
-            _step(both, mode, 2 * step)
+            take_step(both, mode, 2 * step)
             _require_grad(both, pattern, True)
-            _step(both, mode, 2 * step + 1)
+            take_step(both, mode, 2 * step + 1)
         both.require_equal()
 
 
@@ -274,7 +246,7 @@ def test_halves_of_a_model_in_turns(mode: str, tmp_path: Path) -> None:
         for step in range(5):
             for index, name in enumerate(names):
                 _require_grad(both, name, index % 2 == step % 2)
-            _step(both, mode, step)
+            take_step(both, mode, step)
         _require_grad(both, "", True)
         both.require_equal()
 
@@ -287,7 +259,7 @@ def test_gradual_thawing_of_what_was_trainable_in_initialize(mode: str, tmp_path
             _require_grad(both, name, False)
         for step, name in enumerate(reversed(names)):
             _require_grad(both, name, True)
-            _step(both, mode, step)
+            take_step(both, mode, step)
         both.require_equal()
 
 

@@ -15,22 +15,17 @@ from torch import nn
 import infinity
 from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.errors import StorageError, UnsupportedModelError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 
 _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-_MEMORY: dict[str, Any] = {
-    "zero_optimization": {"offload_param": None, "offload_optimizer": None},
-    "infinity": {"keep_in_memory": True},
-}
 _MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "remainder": _BF16,
-    "fp32 beside bf16": {**_BF16, "infinity": {"main_weights": "fp32"}},
-    "in memory": {**_BF16, **_MEMORY},
+    "remainder": BF16,
+    "fp32 beside bf16": {**BF16, "infinity": {"main_weights": "fp32"}},
+    "in memory": {**BF16, **IN_MEMORY},
     "dynamic fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}},
-    "int8 states": {**_BF16, "infinity": {"state_dtype": "int8"}},
-    "clipped": {**_BF16, "gradient_clipping": 0.1},
+    "int8 states": {**BF16, "infinity": {"state_dtype": "int8"}},
+    "clipped": {**BF16, "gradient_clipping": 0.1},
 }
 
 
@@ -125,23 +120,23 @@ def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monke
     if large:
         monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
         monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
-    with _training(tmp_path / "drive", _BF16) as engine:
+    with _training(tmp_path / "drive", BF16) as engine:
         _steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved")
         losses = _steps(engine, 2, 3)
         expected = _everything(engine)
-    with _training(tmp_path / "drive", {**_BF16, **_MEMORY}, seed=1) as engine:
+    with _training(tmp_path / "drive", {**BF16, **IN_MEMORY}, seed=1) as engine:
         engine.load_checkpoint(tmp_path / "saved")
         assert _steps(engine, 2, 3) == losses
         _require_equal(_everything(engine), expected)
 
 
 def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
-    with _training(tmp_path / "drive", _BF16) as engine:
+    with _training(tmp_path / "drive", BF16) as engine:
         _steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved", tag="one", save_latest=False)
         saved = _everything(engine)
-    with _training(tmp_path / "drive", _BF16, seed=1) as engine:
+    with _training(tmp_path / "drive", BF16, seed=1) as engine:
         assert engine.load_checkpoint(tmp_path / "saved") == (None, None)
         assert engine.load_checkpoint(tmp_path / "saved", tag="two") == (None, None)
         engine.load_checkpoint(tmp_path / "saved", tag="one", load_module_only=True)
@@ -166,7 +161,7 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
         images.append(tmp_path / f"image{len(images)}")
         shutil.copytree(tmp_path / "saved", images[-1])
 
-    with _training(tmp_path / "drive", _BF16) as engine:
+    with _training(tmp_path / "drive", BF16) as engine:
         _steps(engine, 0)
         engine.save_checkpoint(tmp_path / "saved", tag="here")
         old = _everything(engine)
@@ -191,10 +186,10 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    with _training(tmp_path / "drive", _BF16) as engine:
+    with _training(tmp_path / "drive", BF16) as engine:
         _steps(engine, 0)
         engine.save_checkpoint(tmp_path / "saved")
-    drive = everything_on_nvme(tmp_path / "drive", _BF16)
+    drive = everything_on_nvme(tmp_path / "drive", BF16)
     other = Model(1)
     other.late = nn.Linear(8, 95)
     engine, *_ = infinity.initialize(model=other, config=drive)

@@ -14,9 +14,8 @@ from torch import nn
 
 import infinity
 from infinity.errors import EngineClosedError, InfinityError
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
 
 
@@ -54,7 +53,7 @@ def test_an_exception_in_the_with_block_closes_and_is_passed_on(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
-@pytest.mark.parametrize("changes", [{}, _BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_the_model_is_an_ordinary_one_after_the_with_block(
     changes: dict[str, Any], place: dict[str, Any], tmp_path: Path
 ) -> None:

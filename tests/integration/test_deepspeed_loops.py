@@ -15,16 +15,15 @@ import infinity
 from infinity.errors import BatchSizeError, ConfigError, ConfigValueError, StepOrderError, UnknownConfigKeyError
 from tests.exactness import lockstep
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.reference import PlainTorch
 
-_BF16 = {"bf16": {"enabled": True}}
 _RESIDENT = {"zero_optimization": {"stage": 2, "offload_param": None, "offload_optimizer": None}}
 _MODES: dict[str, dict[str, Any]] = {
     "in_backward": {},
-    "in_backward_bf16": _BF16,
+    "in_backward_bf16": BF16,
     "deferred": {"gradient_clipping": 0.1},
-    "deferred_bf16": {"gradient_clipping": 0.1, **_BF16},
+    "deferred_bf16": {"gradient_clipping": 0.1, **BF16},
     "step": {"infinity": {"update": "step"}},
     "resident": _RESIDENT,
     "resident_clipped": {**_RESIDENT, "gradient_clipping": 0.1},
@@ -539,8 +538,8 @@ def _put_back() -> None:
     "changes",
     [
         {"gradient_clipping": 0.1},
-        _BF16,
-        {**_BF16, "infinity": {"state_dtype": "int8"}},
+        BF16,
+        {**BF16, "infinity": {"state_dtype": "int8"}},
         _FP16,
         {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}},
     ],

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import infinity
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import BF16, everything_on_nvme
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
 
 
@@ -65,7 +64,7 @@ def _fail(optimizer: torch.optim.Optimizer) -> Any:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16, {"fp16": {"enabled": True}}], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("changes", [{}, BF16, {"fp16": {"enabled": True}}], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
 def test_every_dtype_comes_back_bit_for_bit(place: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     model = Odd()

@@ -9,21 +9,16 @@ import pytest
 import torch
 
 import infinity
-from tests.exactness.lockstep import Lockstep
+from tests.exactness.lockstep import BF16, IN_MEMORY, Lockstep
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-_MEMORY: dict[str, Any] = {
-    "zero_optimization": {"offload_param": None, "offload_optimizer": None},
-    "infinity": {"keep_in_memory": True},
-}
 _MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16": _BF16,
-    "fp32 beside bf16": {**_BF16, "infinity": {"main_weights": "fp32"}},
-    "in memory": {**_BF16, **_MEMORY},
-    "deferred": {**_BF16, "gradient_clipping": 1.0},
-    "deferred in memory": {**_BF16, **_MEMORY, "gradient_clipping": 1.0},
-    "step": {**_BF16, "infinity": {"update": "step"}},
+    "bf16": BF16,
+    "fp32 beside bf16": {**BF16, "infinity": {"main_weights": "fp32"}},
+    "in memory": {**BF16, **IN_MEMORY},
+    "deferred": {**BF16, "gradient_clipping": 1.0},
+    "deferred in memory": {**BF16, **IN_MEMORY, "gradient_clipping": 1.0},
+    "step": {**BF16, "infinity": {"update": "step"}},
 }
 
 
@@ -54,7 +49,7 @@ def test_steps_and_changes_inside_the_block_keep_every_bit(mode: str, tmp_path: 
 
 
 def test_a_forward_that_is_cut_off_inside_the_block_leaves_it_open(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_BF16) as both:
+    with Lockstep.start(tmp_path, changes=BF16) as both:
         both.engine_step(0)
         handle = both.model.register_forward_hook(_fail)
         with infinity.GatheredParameters(both.model.parameters(), modifier_rank=0):

@@ -13,10 +13,9 @@ from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
-_BF16 = {"bf16": {"enabled": True}}
 _MODES: dict[str, dict[str, Any]] = {
     "in_backward": {},
     "deferred": {"gradient_clipping": 0.1},
@@ -26,7 +25,7 @@ _MODES: dict[str, dict[str, Any]] = {
 
 
 def _changes(mode: str, **own: Any) -> dict[str, Any]:
-    changes = {**_BF16, **_MODES[mode]}
+    changes = {**BF16, **_MODES[mode]}
     return {**changes, "infinity": {"keep_in_memory": True, **changes.get("infinity", {}), **own}}
 
 

@@ -12,12 +12,10 @@ from torch import nn
 import infinity
 from infinity.errors import BudgetTooSmallError, InfinityError, ModelError, ParameterNotResidentError
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import Lockstep, everything_on_nvme
-
-_BF16 = {"bf16": {"enabled": True}}
+from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16])
+@pytest.mark.parametrize("changes", [{}, BF16])
 def test_gathered_parameters_show_the_true_weights(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
         for step in range(2):
@@ -33,7 +31,7 @@ def test_gathered_parameters_show_the_true_weights(changes: dict[str, Any], tmp_
         both.require_equal()
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16, {"gradient_clipping": 0.1}])
+@pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}])
 def test_modifications_of_gathered_parameters_are_trained_on(changes: dict[str, Any], tmp_path: Path) -> None:
     name = "blocks.1.up.weight"
     with Lockstep.start(tmp_path, changes=changes) as both:
@@ -50,7 +48,7 @@ def test_modifications_of_gathered_parameters_are_trained_on(changes: dict[str, 
                 both.reference.main[name].copy_(modified)
         both.engine_step(3)
         snapshot_weight = both.engine.state_of(both.model.get_parameter(name))["weight"]
-        if changes != _BF16:
+        if changes != BF16:
             both.require_equal()
         else:
             # Elements whose cast did not change may keep their low bits: halving keeps them too.
@@ -204,7 +202,7 @@ def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> 
     llama = next(case for case in FAMILIES if case.name == "llama")
 
     def start(budget_bytes: int) -> infinity.Engine:
-        config = everything_on_nvme(tmp_path, {**_BF16, "infinity": {"host_memory_budget": budget_bytes}})
+        config = everything_on_nvme(tmp_path, {**BF16, "infinity": {"host_memory_budget": budget_bytes}})
         return infinity.initialize(model=llama.make("none"), config=config)[0]
 
     with pytest.raises(BudgetTooSmallError) as refused:

@@ -11,9 +11,7 @@ import torch
 import infinity
 from infinity.errors import GradientNotResidentError, NotResidentError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import Lockstep
-
-_BF16 = {"bf16": {"enabled": True}}
+from tests.exactness.lockstep import BF16, Lockstep
 
 
 def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
@@ -22,7 +20,7 @@ def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
         return {fqn: param.detach().clone() for fqn, param in params.items()}
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16])
+@pytest.mark.parametrize("changes", [{}, BF16])
 def test_grad_is_the_gradient_or_raises_with_a_cure(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
         assert all(param.grad is None for param in both.model.parameters())
@@ -47,7 +45,7 @@ def test_grad_is_the_gradient_or_raises_with_a_cure(changes: dict[str, Any], tmp
         both.require_equal()
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16])
+@pytest.mark.parametrize("changes", [{}, BF16])
 @pytest.mark.parametrize("kind", ["norm", "value"])
 def test_clipping_by_hand_clips_exactly_or_raises(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:

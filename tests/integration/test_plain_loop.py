@@ -15,9 +15,7 @@ import torch
 import infinity
 from infinity.errors import GradientNotResidentError, StepError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import Lockstep
-
-_BF16 = {"bf16": {"enabled": True}}
+from tests.exactness.lockstep import BF16, Lockstep
 
 
 def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
@@ -26,7 +24,7 @@ def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
         return {fqn: param.detach().clone() for fqn, param in params.items()}
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16, {"gradient_clipping": 0.1}, {"gradient_clipping": 0.1, **_BF16}])
+@pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}, {"gradient_clipping": 0.1, **BF16}])
 def test_steps_are_those_of_plain_torch(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
         for step in range(3):
@@ -36,7 +34,7 @@ def test_steps_are_those_of_plain_torch(changes: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("configured", [1, 3])
-@pytest.mark.parametrize("changes", [{}, _BF16, {"gradient_clipping": 0.1}])
+@pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}])
 def test_losses_are_not_divided_whatever_the_config_says(
     configured: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:

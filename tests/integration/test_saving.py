@@ -13,12 +13,10 @@ import infinity
 from infinity.errors import StorageError
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, everything_on_nvme
-
-_BF16 = {"bf16": {"enabled": True}}
+from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", ["tied_weights", "batch_norms", "lora", "transposed"])
 def test_saved_weights_load_into_plain_torch(shape: str, changes: dict[str, Any], tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -53,7 +51,7 @@ def test_saved_weights_load_into_transformers_with_equal_logits(name: str, tmp_p
     drive, out = tmp_path / "drive", tmp_path / "out"
     drive.mkdir()
     case = next(case for case in FAMILIES if case.name == name)
-    with Lockstep.start(drive, case=case, changes=_BF16) as both:
+    with Lockstep.start(drive, case=case, changes=BF16) as both:
         both.engine_step(0)
         both.engine.save_16bit_model(out)
         batch = both.batch(50)

@@ -16,9 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import InfinityError
 from swapper.volumes.mapped import mapped_file
-from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, everything_on_nvme
-
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 
 
 @pytest.fixture(params=["in memory", "in files"])
@@ -29,7 +27,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.mark.parametrize("shape", ["tied_weights", "transposed"])
-@pytest.mark.parametrize("changes", [{}, _BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_copies_are_true_and_stay_as_they_are(shape: str, changes: dict[str, Any], where: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=SHAPES_BY_NAME[shape], changes=changes) as both:
         both.engine_step(0)

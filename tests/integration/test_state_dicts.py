@@ -13,9 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import ParameterNotResidentError
 from swapper import Swapper
-from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
-
-_BF16 = {"bf16": {"enabled": True}}
+from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep
 
 
 def test_model_state_dict_is_true_or_raises(tmp_path: Path) -> None:
@@ -80,7 +78,7 @@ def test_optimizer_state_dict_goes_through_pickle_into_plain_torch(tmp_path: Pat
             assert all(torch.equal(entries[key], expected[index][key]) for key in expected[index])
 
 
-@pytest.mark.parametrize("changes", [{}, _BF16])
+@pytest.mark.parametrize("changes", [{}, BF16])
 def test_optimizer_state_is_loaded_from_plain_torch(changes: dict[str, Any], tmp_path: Path) -> None:
     """An engine that gets another run's weights and optimizer state goes on as that run does."""
     with Lockstep.start(tmp_path, changes=changes) as both:

@@ -13,11 +13,10 @@ import infinity
 from infinity.errors import ConfigValueError
 from infinity.optim.lion import Lion
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.paged import paged_snapshot
 from tests.exactness.record import Record, require_equal
 
-_BF16 = {"bf16": {"enabled": True}}
 _SMALL = pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
 _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.AdamW, {"fused": True}),
@@ -49,7 +48,7 @@ def _with(make: Any, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("compute", [{}, _BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("state_dtype", "make", "options"), _PAIRS)
 def test_every_optimizer(
     state_dtype: str, make: Any, options: dict[str, Any], compute: dict[str, Any], tmp_path: Path
@@ -80,7 +79,7 @@ def test_every_optimizer(
 def test_nothing_but_the_state_dtype_changes_a_bit(
     state_dtype: str, main_weights: str, own: dict[str, Any], tmp_path: Path
 ) -> None:
-    changes = {**_BF16, "infinity": {"state_dtype": state_dtype, "main_weights": main_weights, **own}}
+    changes = {**BF16, "infinity": {"state_dtype": state_dtype, "main_weights": main_weights, **own}}
     with Lockstep.start(tmp_path, changes=changes) as both:
         for step in range(4):
             both.engine_step(step)
@@ -98,7 +97,7 @@ def test_a_parameter_that_is_not_updated_keeps_its_state(state_dtype: str, tmp_p
 
 
 @_SMALL
-@pytest.mark.parametrize("compute", [{}, _BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_run_goes_on_from_a_state_dict(state_dtype: str, compute: dict[str, Any], tmp_path: Path) -> None:
     """What users read is fp32; loaded, it is stored as it was, and random numbers go on."""
     config = everything_on_nvme(tmp_path, {**compute, "infinity": {"state_dtype": state_dtype}})
@@ -153,7 +152,7 @@ def test_the_users_random_numbers_are_left_alone(state_dtype: str, tmp_path: Pat
 def test_the_plan_counts_the_bytes_that_are_stored(tmp_path: Path) -> None:
     states, moved = {}, {}
     for state_dtype in ("fp32", "bf16", "int8"):
-        changes = {**_BF16, "infinity": {"state_dtype": state_dtype, "page_bytes": 1 << 20}}
+        changes = {**BF16, "infinity": {"state_dtype": state_dtype, "page_bytes": 1 << 20}}
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 512, bias=False) for _ in range(2)))
         engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
         with engine:

@@ -13,21 +13,12 @@ import torch
 from torch import nn
 
 from infinity.errors import StaleStateError
+from tests.exactness import user_edits
 from tests.exactness.lockstep import Lockstep
+from tests.exactness.user_edits import Named, sides, start, take_step
 
-Named = Mapping[str, Any]
 _NAME = "blocks.0.up.weight"
-
-MODES: dict[str, dict[str, Any]] = {
-    "in backward": {},
-    "in backward, bf16": {"bf16": {"enabled": True}},
-    "deferred": {"gradient_clipping": 0.1},
-    "resident": {
-        "zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}},
-        "infinity": {"keep_in_memory": True},
-    },
-    "vertical": {"gradient_accumulation_steps": 2},
-}
+MODES = [mode for mode in user_edits.MODES if mode != "step"]
 
 
 def _adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -35,20 +26,7 @@ def _adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _start(tmp_path: Path, mode: str, make: Callable[..., torch.optim.Optimizer] = _adamw) -> Lockstep:
-    return Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None, **MODES[mode]},
-        reference_optimizer=make,
-        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
-    )
-
-
-def _step(both: Lockstep, mode: str, step: int) -> None:
-    both.batch_step(step) if mode == "vertical" else both.engine_step(step)
-
-
-def _sides(both: Lockstep) -> list[tuple[Any, Named]]:
-    return [(both.reference.optimizer, both.reference.main), (both.optimizer, dict(both.model.named_parameters()))]
+    return start(tmp_path, mode, make)
 
 
 def _zero(optimizer: Any, named: Named) -> None:
@@ -192,19 +170,19 @@ _EDITS = [
 def test_the_next_step_goes_by_what_was_changed(edit: Callable[[Any, Named], None], mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
         for step in range(2):
-            _step(both, mode, step)
-        for optimizer, named in _sides(both):
+            take_step(both, mode, step)
+        for optimizer, named in sides(both):
             edit(optimizer, named)
         if edit is _more_scalars:
-            for optimizer, named in _sides(both):
+            for optimizer, named in sides(both):
                 optimizer.state[named[_NAME]].pop("note")
-        _step(both, mode, 2)
+        take_step(both, mode, 2)
         both.require_equal()
 
 
 def test_reading_again_gives_the_same_tensors(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
-        _step(both, "in backward", 0)
+        take_step(both, "in backward", 0)
         state = both.optimizer.state[both.model.get_parameter(_NAME)]
         assert state["exp_avg"] is state["exp_avg"]
         state["exp_avg"].zero_()
@@ -215,11 +193,11 @@ def test_reading_again_gives_the_same_tensors(tmp_path: Path) -> None:
 
 def test_states_that_were_read_do_not_stay_in_memory(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
-        _step(both, "in backward", 0)
+        take_step(both, "in backward", 0)
         sums = [state["exp_avg"].sum() for state in both.optimizer.state.values()]
         assert len(sums) > 2
         assert len(both.optimizer._shown._shown) == 1
-        _step(both, "in backward", 1)
+        take_step(both, "in backward", 1)
         both.optimizer.settle_states()
         assert not both.optimizer._shown._shown and not both.optimizer._shown._stale
 
@@ -227,14 +205,14 @@ def test_states_that_were_read_do_not_stay_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_a_change_of_what_was_read_before_a_step_is_an_error(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
-        _step(both, mode, 0)
+        take_step(both, mode, 0)
         moment = both.optimizer.state[both.model.get_parameter(_NAME)]["exp_avg"]
-        _step(both, mode, 1)
+        take_step(both, mode, 1)
         moment.zero_()
         with pytest.raises(StaleStateError, match=rf"'{_NAME}': the tensor 'exp_avg' was read before a step"):
             both.engine(**both.batch(2))
         both.engine.reset()
-        _step(both, mode, 2)
+        take_step(both, mode, 2)
         both.require_equal()
 
 
@@ -251,23 +229,23 @@ def test_a_change_of_what_was_read_before_a_step_is_an_error(mode: str, tmp_path
 )
 def test_a_state_that_cannot_be_is_refused_at_once(change: Any, message: str, tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
-        _step(both, "in backward", 0)
+        take_step(both, "in backward", 0)
         with pytest.raises(ValueError, match=message):
             change(both.optimizer.state[both.model.get_parameter(_NAME)])
-        _step(both, "in backward", 1)
+        take_step(both, "in backward", 1)
         both.require_equal()
 
 
 def test_state_is_loaded_for_parameters_that_are_frozen_at_the_moment(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
-        _step(both, "in backward", 0)
-        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer, _ in _sides(both)]
-        _step(both, "in backward", 1)
+        take_step(both, "in backward", 0)
+        saved = [copy.deepcopy(optimizer.state_dict()) for optimizer, _ in sides(both)]
+        take_step(both, "in backward", 1)
         both.model.requires_grad_(False)
-        for (optimizer, _), state in zip(_sides(both), saved, strict=True):
+        for (optimizer, _), state in zip(sides(both), saved, strict=True):
             optimizer.load_state_dict(state)
         both.model.requires_grad_(True)
-        _step(both, "in backward", 2)
+        take_step(both, "in backward", 2)
         both.require_equal()
 
 
@@ -285,7 +263,7 @@ def test_adagrad_has_its_states_before_the_first_step(as_instance: bool, tmp_pat
     ) as both:
         assert len(both.optimizer.state) == len(both.reference.optimizer.state)
         both.require_equal()
-        for optimizer, named in _sides(both):
+        for optimizer, named in sides(both):
             optimizer.state[named[_NAME]]["sum"].fill_(2.0)
         both.engine_step(0)
         both.require_equal()

@@ -12,16 +12,15 @@ import torch
 
 import infinity
 from infinity.errors import BudgetTooSmallError
-from tests.exactness.lockstep import Lockstep
+from tests.exactness.lockstep import BF16, Lockstep
 from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
 
-_BF16 = {"bf16": {"enabled": True}}
 _MODES = ("in_backward", "deferred", "step")
 _DEFERRED = {"infinity": {"update": "deferred"}}
 
 
 @pytest.mark.parametrize("update", [*_MODES, "auto"])
-@pytest.mark.parametrize("changes", [{}, _BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={**changes, "infinity": {"update": update}}) as both:
         assert both.engine.plan.update == ("in_backward" if update == "auto" else update)
@@ -36,7 +35,7 @@ def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tm
 
 def test_deferred_updates_wait_for_the_forward_that_wants_them(tmp_path: Path) -> None:
     budget = _budget("smallest", tmp_path)
-    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": budget}}
+    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": budget}}
     with Lockstep.start(tmp_path, changes=changes) as both:
         with updates_on_demand(both.engine):
             for step in range(3):
@@ -75,7 +74,7 @@ _LOOKS: dict[str, Callable[[Lockstep, Path], Any]] = {
 def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    with Lockstep.start(drive, changes={**_BF16, **_DEFERRED}) as both, updates_on_demand(both.engine):
+    with Lockstep.start(drive, changes={**BF16, **_DEFERRED}) as both, updates_on_demand(both.engine):
         for step in range(3):
             both.engine_step(step)
         assert num_pending(both.engine) > 0
@@ -87,7 +86,7 @@ def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
 
 
 def test_a_state_dict_holds_the_new_weights(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={**_BF16, **_DEFERRED}) as both, updates_on_demand(both.engine):
+    with Lockstep.start(tmp_path, changes={**BF16, **_DEFERRED}) as both, updates_on_demand(both.engine):
         for step in range(3):
             both.engine_step(step)
         expected = dict(both.reference.model.named_parameters())
@@ -135,7 +134,7 @@ def _budget(size: str, directory: Path) -> int:
     """The smallest budget there is, or one in which everything has room."""
     if size == "roomy":
         return 64 << 20
-    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": 1}}
+    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": 1}}
     with pytest.raises(BudgetTooSmallError) as caught:
         Lockstep.start(directory, changes=changes)
     return caught.value.minimum_bytes + (30_000 if size == "some" else 0)
@@ -147,7 +146,7 @@ _BUDGETS = pytest.mark.parametrize("size", ["smallest", "some", "roomy"])
 @_BUDGETS
 def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Path) -> None:
     """The plan counts on one bf16 gradient for each parameter; the plain loop may bring more."""
-    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
+    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
     with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
         for step in range(4):
             for micro_batch in range(1 + 2 * (step % 2)):
@@ -160,7 +159,7 @@ def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Pa
 
 @_BUDGETS
 def test_a_gradient_that_is_looked_at_is_exact(size: str, tmp_path: Path) -> None:
-    changes = {**_BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
+    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
     with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
         for step in range(2):
             both.plain_backward(step)
@@ -177,7 +176,7 @@ def test_a_gradient_that_is_looked_at_is_exact(size: str, tmp_path: Path) -> Non
 
 
 def test_rounded_gradients_are_shown_as_they_wait(tmp_path: Path) -> None:
-    changes = {**_BF16, "infinity": {"update": "deferred", "gradient_dtype": "bf16"}}
+    changes = {**BF16, "infinity": {"update": "deferred", "gradient_dtype": "bf16"}}
     with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
         for micro_batch in range(2):
             both.plain_backward(0, micro_batch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,17 +13,11 @@ from tests.exactness.optimizers import MAX_NORM, parameter_groups
 from tests.exactness.record import require_equal
 from tests.exactness.shapes import SHAPES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _CPU = torch.device("cpu")
 _ALL = (*SHAPES, *FAMILIES)
 _BY_NAME = {case.name: case for case in _ALL}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def test_names_are_unique() -> None:

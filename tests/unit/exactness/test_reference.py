@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +15,10 @@ from tests.exactness.optimizers import MAX_NORM, decay_learning_rates, torch_opt
 from tests.exactness.record import Difference, Record, Snapshot, describe_difference, require_equal
 from tests.exactness.shapes import SHAPES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _BY_NAME = {case.name: case for case in SHAPES}
 _CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def _ordinary(case: Case, row: Row) -> tuple[list[torch.Tensor], torch.nn.Module, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -37,15 +37,6 @@ def _updater(cls: type[Optimizer], **options: Any) -> PieceUpdater:
     param = torch.nn.Parameter(torch.zeros(2))
     make: Any = cls
     return PieceUpdater(build_template(make([param], **options), [("weight", param)], "cpu"))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Waking others takes longer than all the work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def _refused(cls: type[Optimizer], **options: Any) -> str:

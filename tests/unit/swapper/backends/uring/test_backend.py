@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +29,6 @@ _SECONDS = 20.0
 
 
 pytestmark = needs_uring
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[UringBackend]:
-    backend = UringBackend(Volume([tmp_path], 1 << 20), queue_depth=8)
-    yield backend
-    backend.close(_SECONDS)
 
 
 def _ring_threads() -> list[threading.Thread]:

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +29,6 @@ from tests.uring import needs_uring
 _ROOT = Path(__file__).resolve().parents[3]
 _SECONDS = 20.0
 pytestmark = needs_uring
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[UringBackend]:
-    backend = UringBackend(Volume([tmp_path], 1 << 20), queue_depth=8)
-    yield backend
-    backend.close(_SECONDS)
 
 
 def test_registered_memory_takes_the_fixed_path_and_the_bytes_are_right(backend: UringBackend) -> None:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +32,6 @@ _ROOT = Path(__file__).resolve().parents[3]
 _READ, _WRITE = Direction.READ, Direction.WRITE
 _SECONDS = 20.0
 pytestmark = needs_uring
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[UringBackend]:
-    backend = UringBackend(Volume([tmp_path], 1 << 20), queue_depth=8)
-    yield backend
-    backend.close(_SECONDS)
 
 
 def _ring_threads() -> list[threading.Thread]:
