@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.numerics.norms import narrow_norm
+from infinity.torch_internals.names import norms_of_each
 from swapper import AlignedRegion, SwapperError, hang_of, is_held
 
 
@@ -365,7 +366,7 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     """
     norm: torch.Tensor
     if gradient.is_cuda:
-        norm = torch._foreach_norm([gradient.float()], 2.0)[0]
+        norm = norms_of_each([gradient.float()], 2.0)[0]
     elif gradient.dtype == torch.bfloat16:
         norm = narrow_norm(gradient)
     else:

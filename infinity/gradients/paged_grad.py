@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from infinity.torch_internals.names import as_plain, make_subclass
 from infinity.torch_internals.operations import AS_ARRAY, EXPOSING, METADATA, leaves, name_of, writes_unseen
 
 
@@ -36,7 +37,7 @@ class PagedGradient(torch.Tensor):
             note_change: the values have been changed, or may be without anybody noticing.
         """
         nothing = torch.full((), float("nan"), dtype=dtype, device="cpu").expand(tuple(shape))
-        gradient = torch.Tensor._make_subclass(PagedGradient, nothing)
+        gradient: PagedGradient = make_subclass(PagedGradient, nothing)
         gradient._fetch = fetch
         gradient._note_change = note_change
         return gradient
@@ -52,7 +53,7 @@ class PagedGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain():
                 return func(*args, **kwargs)
         if func == _ASSIGNING_DATA:
             _replace(*args)

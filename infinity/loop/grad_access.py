@@ -19,6 +19,7 @@ from infinity.loop.backward import Backwards
 from infinity.numerics.stamp import contents_stamp
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
+from infinity.torch_internals.names import num_owners
 from infinity.units.layout import Slot
 from infinity.units.parameter import plain_grad, set_plain_grad
 from infinity.units.unit import Unit
@@ -64,7 +65,7 @@ class _Own:
             return True
         storage = self.tensor.untyped_storage()
         # One is the tensor's, one this variable's. Memory that is not torch's (numpy's) is counted by nobody.
-        return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable())
+        return bool(num_owners(storage) > 2 or not storage.resizable())
 
 
 class GradAccess:

@@ -19,6 +19,7 @@ from infinity.errors import EngineBusyError, ModelError, UnsupportedModelError
 from infinity.paging.compiled_forwards import CompiledForwards, inside_compiled, refuse_tracing
 from infinity.threads.interrupts import refuse_in_between
 from infinity.torch_internals.modes import outside_modes, untraced
+from infinity.torch_internals.names import is_tracing
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -82,7 +83,7 @@ class _HooksOfModule:
                 pass
 
     def _before_root(self, module: nn.Module) -> None:
-        if torch._C._is_tracing():
+        if is_tracing():
             raise UnsupportedModelError(
                 "torch.jit.trace makes constants of the weights, and they do not stay where they are",
                 cure="Trace a copy: copy.deepcopy(model)",

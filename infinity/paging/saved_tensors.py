@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# Private, but the only way to see the hooks that are active, torch's own included.
-_autograd: Any = torch._C._autograd
+from infinity.torch_internals.names import saving_hooks
 
 
 def top_hooks() -> tuple[Any, Any] | None:
     """The innermost pack and unpack hooks of the calling thread; None without any."""
-    top: tuple[Any, Any] | None = _autograd._top_saved_tensors_default_hooks(True)
+    top: tuple[Any, Any] | None = saving_hooks._top_saved_tensors_default_hooks(True)
     return top
 
 
@@ -39,9 +38,9 @@ class SavingHooks:
 
     def push(self) -> None:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
-        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        if saving_hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
             return
-        _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        saving_hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def push_in_recomputation(self) -> None:
         """Put them up for a recomputation inside backward.
@@ -55,7 +54,7 @@ class SavingHooks:
             self.push()
         else:
             collect, give = top
-            _autograd._push_saved_tensors_default_hooks(functools.partial(self._pack_for, collect), give)
+            saving_hooks._push_saved_tensors_default_hooks(functools.partial(self._pack_for, collect), give)
 
     @contextmanager
     def in_recomputation(self) -> Iterator[None]:
@@ -91,21 +90,21 @@ class SavingHooks:
     def clear_top(self) -> None:
         """Take down those that nobody else's are above."""
         while (top := top_hooks()) is not None and self._are(top):
-            _autograd._pop_saved_tensors_default_hooks()
+            saving_hooks._pop_saved_tensors_default_hooks()
 
     def _take_down(self, most: int | None) -> None:
         others: list[tuple[Any, Any]] = []
         num_found = 0
         try:
             while num_found != most and (top := top_hooks()) is not None:
-                _autograd._pop_saved_tensors_default_hooks()
+                saving_hooks._pop_saved_tensors_default_hooks()
                 if self._are(top):
                     num_found += 1
                 else:
                     others.append(top)
         finally:
             for hooks in reversed(others):
-                _autograd._push_saved_tensors_default_hooks(*hooks)
+                saving_hooks._push_saved_tensors_default_hooks(*hooks)
 
     def __enter__(self) -> None:
         self.push()

@@ -10,6 +10,7 @@ import torch
 from infinity.errors import UnsupportedModelError
 from infinity.paging.residency import Residency
 from infinity.torch_internals.modes import has_memory
+from infinity.torch_internals.names import as_plain
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -49,7 +50,7 @@ class WatchedMemory:
 
     def _place_of(self, tensor: torch.Tensor) -> tuple[Unit, Slot] | None:
         """The open unit, and the parameter in it, whose memory any tensor looks at."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             if tensor.layout is not torch.strided or not has_memory(tensor):
                 return None
             try:

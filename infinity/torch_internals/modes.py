@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._functorch import pyfunctorch
 
+from infinity.torch_internals.names import has_transforms
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -47,9 +49,9 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         has_modes = _C._len_torch_dispatch_stack() or _C._len_torch_function_stack()
-        has_transforms = _C._functorch.peek_interpreter_stack() is not None
+        is_transforming = has_transforms()
         has_inference = torch.is_inference_mode_enabled()
-        if not has_modes and not has_transforms and not has_inference:
+        if not has_modes and not is_transforming and not has_inference:
             return function(*args, **kwargs)
         with contextlib.ExitStack() as outside:
             if has_inference:
@@ -58,7 +60,7 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if has_modes:
                 outside.enter_context(_C._DisableTorchDispatch())
                 outside.enter_context(_C.DisableTorchFunction())
-            if has_transforms:
+            if is_transforming:
                 outside.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
             return function(*args, **kwargs)
 

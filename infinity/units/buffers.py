@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
+
+from infinity.torch_internals.names import BatchNorm, SpectralParametrization
 
 Place = tuple[nn.Module, str, torch.Tensor | None]
 """Module, name, value."""
@@ -63,8 +63,8 @@ class BufferCast:
             return buffer.dtype
         if self._buffer_dtype is not None:
             return self._buffer_dtype
-        meets_weights = isinstance(module, _BatchNorm) and module.weight is not None
-        meets_weights |= isinstance(module, _SpectralNorm)
+        meets_weights = isinstance(module, BatchNorm) and module.weight is not None
+        meets_weights |= isinstance(module, SpectralParametrization)
         meets_weights |= any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
         return self._compute_dtype if meets_weights or buffer.dtype in self._cast_dtypes else buffer.dtype
 

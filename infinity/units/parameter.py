@@ -32,6 +32,7 @@ from infinity.errors import ParameterNotResidentError
 from infinity.threads.turn import guard, trusts
 from infinity.torch_internals.absent import absent
 from infinity.torch_internals.modes import outside_modes, untraced
+from infinity.torch_internals.names import as_plain
 from infinity.torch_internals.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _operate(
     """An operation gets parameters, or views of some, that it may not compute with as they are."""
     kwargs = kwargs or {}
     if func in METADATA:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             return func(*args, **kwargs)
     kinds = (PagedParameter if trusts() else _HeldParameter, PagedView)
     tensors: list[Any] = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, kinds)]
@@ -296,7 +297,7 @@ def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     fills = bool(kwargs.pop("materialize_grads", False))  # torch wants tensors for that
     if fills:
         kwargs["allow_unused"] = True
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         edges = [get_gradient_edge(leaf) if isinstance(leaf, _HeldParameter | PagedView) else leaf for leaf in inputs]
     found = func(args[0], inputs=edges, **kwargs)
     if not fills:
@@ -332,21 +333,21 @@ def let_go(parameters: Iterable[nn.Parameter]) -> None:
 
 def bind(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """``parameter`` computes with ``values`` (same shape and dtype), which it does not own."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         _DATA_FIELD.__set__(parameter, values)
         parameter.__class__ = ResidentParameter
 
 
 def unbind(parameter: nn.Parameter) -> None:
     """``parameter`` gives up its data; a placeholder keeps shape, dtype and device."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         parameter.__class__ = PagedParameter
         _DATA_FIELD.__set__(parameter, _placeholder(parameter.dtype, parameter.device, parameter.shape))
 
 
 def empty(tensor: torch.Tensor) -> None:
     """``tensor`` gives up its data; a placeholder keeps shape, dtype and device."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         set_plain_data(tensor, _placeholder(tensor.dtype, tensor.device, tensor.shape))
 
 
@@ -401,14 +402,14 @@ _DATA_FIELD: Any = torch.Tensor.data
 
 def plain_data(tensor: torch.Tensor) -> torch.Tensor:
     """What torch itself gives as ``tensor.data``."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         data: torch.Tensor = _DATA_FIELD.__get__(tensor)
     return data
 
 
 def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give ``tensor`` other memory; its version stays."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         _DATA_FIELD.__set__(tensor, values)
 
 
@@ -417,12 +418,12 @@ _AUTOGRAD_FIELD: Any = torch.Tensor.grad
 
 def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that autograd put into the parameter, whatever the engine says about it."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         gradient: torch.Tensor | None = _AUTOGRAD_FIELD.__get__(parameter)
     return gradient
 
 
 def set_plain_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Set or clear the gradient that autograd accumulates into."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         _AUTOGRAD_FIELD.__set__(parameter, gradient)

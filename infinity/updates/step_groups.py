@@ -24,10 +24,11 @@ from infinity.optim.groups import Groups
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 from infinity.paging.module_hooks import ModuleHooks
+from infinity.torch_internals.names import as_plain, functional_call
 from infinity.units.parameter import plain_grad
 from infinity.units.unit import Unit
 
-_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
+_FUNCTIONAL_CALL = functional_call.__code__
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +89,14 @@ class StepGroups:
         Returns whether other parameters are frozen than the last time.
         """
         self._check_new(self.read())
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             flags = [parameter.requires_grad for parameter in self._trainable]
         changed = self._flags is not None and flags != self._flags
         self._flags = flags
         return changed
 
     def _check_thawed(self, groups: Groups) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
         for parameter in thawed:
             if groups.index_of(parameter) is not None:
@@ -158,7 +159,7 @@ class StepGroups:
             "Add modules (get_peft_model, say) before infinity.initialize, or put them into a group: "
             'optimizer.add_param_group({"params": [...]})'
         )
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             trains = any(p.requires_grad for p in present.values() if groups.index_of(p) is not None)
         if not trains:
             raise ModelError(f"{problem}, and no other is left to be trained. {cure}", fqn=fqn)

@@ -24,6 +24,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from infinity.activations.refusal import Refusal
+from infinity.torch_internals.names import backward_position
 
 Edge = tuple[Any, int]
 """A node of autograd's graph and the number of one of its outputs in forward."""
@@ -119,7 +120,7 @@ class Glue:
         """
         self._inputs.append(list(edges or ()))
         if edges is not None:
-            self._marks.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._marks.append(backward_position())
             self._places.append(len(self._inputs))
 
     def seal(self, loss: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -233,6 +234,22 @@ def names_dtype_and_device(module: Module) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno} {dotted(node.func)} without {' and '.join(sorted(missing))}"
 
 
+_PRIVATE = re.compile(r"^torch\..*\b_[^_]\w*$|^torch\._[^_]\w*$")
+
+
+def torch_privates_in_their_room(module: Module) -> Iterator[str]:
+    """What torch does not document is used in infinity/torch_internals only: with another torch, that is where to look."""
+    left = ("infinity/paging/pager.py", "infinity/threads/turn.py", "infinity/units/unit.py")
+    if module.path.startswith(("infinity/torch_internals/", *left)) or module.name.split(".")[0] != "infinity":
+        return
+    for line, source, name in imports(module):
+        if _PRIVATE.search(f"{source}.{name}"):
+            yield f"{module.path}:{line} imports {source}.{name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and _PRIVATE.search(dotted(node)):
+            yield f"{module.path}:{node.lineno} uses {dotted(node)}"
+
+
 # Every rule with a file it must object to: a rule that objects to nothing protects nothing.
 _RULES: dict[Rule, tuple[str, str]] = {
     no_upward_import: ("swapper/extents/extent.py", "def f():\n    from infinity.engine.engine import Engine\n"),
@@ -243,6 +260,7 @@ _RULES: dict[Rule, tuple[str, str]] = {
     streams_in_device: ("infinity/engine/engine.py", "import torch\ns = torch.cuda.Stream()\n"),
     files_in_backends: ("infinity/engine/engine.py", "import os\nf = os.open('x', 0)\n"),
     names_dtype_and_device: ("infinity/engine/engine.py", "import torch\nx = torch.zeros(3, dtype=torch.int8)\n"),
+    torch_privates_in_their_room: ("infinity/engine/engine.py", "import torch\nx = torch._C._is_tracing()\n"),
     no_assert: ("swapper/swapper.py", "assert handle is None\n"),
 }
 _MODULES = load_modules()

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from infinity.torch_internals.names import DeviceContext, dispatch_modes, function_modes, has_transforms
 
 T = TypeVar("T")
 
@@ -26,11 +25,11 @@ def obstacle() -> str | None:
         return "inference mode is on"
     if not torch.is_grad_enabled():
         return "gradients are switched off"
-    if _get_current_dispatch_mode_stack():
+    if dispatch_modes():
         return "a torch dispatch mode is active, and would not see the other threads"
-    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+    if any(not isinstance(mode, DeviceContext) for mode in function_modes()):
         return "a torch function mode is active, and would not see the other threads"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if has_transforms():
         return "a torch.func transform is active, and would not see the other threads"
     return None
 
@@ -57,7 +56,7 @@ class Ambient:
     def __init__(self, device_type: str) -> None:
         """``device_type``: of the compute device."""
         self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(("cpu", device_type))]
-        self._devices = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+        self._devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
         self._context = contextvars.copy_context()
 
     @contextmanager
@@ -66,7 +65,7 @@ class Ambient:
         with ExitStack() as stack:
             for autocast in self._autocasts:
                 autocast.enter(stack)
-            present = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+            present = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
             if self._devices and self._devices != present:
                 stack.enter_context(torch.device(self._devices[-1]))
             yield

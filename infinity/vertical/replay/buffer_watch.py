@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
+
+from infinity.torch_internals.names import NormBase
 
 Key = tuple[int, str]
 """The id of a module's dictionary of buffers, and the name of one."""
@@ -34,7 +35,7 @@ def has_own_writers(model: nn.Module, keys: Collection[Key]) -> bool:
     norms = {
         (id(module._buffers), name)
         for module in model.modules()
-        if isinstance(module, _NormBase)
+        if isinstance(module, NormBase)
         for name in module._buffers
     }
     return any(key not in norms for key in keys)

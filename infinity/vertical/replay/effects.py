@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from infinity.torch_internals.names import NormBase
 from infinity.vertical.replay.ambient import RandomState
 from infinity.vertical.replay.buffer_watch import Key, buffers_of
 from infinity.vertical.replay.object_state import ObjectState, is_same_value, same_bits, too_large
@@ -45,7 +45,7 @@ class Buffers:
         """Something that differs after a buffer was replaced or written to."""
         marks: list[object] = [(id(buffer), buffer._version) for _, _, buffer in self]
         if any(
-            isinstance(module, _NormBase) and module.training and module.track_running_stats for module in self._modules
+            isinstance(module, NormBase) and module.training and module.track_running_stats for module in self._modules
         ):
             marks.append(object())  # their kernels write past the version
         return marks

@@ -1,0 +1,61 @@
+"""Names that torch does not document, under names of ours, with what they are for and what there would be without them.
+
+Tried with torch 2.13. All are looked up when this module is imported: a torch that lacks one says so there, and not in the
+midst of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""A context in which tensors of our classes are tensors like any other: else looking at one asks its engine."""
+no_override: Any = torch._C._disabled_torch_function_impl
+"""As a class's ``__torch_function__``: it has none. A function in Python in its place costs each operation a microsecond."""
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Which backward runs in this thread, -1 if none: else a hook could not tell where it is called from."""
+backward_position: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""How many nodes autograd has made in this thread: it runs them in the reverse order."""
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` watches: it would make constants of weights."""
+saving_hooks: Any = torch._C._autograd
+"""Its functions with ``saved_tensors_default_hooks``: the only way to see those that are active, torch's own included."""
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+"""What watches or changes the operations of this thread, innermost last: another thread has to be given the same."""
+norms_of_each: Callable[..., Any] = torch._foreach_norm
+"""The kernel of ``clip_grad_norm_`` on a GPU: any other gives other last bits."""
+BatchNorm = _BatchNorm
+NormBase = _NormBase
+SpectralParametrization = _SpectralNorm
+"""Modules that write to their own buffers."""
+
+__all__ = ["DeviceContext"]
+
+
+functional_call: Any = torch.nn.utils.stateless._functional_call
+"""What ``torch.func.functional_call`` runs in: a frame of it says that a model has other parameters for a moment."""
+
+
+def has_transforms() -> bool:
+    """Whether a transform of torch.func runs in this thread: tensors are then wrapped, and have no memory of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def make_subclass(kind: type, tensor: torch.Tensor) -> Any:
+    """A tensor of that class over the memory of ``tensor``."""
+    return torch.Tensor._make_subclass(kind, tensor)
+
+
+def num_owners(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and others in C++, share a storage: memory with one owner can be taken over."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
