@@ -19,7 +19,6 @@ from tests.exactness.lockstep import Lockstep
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _AT_STEP = {"infinity": {"update": "step"}}
 _CLIPPED = {"gradient_clipping": 0.1}
-_ERRORS = (ValueError("user's fault"), KeyboardInterrupt())
 
 
 # -------------------------------------------------------------------------------- exceptions in a step
@@ -99,8 +98,11 @@ def _raise_in_backward(both: Lockstep, where: str, error: BaseException) -> None
         both.engine.backward(loss)
 
 
-@pytest.mark.parametrize("error", _ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [(ValueError("user's fault"), _AT_STEP), (KeyboardInterrupt(), _CLIPPED)],
+    ids=["fault-update at step", "interrupt-clip"],
+)
 @pytest.mark.parametrize("where", ["blocks.2", "blocks.0", "embedding"])
 def test_an_exception_in_backward_before_any_update_is_reset(
     error: BaseException, changes: dict[str, Any], where: str, tmp_path: Path
