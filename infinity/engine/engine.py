@@ -234,6 +234,10 @@ class Engine(CheckpointCalls):
         norm = self._stepper.grad_norm
         return None if norm is None else float(norm)
 
+    def optimizer_turn(self, what: str, *, reads: bool = False) -> contextlib.AbstractContextManager[None]:
+        """It is the calling thread's turn inside the ``with`` block; see [Note: turns] in ``infinity.threads.turn``."""
+        return self._pager.turn.taken(what, reads=reads)
+
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()

@@ -133,6 +133,37 @@ def test_other_threads_read_weights_of_whole_steps(read: str, mode: str, tmp_pat
 
 
 @pytest.mark.parametrize("mode", _MODES)
+def test_other_threads_read_states_of_whole_steps(mode: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_changes(mode, tmp_path)) as both:
+        of_reference, keys = both.reference.optimizer, list(range(len(both.optimizer.param_groups[0]["params"])))
+        moments: list[dict[int, Tensor]] = []
+        found: list[tuple[int, Tensor]] = []
+
+        def note() -> None:
+            states = of_reference.state_dict()["state"]
+            moments.append({key: states[key]["exp_avg"].clone() for key in keys})
+
+        def read(number: int) -> None:
+            state = both.optimizer.state_dict()["state"]
+            entry, key = state.get(number % len(keys)), number % len(keys)
+            if entry is not None:
+                found.append((key, entry["exp_avg"]))
+
+        step = both.batch_step if mode == "vertical" else both.engine_step
+        hook = both.optimizer.register_state_dict_pre_hook(lambda _: None)
+        step(0)
+        note()
+        with _beside(read, num_threads=3):
+            for number in range(1, 4):
+                step(number)
+                note()
+        assert all(any(torch.equal(value, then[key]) for then in moments) for key, value in found)
+        assert len(both.optimizer._optimizer_state_dict_pre_hooks) == 1
+        hook.remove()
+        both.require_equal()
+
+
+@pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("call", ["engine", "model"])
 def test_other_threads_evaluate(call: str, mode: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(mode, tmp_path)) as both:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, NoReturn, Protocol, overload
@@ -24,6 +25,13 @@ from infinity.optim.template import Template
 
 class StepBackend(StateKeeper, Protocol):
     """Who holds weights, gradients and state, and runs the updates: the engine."""
+
+    def optimizer_turn(self, what: str, *, reads: bool = False) -> AbstractContextManager[None]:
+        """No other thread uses the model, its optimizer or its engine inside the ``with`` block.
+
+        ``what`` is for messages; ``reads``: all weights and states belong to one step.
+        """
+        ...
 
     def optimizer_step(self) -> None:
         """Update every parameter that has a gradient, with the hyperparameters as they are now."""
@@ -138,10 +146,11 @@ class PagedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._shown.settle()
-        self._backend.optimizer_step()
-        if not self._backend.was_step_skipped():
-            self._shown.expire()
+        with self._backend.optimizer_turn("optimizer.step()"):
+            self._shown.settle()
+            self._backend.optimizer_step()
+            if not self._backend.was_step_skipped():
+                self._shown.expire()
         # A scheduler made on the user's own instance looks there for whether a step came before its own.
         self._template.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -172,6 +181,10 @@ class PagedOptimizer(Optimizer):
 
         With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
         """
+        with self._backend.optimizer_turn("optimizer.state_dict()"):
+            return self._lazy_state_dict()
+
+    def _lazy_state_dict(self) -> dict[str, Any]:
         hooks = self._optimizer_state_dict_pre_hooks
         for pre_hook in hooks.values():
             pre_hook(self)
@@ -213,9 +226,10 @@ class PagedOptimizer(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         loader = StateLoader(self._template, self._updater, state_dict)
-        self._shown.settle()
-        loader.load_into(self, self._mains)
-        self._shown.expire()
+        with self._backend.optimizer_turn("optimizer.load_state_dict()", reads=True):
+            self._shown.settle()
+            loader.load_into(self, self._mains)
+            self._shown.expire()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -227,7 +241,12 @@ class PagedOptimizer(Optimizer):
         Raises:
             StaleStateError: a tensor was changed that was read before the last step.
         """
-        self._shown.settle()
+        with self._backend.optimizer_turn("optimizer.state"):
+            self._shown.settle()
+
+    def reading_states(self) -> AbstractContextManager[None]:
+        """States that are read or written inside the ``with`` block are those of one step."""
+        return self._backend.optimizer_turn("optimizer.state", reads=True)
 
     def has_state(self, param: Tensor) -> bool:
         """Whether a parameter has state."""
@@ -296,13 +315,16 @@ class _EntryAccess:
         return self._optimizer.has_state(self._param)
 
     def read(self) -> dict[str, Any]:
-        return self._shown.read(self._param)
+        with self._optimizer.reading_states():
+            return self._shown.read(self._param)
 
     def copy(self) -> dict[str, Any]:
-        return self._shown.copy(self._param)
+        with self._optimizer.reading_states():
+            return self._shown.copy(self._param)
 
     def replace(self, values: Mapping[str, Any]) -> None:
-        self._shown.replace(self._param, values)
+        with self._optimizer.reading_states():
+            self._shown.replace(self._param, values)
 
 
 class _CopyAccess(_EntryAccess):
@@ -329,7 +351,8 @@ class _MainAccess(_CopyAccess):
         return True
 
     def copy(self) -> dict[str, Any]:
-        return with_main_weight(super().copy(), self._mains.gather_main_weight(self._param))
+        with self._optimizer.reading_states():
+            return with_main_weight(super().copy(), self._mains.gather_main_weight(self._param))
 
 
 __all__ = ["PagedOptimizer", "StepBackend"]
