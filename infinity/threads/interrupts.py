@@ -10,7 +10,7 @@ from collections.abc import Callable
 from infinity.errors import EngineBusyError
 from swapper.sync.reentry import came_from_between, interrupted_frame, watch
 
-watch(__file__)
+watch(__name__)
 
 POLL_SECONDS = 1.0
 """How often a wait looks up, so that a KeyboardInterrupt gets through."""

@@ -31,7 +31,13 @@ import torch
 
 from swapper.errors import ReentryError
 
-_OWN = [os.path.dirname(os.path.abspath(__file__)) + os.sep]
+
+def _folder_of_package(module: str) -> str:
+    """The folder of the outermost package in which a module lies, wherever in it that is."""
+    return os.path.dirname(os.path.abspath(str(sys.modules[module.partition(".")[0]].__file__))) + os.sep
+
+
+_OWN = [_folder_of_package(__name__)]
 _BENEATH = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, numpy.__file__))
 _PATHS = sysconfig.get_paths()
 _LIBRARY = tuple({_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep, os.path.dirname(os.__file__) + os.sep})
@@ -47,9 +53,9 @@ class _Kind(Enum):
     OTHER = "anybody else's"
 
 
-def watch(package_file: str) -> None:
-    """Code in the directory of this file has states that nobody may come into, too."""
-    _OWN.append(os.path.dirname(os.path.abspath(package_file)) + os.sep)
+def watch(module: str) -> None:
+    """Code in the outermost package of this module (its ``__name__``) has states that nobody may come into, too."""
+    _OWN.append(_folder_of_package(module))
     _kinds.clear()
 
 
