@@ -92,9 +92,9 @@ def _engine_of(param: nn.Parameter) -> _Engine | None:
     host = host_of(param)
     if host is None:
         return None
-    if not isinstance(host, ParameterHandler) or host.engine is None:
+    if not isinstance(host, ParameterHandler) or host.gatherer is None:
         raise ModelError("the engine that holds this parameter is not ready")
-    engine: Any = host.engine
+    engine: Any = host.gatherer
     return engine  # type: ignore[no-any-return]
 
 

@@ -57,6 +57,7 @@ class StateAccess:
         states: dict[tuple[int, int], ParameterState],
         chunks: Sequence[Sequence[Chunk]],
         record_format: ChunkFormat,
+        copies: UserCopies,
     ) -> None:
         self._module_hooks = module_hooks
         self._pager = pager
@@ -65,7 +66,7 @@ class StateAccess:
         self._device = device
         self._states = states
         self._chunks = chunks
-        self.copies = UserCopies()
+        self.copies = copies
         """Makes what is given out."""
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
         self._has_halves = record_format.main is MainWeight.REMAINDER

@@ -15,6 +15,7 @@ from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.engine.engine import Engine
+from infinity.engine.late import UpperParts
 from infinity.engine.parts import Parts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
@@ -106,7 +107,10 @@ def build(
     settle()  # space of an engine that became garbage a moment ago
     storage = EngineResources(config, device, placement, request, sizes)
     undo.callback(storage.close)
-    clock = StepClock(device)
+    timeline = recording.timeline if recording is not None else None
+    clock = StepClock(device, timeline)
+    upper = UpperParts()
+    copies = UserCopies(dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths)))
     pager = SharedPager(
         units,
         storage.pool,
@@ -115,6 +119,9 @@ def build(
         prefetches=config.infinity.prefetch,
         guess=guess,
         budget=placement.budget_of_weights(request),
+        writer=upper.writer,
+        copies=copies,
+        listener=upper.pager_listener,
     )
     chunks = [
         unit.layout.chunks(placement.chunk_numel, border)
@@ -124,9 +131,9 @@ def build(
     blocks = tuple(find_blocks(model, config.infinity.units))
     module_hooks = ModuleHooks(model, units, blocks)
     access = StateAccess(
-        module_hooks, pager, storage.records, storage.weights, device, states, chunks, request.record_format
+        module_hooks, pager, storage.records, storage.weights, device, states, chunks, request.record_format, copies
     )
-    pager.writer = WrittenWeights(access)
+    upper.writer.connect(WrittenWeights(access))
     for unit in units:
         storage.records.allocate(
             unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
@@ -141,6 +148,8 @@ def build(
         open_swapper=storage.spill_swapper,
         pool=storage.gradient_pool,
         waiting=waiting,
+        scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
+        listener=upper.gradient_listener,
     )
     if placement.spills:
         gradients.reserve()
@@ -151,14 +160,9 @@ def build(
         guess,
         expects_vertical=suitability.is_expected,
     )
-    if device.shares_host_memory and storage.nvme_bytes:
-        # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
-        pager.on_pause = HeapTrimmer().trim
-    pager.before_update, pager.after_update = access.store_gathered, access.note_updated
-    pager.copies = access.copies = UserCopies(
-        dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths))
-    )
-    parameter_handler = ParameterHandler(module_hooks, pager)
+    # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
+    trimmer = HeapTrimmer() if device.shares_host_memory and storage.nvme_bytes else None
+    parameter_handler = ParameterHandler(module_hooks, pager, upper.gradient_host, upper.gatherer)
     buffers = BufferCast(model, config.compute_dtype, config.buffer_dtype)
     originals = Originals(
         units,
@@ -172,7 +176,7 @@ def build(
         update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
         halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
     stream = UpdateStream(
-        storage.records, storage.weights, updater, device, states, halves_updater, StateWindow(state_format)
+        storage.records, storage.weights, updater, device, states, halves_updater, StateWindow(state_format), timeline
     )
     undo.callback(stream.close)
     built: list[Engine] = []
@@ -192,7 +196,7 @@ def build(
         gradients=gradients,
         stream=stream,
         groups=step_groups,
-        scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
+        gathered=access,
     )
     for parameter, state in template.take_initial_states():
         main = state.pop(MAIN_WEIGHT, None)
@@ -226,6 +230,8 @@ def build(
             blocks=blocks,
             suitability=suitability,
         ),
+        trimmer=trimmer,
+        upper=upper,
     )
     engine = Engine(config, parts)
     built.append(engine)
@@ -250,7 +256,6 @@ def _reporter(
     prediction: Callable[[], tuple[int, int, float | None]],
 ) -> Reporter:
     if recording is not None:
-        clock.timeline = stream.timeline = recording.timeline
         storage.observe(recording.note_transfer)
     sources = Sources(clock, storage.counters, lambda: stream.busy_seconds, prediction, device.take_copies)
     return Reporter(

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import InfinityConfig
 from infinity.engine.checkpoint_calls import CheckpointCalls
+from infinity.engine.listener import EngineListener
 from infinity.engine.parts import Parts
 from infinity.engine.shutdown import Shutdown, finish_pending
 from infinity.engine.train_batch import LossFunction, TrainBatch
@@ -73,22 +74,22 @@ class Engine(CheckpointCalls):
             style=self._style,
             is_boundary=self.is_gradient_accumulation_boundary,
             step=lambda: self.global_steps,
+            listener=parts.upper.gradient_listener,
         )
         self._vertical = VerticalSchedule(
             parts.vertical, self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss
         )
         self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
         self._gradients = GradAccess(parts.module_hooks, self._pager, self._stepper, self._backwards)
-        parts.parameter_handler.gradients = self._gradients
-        parts.parameter_handler.engine = self
-        self._pager.check = self._check_usable
-        self._pager.on_forward = self._before_forward
-        self._pager.on_settled_read = self._guard.check_settled
-        self._pager.turn.is_whole = lambda: not parts.stepper.is_between_steps
+        self._listener = EngineListener(parts, self._backwards, self._guard, self._paged.settle_states)
+        parts.upper.pager_listener.connect(self._listener)
+        parts.upper.gradient_listener.connect(self._gradients)
+        parts.upper.gradient_host.connect(self._gradients)
+        parts.upper.gatherer.connect(self)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
         self._watched = WatchedMemory(self._pager)
         watch(self._watched)
-        parts.module_hooks.install(self._pager, self._backwards.collector.note_call, self, self.gather, self.scatter)
+        parts.module_hooks.install(self._pager, self, self.gather, self.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
 
@@ -165,7 +166,7 @@ class Engine(CheckpointCalls):
             finally:
                 self._is_in_step = False
         self.micro_steps += 1
-        self._guard.has_backward = False
+        self._guard.end_micro_batch()
         self._style.note_engine_step()
         if is_boundary:
             self.global_samples += self.train_batch_size() or 0
@@ -244,7 +245,7 @@ class Engine(CheckpointCalls):
         self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
         self._reporter.begin()
         self._backwards.collect()
-        self._stepper.divisor = self._style.divisor(is_engine_step=self._is_in_step)
+        self._stepper.divide_by(self._style.divisor(is_engine_step=self._is_in_step))
         self._gradients.take_in()
         if not self._is_in_step:
             self._style.note_plain_step()
@@ -261,7 +262,7 @@ class Engine(CheckpointCalls):
         self._backwards.end_step()
         if not self._is_in_step:  # whatever was accumulated with `backward` went into it
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-            self._guard.has_backward = False
+            self._guard.end_micro_batch()
         self.global_steps += 1
         is_skipped = self._stepper.is_skipped
         self._was_applied = not is_skipped
@@ -459,20 +460,7 @@ class Engine(CheckpointCalls):
     # --------------------------------------------------------------------------------------------------------- checking
 
     def _check_usable(self) -> None:
-        refuse_in_between("this call")
-        self._guard.check_open()
-        self._backwards.raise_deferred()
-        self._parts.stream.raise_error()
-        self._parts.storage.raise_pending()
-
-    def _before_forward(self) -> None:
-        self._reporter.begin()
-        self._guard.check_settled()
-        self._parts.module_hooks.settle_loads()
-        self._backwards.collect()
-        self._paged.settle_states()
-        if torch.is_grad_enabled() and self._parts.groups.before_forward():
-            self._backwards.collector.forget_history()
+        self._listener.check_usable()
 
 
 take_turns(Engine)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity.checkpoint.state_access import StateAccess
+from infinity.device.host_memory import HeapTrimmer
+from infinity.engine.late import UpperParts
 from infinity.engine.resources import EngineResources
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
@@ -41,3 +43,6 @@ class Parts:
     plan_tracker: PlanTracker
     device: torch.device
     vertical: Surroundings
+    trimmer: HeapTrimmer | None
+    """Where memory has to be given back between the pieces of a step."""
+    upper: UpperParts

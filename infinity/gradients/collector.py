@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from infinity.errors import LateGradientError, LateUseError, SparseGradientWarning
+from infinity.gradients.listener import GradientListener
 from infinity.torch_internals.modes import outside_modes
 from infinity.units.layout import Slot
 from infinity.units.parameter import plain_grad, set_plain_grad
@@ -47,6 +48,7 @@ class GradientCollector:
         notice: Callable[[], None],
         step: Callable[[], int],
         handles: list[Any] | None = None,
+        listener: Callable[[], GradientListener] = GradientListener,
     ) -> None:
         """
         Args:
@@ -57,6 +59,7 @@ class GradientCollector:
             notice: called with every gradient, inside backward.
             step: the number of the present step, for messages.
             handles: where the hooks' handles are put.
+            listener: gives who is told of gradients that have a graph.
         """
         self._units = list(units)
         self._num_owners = num_owners
@@ -74,9 +77,8 @@ class GradientCollector:
         self._used_late: set[int] = set()
         self._has_warned_of_sparse = False
         self.hands_out = False
-        """Gradients are not delivered: somebody takes them with `take`."""
-        self.on_graph: Callable[[Unit, Slot, torch.Tensor], None] = lambda unit, slot, gradient: None
-        """Called with each gradient that has a graph of its own, before it is delivered."""
+        """Whether gradients are not delivered: somebody takes them with `take`."""
+        self._listener = listener
         self._handles: list[Any] = [] if handles is None else handles
         for unit in self._units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
@@ -189,6 +191,15 @@ class GradientCollector:
             expected.append(slot.index)
         return frozenset(expected)
 
+    def begin_handing_out(self) -> None:
+        """From now on gradients are not delivered: somebody takes them with `take`."""
+        self.hands_out = True
+
+    def end_handing_out(self) -> None:
+        """They are delivered again, in a new micro-batch."""
+        self.hands_out = False
+        self.reset()
+
     def take(self) -> list[tuple[Unit, dict[Slot, torch.Tensor]]]:
         """The gradients that have come since the last time, by unit. They belong to the caller."""
         fired, self._fired = self._fired, {}
@@ -200,7 +211,7 @@ class GradientCollector:
             gradient = plain_grad(unit.parameters[index])
             if gradient is not None:
                 if gradient.requires_grad:
-                    self.on_graph(unit, unit.layout.slots[index], gradient)
+                    self._listener().note_graph(unit, unit.layout.slots[index], gradient)
                 if gradient.is_sparse and not self._has_warned_of_sparse:
                     self._has_warned_of_sparse = True
                     warnings.warn(SparseGradientWarning(unit.layout.slots[index].spec.fqn), stacklevel=2)

@@ -12,6 +12,8 @@ import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norm
 from infinity.device.flat_pool import FlatPool
+from infinity.gradients.listener import GradientListener
+from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.sources import (
     FP32_BYTES,
@@ -61,6 +63,8 @@ class MainGradStore:
         open_swapper: Callable[[], Swapper],
         pool: FlatPool,
         waiting: MainGradDtype | None = None,
+        scaler: LossScaler | None = None,
+        listener: Callable[[], GradientListener] = GradientListener,
     ) -> None:
         """
         Args:
@@ -71,6 +75,8 @@ class MainGradStore:
             open_swapper: gives the swapper to which the others are spilled, at their first use.
             pool: host memory for all of it.
             waiting: in which dtype they wait; fp32 by default.
+            scaler: knows with which factor gradients come; None: with none.
+            listener: gives who is told when gradients are replaced or dropped.
         """
         self._units = list(units)
         self._device = device
@@ -100,10 +106,9 @@ class MainGradStore:
         """By unit, gradients that are zero and were not written as such yet."""
         self._unscaled: set[int] = set()
         """Units whose gradients have been divided by the loss scale."""
-        self.scale: Callable[[], float] = lambda: 1.0
-        """The factor with which gradients come."""
-        self.on_forget: Callable[[Unit, Sequence[Slot]], None] = lambda unit, slots: None
-        """Called before gradients are replaced or dropped."""
+        self.scaler = scaler or LossScaler(None)
+        """Knows the factor with which gradients come."""
+        self._listener = listener
         self.resumed_bytes = 0
         """Bytes read so far to add to sums that had been spilled before."""
 
@@ -143,7 +148,7 @@ class MainGradStore:
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """Main gradients += ``gradients`` (any floating dtype), in fp32."""
         if unit.index in self._unscaled:
-            gradients = {slot: gradient.float() * (1.0 / self.scale()) for slot, gradient in gradients.items()}
+            gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
         self._add(unit, gradients)
 
     def _add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
@@ -285,7 +290,7 @@ class MainGradStore:
     def _tell_of_end(self, unit: Unit) -> None:
         present = self._present_slots(unit)
         if present:
-            self.on_forget(unit, present)
+            self._listener().note_end(unit, present)
 
     def _sum(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int], *, is_wide: bool = False
@@ -428,7 +433,7 @@ class MainGradStore:
         for index, present in self._present.items():
             gone = [slot for slot in self._present_slots(self._units[index]) if (index, slot.index) not in kept]
             if gone:
-                self.on_forget(self._units[index], gone)
+                self._listener().note_end(self._units[index], gone)
             present.difference_update(slot.index for slot in gone)
             for slot in gone:
                 self._spilled_norms.pop((index, slot.index), None)

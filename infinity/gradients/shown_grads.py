@@ -31,7 +31,7 @@ class ShownGradients(MainGradStore):
             and unit.index in self._in_memory
             and buffer.dtype == self.dtype_shown
             and not self._zeros.get(unit.index)
-            and (self.scale() == 1.0 or unit.index in self._unscaled)
+            and (self.scaler.scale == 1.0 or unit.index in self._unscaled)
         )
 
     def show(self, unit: Unit) -> GradientBuffer:
@@ -48,9 +48,9 @@ class ShownGradients(MainGradStore):
                 self._sums[unit.index] = self._sum(unit, {}, present, is_wide=not self._waiting.rounds)
                 self._unchanged.add(unit.index)
             buffer = self._sums[unit.index]
-        if unit.index not in self._unscaled and self.scale() != 1.0:
+        if unit.index not in self._unscaled and self.scaler.scale != 1.0:
             for slot in self._present_slots(unit):
-                buffer.view(slot).mul_(1.0 / self.scale())  # as torch.amp.GradScaler does
+                buffer.view(slot).mul_(1.0 / self.scaler.scale)  # as torch.amp.GradScaler does
             self._unscaled.add(unit.index)
             self.note_change(unit)
         return buffer
@@ -61,7 +61,7 @@ class ShownGradients(MainGradStore):
 
     def scale_of(self, unit: Unit) -> float:
         """The factor that the unit's gradients have."""
-        return 1.0 if unit.index in self._unscaled else self.scale()
+        return 1.0 if unit.index in self._unscaled else self.scaler.scale
 
     def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
@@ -78,8 +78,8 @@ class ShownGradients(MainGradStore):
         """Replace one parameter's main gradient by ``gradient``, which has no loss scale; None drops it."""
         present = self._present.setdefault(unit.index, set())
         if slot.index in present:
-            self.on_forget(unit, [slot])
-        if unit.index not in self._in_memory or self.scale() != 1.0:
+            self._listener().note_end(unit, [slot])
+        if unit.index not in self._in_memory or self.scaler.scale != 1.0:
             self.show(unit)
             self.note_change(unit)
         present.discard(slot.index)

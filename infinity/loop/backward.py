@@ -11,6 +11,7 @@ import torch
 
 from infinity.errors import GradientNotResidentError, StepOrderError
 from infinity.gradients.collector import GradientCollector, has_hooks_of_others
+from infinity.gradients.listener import GradientListener
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
 from infinity.paging.module_hooks import ModuleHooks
@@ -35,13 +36,15 @@ class Backwards:
         style: LoopStyle,
         is_boundary: Callable[[], bool],
         step: Callable[[], int],
+        listener: Callable[[], GradientListener] = GradientListener,
     ) -> None:
         """
         Args:
-            holding, pager, stepper, guard: whom it works with.
+            module_hooks, pager, stepper, guard: whom it works with.
             style: what the user's loop shows of itself.
             is_boundary: whether the present micro-batch of ``engine.backward`` is the last of its step.
             step: the number of the present step, for messages.
+            listener: gives who is told before gradients are added up.
         """
         self._pager = pager
         self._stepper = stepper
@@ -53,8 +56,7 @@ class Backwards:
         self._has_hooks = False
         self._is_own_scaled = False
         self._deferred_error: Exception | None = None
-        self.on_delivery: Callable[[Unit, dict[Slot, torch.Tensor]], None] = lambda unit, gradients: None
-        """Called before gradients are added to those that are there."""
+        self._listener = listener
         self.collector = GradientCollector(
             module_hooks.units,
             module_hooks.num_owners(),
@@ -63,9 +65,8 @@ class Backwards:
             self._notice,
             step,
             handles=module_hooks.handles_of_others,
+            listener=listener,
         )
-        pager.on_backward_use = self._note_use
-        pager.on_backward_end = self._end_own_of_user
 
     def run(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Backward of a micro-batch of the engine's loop, with everything that follows from it.
@@ -79,7 +80,7 @@ class Backwards:
         )
         updates_now = self._updates_now()
         if updates_now:
-            self._stepper.divisor = self._style.divisor(is_engine_step=True)
+            self._stepper.divide_by(self._style.divisor(is_engine_step=True))
         is_complete = False
         self._pager.clock.begin_compute("backward")
         try:
@@ -130,13 +131,14 @@ class Backwards:
     def _as_parts(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         if self._guard.phase is not Phase.BACKWARD:
             gradients = dict(self._style.take_own(gradients))
-        self.on_delivery(unit, gradients)
+        self._listener().note_delivery(unit, gradients)
         return gradients
 
-    def _note_use(self, unit: Unit, is_saved: bool) -> None:
+    def note_use(self, unit: Unit, *, is_saved: bool) -> None:
+        """Backward uses a unit's weights, and whether forward had saved them for that."""
         self.collector.note_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
 
-    def _end_own_of_user(self) -> None:
+    def end_own_of_user(self) -> None:
         """Autograd tells that a backward has ended. An error raised here would be lost: the next call raises it."""
         if self._guard.phase is Phase.READY and self.collector.has_fired:
             try:
@@ -152,7 +154,7 @@ class Backwards:
 
     def _finish_own_of_user(self) -> None:
         is_whole = False
-        self._guard.has_backward = True
+        self._guard.note_backward()
         try:
             self.collector.finish()
             is_whole = True
@@ -184,7 +186,8 @@ class Backwards:
             )
         else:
             self.collector.hand_in(unit, slot)
-        self._guard.has_backward |= assigns
+        if assigns:
+            self._guard.note_backward()
 
     def end_step(self) -> None:
         """A step has ended."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from infinity.errors import GradientNotResidentError
+from infinity.gradients.listener import GradientListener
 from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.backward import Backwards
 from infinity.numerics.stamp import contents_stamp
@@ -68,7 +69,7 @@ class _Own:
         return bool(num_owners(storage) > 2 or not storage.resizable())
 
 
-class GradAccess:
+class GradAccess(GradientListener):
     """The main gradients as ``parameter.grad``: live, of the parameter's shape, on the host, without the loss scale.
 
     They are fp32, or bf16 if the config asks for gradients that are rounded to it. One that is not in memory is a
@@ -88,9 +89,6 @@ class GradAccess:
         """The same for gradients in memory. Held, because assigning their ``data`` shows in nothing else."""
         self._own: dict[tuple[int, int], _Own] = {}
         """Gradients that are tensors of the user's: assigned by him, or with a graph (``create_graph=True``)."""
-        self._gradients.on_forget = self._settle
-        backwards.on_delivery = self._add_to_own
-        backwards.collector.on_graph = self._note_graph
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient, or None without one.
@@ -209,7 +207,7 @@ class GradAccess:
         if own.is_shared:
             self._own[key] = own
 
-    def _note_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:
+    def note_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:
         key = unit.index, slot.index
         own = self._own.get(key)
         if own is None and slot not in self._gradients.slots_with_gradient(unit):
@@ -218,7 +216,7 @@ class GradAccess:
             with torch.enable_grad():
                 own.tensor, own.is_new = own.tensor + gradient, True
 
-    def _add_to_own(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
+    def note_delivery(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """As autograd does without a graph, add to the very tensor that the user holds."""
         if not self._own and not self._views:
             return
@@ -237,7 +235,7 @@ class GradAccess:
                     own.tensor.add_(gradient)
             own.note_taken()
 
-    def _settle(self, unit: Unit, slots: Sequence[Slot]) -> None:
+    def note_end(self, unit: Unit, slots: Sequence[Slot]) -> None:
         """These gradients will be others, or none: what the user holds of them keeps the values that it has."""
         for slot in slots:
             key = unit.index, slot.index

@@ -54,6 +54,14 @@ class PhaseGuard:
         self.phase = phase
         self.has_backward |= phase is Phase.BACKWARD
 
+    def note_backward(self) -> None:
+        """There are gradients that a step is to come for."""
+        self.has_backward = True
+
+    def end_micro_batch(self) -> None:
+        """``engine.step()`` has come for them, or a step of the user's."""
+        self.has_backward = False
+
     def cut_off(self) -> None:
         """Whatever was under way will not go on."""
         self.has_backward = False

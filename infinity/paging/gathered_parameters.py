@@ -47,13 +47,13 @@ class GatheredParameters:
             host = host_of(parameter)
             if host is None:
                 continue
-            if not isinstance(host, ParameterHandler) or host.engine is None:
+            if not isinstance(host, ParameterHandler) or host.gatherer is None:
                 raise ModelError("the engine that holds these parameters is not ready")
             by_host.setdefault(id(host), (host, []))[1].append(parameter)
         try:
             for host, parameters in by_host.values():
-                if host.engine is not None:
-                    self._gathered.append((host.engine, host.engine.gather(parameters)))
+                if host.gatherer is not None:
+                    self._gathered.append((host.gatherer, host.gatherer.gather(parameters)))
         except BaseException:
             self._scatter()
             raise

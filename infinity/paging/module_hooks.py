@@ -35,7 +35,6 @@ class _HooksOfModule:
         pager: Pager,
         units: Sequence[Unit],
         owned: Sequence[tuple[Unit, Sequence[Slot]]],
-        note_call: Callable[[Unit, Sequence[Slot]], None],
         keep_alive: object,
         abandon: Callable[[], None] | None,
     ) -> None:
@@ -48,7 +47,6 @@ class _HooksOfModule:
         self._pager = pager
         self._units = list(units)
         self._owned = list(owned)
-        self._note_call = note_call
         self._keep_alive = keep_alive
         self._entered: dict[int, list[int | None]] = {}
         """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
@@ -72,7 +70,7 @@ class _HooksOfModule:
         entered.append(0)
         if self._pager.is_training_forward:
             for unit, slots in self._owned:
-                self._note_call(unit, slots)
+                self._pager.note_use(unit, slots)
         for number, unit in enumerate(self._units, start=1):
             self._pager.enter(unit)
             entered[-1] = number
@@ -234,7 +232,6 @@ class ModuleHooks:
     def install(
         self,
         pager: Pager,
-        note_call: Callable[[Unit, Sequence[Slot]], None],
         keep_alive: object,
         before_load: Callable[[list[nn.Parameter]], Any],
         after_load: Callable[[Any], None],
@@ -245,8 +242,6 @@ class ModuleHooks:
         it would hold them through its whole forward, and operations on them fault them in anyway. The module in which
         all of a unit lies (a block) enters the unit as well, so that it is bound once per call.
         """
-        pager.on_use = note_call
-        pager.on_lost = self.forget_calls
         for module in self.model.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 load = _LoadHooks(module, before_load, after_load)
@@ -258,13 +253,10 @@ class ModuleHooks:
         self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(collecting, "after")))
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
-        pager.on_model_call = self.follow_compilation
-        self._hook_calls = functools.partial(self._hook_each_call, pager, note_call, keep_alive)
+        self._hook_calls = functools.partial(self._hook_each_call, pager, keep_alive)
         self._hook_calls()
 
-    def _hook_each_call(
-        self, pager: Pager, note_call: Callable[[Unit, Sequence[Slot]], None], keep_alive: object
-    ) -> None:
+    def _hook_each_call(self, pager: Pager, keep_alive: object) -> None:
         self._forwards.convert(self._blocks_now())
         self._compiled = self._compilation()
         self.covered = inside_compiled(self.model)
@@ -280,7 +272,7 @@ class ModuleHooks:
             is_root = module is self.model
             if is_root and self._hooks:
                 continue  # it may be in the midst of a call
-            hooks = _HooksOfModule(pager, entered, own, note_call, keep_alive, abandon if is_root else None)
+            hooks = _HooksOfModule(pager, entered, own, keep_alive, abandon if is_root else None)
             if isinstance(module, nn.TransformerEncoder) and len(module.layers):
                 hooks.look_first_at(
                     [self.units[i] for i in sorted({self.locate(p)[0].index for p in module.layers[0].parameters()})]

@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 from infinity.device.flat_pool import FlatPool
+from infinity.paging.listener import PagerListener, WeightWriter
 from infinity.paging.residency import Residency, WeightSource
 from infinity.paging.saved_tensors import SavingHooks
 from infinity.telemetry.clock import StepClock
 from infinity.threads.interrupts import refuse_in_between
-from infinity.threads.turn import in_backward
+from infinity.threads.turn import Turn, in_backward
 from infinity.tiers.user_copies import UserCopies
 from infinity.torch_internals.modes import has_memory, outside_modes, untraced
 from infinity.units.layout import Slot
@@ -58,7 +59,7 @@ class _SavedView:
 
 
 class Pager(Residency):
-    """`Residency` with a model in front of it: phases, page faults and saved tensors."""
+    """`Residency` with a model in front of it: phases, page faults and saved tensors. The `TurnRules` of its turn."""
 
     def __init__(
         self,
@@ -70,36 +71,35 @@ class Pager(Residency):
         prefetches: bool,
         guess: Sequence[int],
         budget: tuple[str, int],
+        writer: Callable[[], WeightWriter | None] = lambda: None,
+        copies: UserCopies | None = None,
+        listener: Callable[[], PagerListener] = PagerListener,
     ) -> None:
-        """See `Residency`."""
-        super().__init__(units, pool, source, clock, prefetches=prefetches, guess=guess, budget=budget)
+        """
+        Args:
+            units, pool, source, clock, prefetches, guess, budget, writer: see `Residency`.
+            copies: makes what ``state_dict`` gives.
+            listener: gives who is told what happens.
+        """
+        super().__init__(
+            units,
+            pool,
+            source,
+            clock,
+            prefetches=prefetches,
+            guess=guess,
+            budget=budget,
+            turn=Turn(self),
+            writer=writer,
+        )
         self._depth = 0
         self.saving = SavingHooks(self.pack, self.unpack)
         """The hooks that turn what autograd saves into tokens."""
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack)
         """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
-        self.before_update: Callable[[Unit], None] = lambda unit: None
-        """Called before a gathered unit is updated: what was written to it so far is stored."""
-        self.after_update: Callable[[Unit], None] = lambda unit: None
-        """Called when a gathered unit has been updated."""
-        self.copies = UserCopies()
+        self.copies = copies or UserCopies()
         """Makes what ``state_dict`` gives."""
-        self.check: Callable[[], None] = lambda: None
-        """Called before anything begins: raises what went wrong in the background, or that the engine is closed."""
-        self.on_forward: Callable[[], None] = lambda: None
-        """Called when a forward phase begins."""
-        self.on_model_call: Callable[[], None] = lambda: None
-        """Called before the model itself is, when none of its modules is inside its forward."""
-        self.on_settled_read: Callable[[], None] = lambda: None
-        """Called before weights are read outside forward and backward: raises if they are between two steps."""
-        self.on_backward_use: Callable[[Unit, bool], None] = lambda unit, is_saved: None
-        """Called when backward uses a unit's weights, and whether forward had saved them for that."""
-        self.on_pause: Callable[[], None] = lambda: None
-        """Called between two pieces of a step: another unit is needed or updated, or another micro-batch has its turn."""
-        self.on_use: Callable[[Unit, Sequence[Slot]], None] = lambda unit, slots: None
-        """Called when an operation in a training forward uses parameters, other than through their own module."""
-        self.on_backward_end: Callable[[], None] = lambda: None
-        """Called when a backward ends that `note_backward` has noticed. Must not raise."""
+        self._listener = listener
         self._open_backward = False
         self._saves_in_backward = False
         """Whether the hooks for saving are up because the backward that runs makes a graph."""
@@ -110,12 +110,6 @@ class Pager(Residency):
         """How many blocks hold weights gathered."""
         self._state_dict_by: int | None = None
         """The thread that collects a state dict."""
-        self.on_lost: Callable[[], None] = lambda: None
-        """Called when a thread has ended in the midst of a forward or backward, by another one."""
-        self.turn.admits_guests = lambda: (self._depth > 0 or self.num_gathered > 0) and not self.lacks_room
-        self.turn.is_busy = lambda: bool(clock.waiting_for)
-        self.turn.on_lost = self._lose_thread
-        self.turn.on_fork = self._leave_to_parent
 
     # ------------------------------------------------------------------------------------------------ forward phases
 
@@ -143,8 +137,8 @@ class Pager(Residency):
 
     def begin_outside_read(self) -> None:
         """Weights are about to be read outside forward and backward: raises if that cannot be."""
-        self.check()
-        self.on_settled_read()
+        self._listener().check_usable()
+        self._listener().check_settled()
 
     def begin_state_dict(self) -> None:
         """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
@@ -157,6 +151,15 @@ class Pager(Residency):
         if self._state_dict_by == get_ident():
             self._state_dict_by = None
             self.turn.end()
+
+    def admits_guests(self) -> bool:
+        return (self._depth > 0 or self.num_gathered > 0) and not self.lacks_room
+
+    def has_whole_weights(self) -> bool:
+        return self._listener().has_whole_weights()
+
+    def is_waiting(self) -> bool:
+        return bool(self.clock.waiting_for)
 
     def begin_forward(self, *, is_root: bool = True) -> None:
         """A module of the model begins its forward; the outermost one begins a forward phase.
@@ -180,13 +183,13 @@ class Pager(Residency):
 
     def _begin_own_forward(self, *, is_root: bool) -> None:
         if self._depth == 0 and is_root:
-            self.on_model_call()
+            self._listener().begin_call()
         if self._depth == 0 and not in_backward():
             if self._state_dict_by is not None:
                 self.end_state_dict()
             self._close_backward()
-            self.check()
-            self.on_forward()
+            self._listener().check_usable()
+            self._listener().begin_forward()
             self.close_strays()
             self.saving.clear_top()
             if self.trace is self.training_trace and self.trace.has_backward:
@@ -228,7 +231,7 @@ class Pager(Residency):
             self.turn.end()
 
     def note_backward(self) -> None:
-        """Something happens inside backward: if it is the first thing, `on_backward_end` will be called when it ends.
+        """Something happens inside backward: if it is the first thing, the listener will be told when it ends.
 
         The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
         """
@@ -248,7 +251,7 @@ class Pager(Residency):
         if self._open_backward:
             self._open_backward = False
             try:
-                self.on_backward_end()
+                self._listener().end_backward()
             finally:
                 self._close_backward()
 
@@ -288,17 +291,15 @@ class Pager(Residency):
         while self._num_turns_of_forward:
             self._end_turn_of_forward()
 
-    def _lose_thread(self) -> None:
-        """A thread has ended, or was cut off, in its turn."""
+    def lose_thread(self) -> None:
         self._has_turn_of_backward = False
         self._num_turns_of_forward = self.num_gathered = 0
         self.lacks_room = False
         self._state_dict_by = None
         self.abandon_forward()
-        self.on_lost()
+        self._listener().lose_thread()
 
-    def _leave_to_parent(self) -> None:
-        """In a forked child, where memory of the parent's must not be touched."""
+    def leave_to_parent(self) -> None:
         self.lock = threading.RLock()
         self._room = threading.Condition(self.lock)
         for unit in self.units:
@@ -339,7 +340,7 @@ class Pager(Residency):
         self.check_touch(unit)
         if in_backward():
             self.note_backward()
-            self.on_backward_use(unit, is_saved)
+            self._listener().note_backward_use(unit, is_saved=is_saved)
         with self.lock:
             self._touch(unit)
 
@@ -352,10 +353,18 @@ class Pager(Residency):
             self.make_resident(unit)
             if moved:
                 self.pump()
-                self.on_pause()
+                self.pause()
                 self.clock.resume_compute(unit.name)
         finally:
             unit.num_active -= 1
+
+    def pause(self) -> None:
+        """Between two pieces of a step."""
+        self._listener().pause()
+
+    def note_use(self, unit: Unit, slots: Sequence[Slot]) -> None:
+        """A training forward uses parameters."""
+        self._listener().note_use(unit, slots)
 
     # ------------------------------------------------------------------------------------------------- saved tensors
 

@@ -48,12 +48,29 @@ class Gatherer(Protocol):
 class ParameterHandler:
     """The `ParameterHost` of a model: passes each question on to the part that knows."""
 
-    def __init__(self, module_hooks: ModuleHooks, pager: Pager) -> None:
+    def __init__(
+        self,
+        module_hooks: ModuleHooks,
+        pager: Pager,
+        gradients: Callable[[], GradientHost | None] = lambda: None,
+        gatherer: Callable[[], Gatherer | None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            module_hooks, pager: whom it works with.
+            gradients: gives who answers for gradients; None: they are autograd's.
+            gatherer: gives who gathers full weights, if anybody does.
+        """
         self._module_hooks = module_hooks
         self._pager = pager
         self._operations = ParameterOperations(pager)
-        self.gradients: GradientHost | None = None
-        self.engine: Gatherer | None = None
+        self._gradients = gradients
+        self._gatherer = gatherer
+
+    @property
+    def gatherer(self) -> Gatherer | None:
+        """Who gathers full weights: the engine."""
+        return self._gatherer()
 
     def operate(
         self,
@@ -115,17 +132,19 @@ class ParameterHandler:
             return self._pager.copy_of(unit, slot)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if self.gradients is None:
+        gradients = self._gradients()
+        if gradients is None:
             return plain_grad(parameter)
         with contextlib.nullcontext() if in_backward() else self._pager.turn.taken("reading a gradient"):
-            return self.gradients.get(parameter)
+            return gradients.get(parameter)
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        if self.gradients is None:
+        gradients = self._gradients()
+        if gradients is None:
             set_plain_grad(parameter, gradient)
             return
         with contextlib.nullcontext() if in_backward() else self._pager.turn.taken("setting a gradient"):
-            self.gradients.set(parameter, gradient)
+            gradients.set(parameter, gradient)
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
         return self._module_hooks.locate(parameter)[1]

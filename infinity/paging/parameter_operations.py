@@ -71,7 +71,7 @@ class ParameterOperations:
                     pager.check_room(units)
                 if pager.is_training_forward:
                     for unit, slot in (places[id(tensor)] for tensor in tensors if not isinstance(tensor, PagedView)):
-                        pager.on_use(unit, [slot])
+                        pager.note_use(unit, [slot])
                 try:
                     with pager.held(units), self._saving(is_guest=is_guest):
                         result = self._run(function, args, kwargs, tensors, places)

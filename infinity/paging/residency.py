@@ -16,6 +16,7 @@ import torch
 
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, UnsupportedModelError, format_bytes
+from infinity.paging.listener import WeightWriter
 from infinity.paging.trace import Trace, wanted
 from infinity.telemetry.clock import StepClock
 from infinity.threads.turn import Turn
@@ -37,22 +38,6 @@ class WeightSource(Protocol):
     """Brings a unit's model weights into its flat buffer."""
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival: ...
-
-
-class WeightWriter(Protocol):
-    """Stores what others than the engine write into weights."""
-
-    def needs_before(self, unit: Unit, slot: Slot) -> bool:
-        """Whether what the weights were before a write can be found nowhere else, and is needed to store them."""
-        ...
-
-    def is_urgent(self, unit: Unit) -> bool:
-        """Whether what has been written has to be stored before anything else is written to the unit."""
-        ...
-
-    def store_written(self, unit: Unit) -> None:
-        """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
-        ...
 
 
 class _Unstarted:
@@ -83,6 +68,8 @@ class Residency:
         prefetches: bool,
         guess: Sequence[int],
         budget: tuple[str, int],
+        turn: Turn,
+        writer: Callable[[], WeightWriter | None],
     ) -> None:
         """
         Args:
@@ -93,11 +80,13 @@ class Residency:
             prefetches: fetch ahead of need.
             guess: the order of need before the first micro-batch is recorded.
             budget: the config key that the pool is a part of, and its value, for messages.
+            turn: that of the thread that comes here.
+            writer: gives what stores what was written into weights; without one, that is refused.
         """
         self.units = list(units)
         self.pool = pool
         self.clock = clock
-        self.turn = Turn()
+        self.turn = turn
         self.lock = threading.RLock()
         """Held while units are moved, opened or closed; never while a turn is waited for."""
         self._room = threading.Condition(self.lock)
@@ -106,8 +95,7 @@ class Residency:
         self.training_trace = Trace(guess)
         self.eval_trace = Trace(sorted(set(guess)))
         self.trace = self.training_trace
-        self.writer: WeightWriter | None = None
-        """Stores what was written into weights; without one, that is refused."""
+        self._writer = writer
         self._source = source
         self._prefetches = prefetches
         self._budget_key, self._budget_bytes = budget
@@ -145,7 +133,8 @@ class Residency:
         unit.note_changes()
         if not unit.dirty:
             return
-        if unit.flat is None or self.writer is None:
+        writer = self._writer()
+        if unit.flat is None or writer is None:
             fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
             self.forget_changes(unit)
             raise UnsupportedModelError(
@@ -153,7 +142,7 @@ class Residency:
                 cure="Change weights inside `with infinity.GatheredParameters(...)` between steps instead",
                 fqn=fqn,
             )
-        self.writer.store_written(unit)
+        writer.store_written(unit)
 
     def forget_changes(self, unit: Unit) -> Slot | None:
         """What was written into the unit's buffer never happened. Returns a parameter for which that cannot be."""
@@ -174,7 +163,8 @@ class Residency:
 
         What can wait until the unit is paged out, updated or looked at is stored then.
         """
-        if unit.dirty and unit.num_active == 0 and (self.writer is None or self.writer.is_urgent(unit)):
+        writer = self._writer()
+        if unit.dirty and unit.num_active == 0 and (writer is None or writer.is_urgent(unit)):
             self.store_changes(unit)
         elif not unit.dirty:
             unit.before.clear()
@@ -183,7 +173,8 @@ class Residency:
         """The parameter may be written to from now on: keep what it is, if nobody could tell afterwards."""
         if slot.index in unit.before or slot.index in unit.dirty or unit.flat is None:
             return
-        if self.writer is not None and self.writer.needs_before(unit, slot):
+        writer = self._writer()
+        if writer is not None and writer.needs_before(unit, slot):
             unit.note_changes()  # by a view that was kept, say: then it is too late
             if slot.index not in unit.dirty:
                 unit.before[slot.index] = unit.weight(slot).clone()

@@ -53,15 +53,15 @@ class StepClock:
         waited_seconds: Seconds that the training thread waited, by cause.
         compute_seconds: Seconds in forward, backward and step without waiting and without the engine's own paging.
         waiting_for: What it waits for right now, in words; empty while it does not.
-        timeline: Where spans are recorded, if anywhere.
     """
 
-    def __init__(self, stamps: StampSource | None = None) -> None:
+    def __init__(self, stamps: StampSource | None = None, timeline: Timeline | None = None) -> None:
+        """``timeline``: where spans are recorded, if anywhere."""
         self.waited_seconds: dict[str, float] = dict.fromkeys(_CAUSES, 0.0)
         self.compute_seconds = 0.0
         self.waiting_for = ""
         self.began_seconds = time.perf_counter()
-        self.timeline: Timeline | None = None
+        self._timeline = timeline
         self._stamps: StampSource = stamps or _HostTime()
         self._phase = ""
         self._unit = ""
@@ -107,8 +107,8 @@ class StepClock:
                 return
             self._open.popleft()
             self.compute_seconds += end - begin
-            if self.timeline is not None:
-                self.timeline.add(Row.COMPUTE, name, begin, end)
+            if self._timeline is not None:
+                self._timeline.add(Row.COMPUTE, name, begin, end)
 
     # -------------------------------------------------------------------------------------------------------- waiting
 
@@ -125,8 +125,8 @@ class StepClock:
             end = time.perf_counter()
             self.waited_seconds[cause] += end - begin
             self.waiting_for = ""
-            if self.timeline is not None:
-                self.timeline.add(Row.WAITING, _CAUSES[cause], begin, end)
+            if self._timeline is not None:
+                self._timeline.add(Row.WAITING, _CAUSES[cause], begin, end)
             if was_computing:
                 self.resume_compute()
 

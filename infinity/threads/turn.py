@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -106,10 +106,35 @@ class _Share:
         """The code of the function that it lasts as long as; None: for what ends it in any case."""
 
 
+class TurnRules(Protocol):
+    """Whoever has turns taken: it knows what is done in them, and hears when one goes wrong."""
+
+    def admits_guests(self) -> bool:
+        """Whether others may take part now."""
+        ...
+
+    def has_whole_weights(self) -> bool:
+        """Whether all weights belong to one step."""
+        ...
+
+    def is_waiting(self) -> bool:
+        """Whether who has the turn waits for a drive or an update, which end by themselves."""
+        ...
+
+    def lose_thread(self) -> None:
+        """The turn is taken from a thread that has ended or left, by the next one: what it was in is cut off."""
+        ...
+
+    def leave_to_parent(self) -> None:
+        """This is a forked child, where memory of the parent's must not be touched."""
+        ...
+
+
 class Turn:
     """The turns of one model's engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: TurnRules) -> None:
+        self._rules = rules
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._what = ""
@@ -124,16 +149,6 @@ class Turn:
         self._waiting: set[int] = set()
         self._num_moves = 0
         self._is_forked = False
-        self.admits_guests: Callable[[], bool] = lambda: False
-        """Whether others may take part now."""
-        self.is_whole: Callable[[], bool] = lambda: True
-        """Whether all weights belong to one step."""
-        self.is_busy: Callable[[], bool] = lambda: False
-        """Whether who has the turn waits for a drive or an update, which end by themselves."""
-        self.on_lost: Callable[[], None] = lambda: None
-        """Called when a turn is taken from a thread that has ended or left, by the next one: what it was in is cut off."""
-        self.on_fork: Callable[[], None] = lambda: None
-        """Called in a forked child."""
         _turns.add(self)
 
     @property
@@ -220,7 +235,7 @@ class Turn:
 
         def is_due() -> bool:
             if self._owner is not None:
-                return joins and self.admits_guests()
+                return joins and self._rules.admits_guests()
             # First come, first served, but nobody waits for one that cannot begin yet.
             earlier = itertools.takewhile(lambda other: other is not ticket, list(self._queue))
             return self._may_begin(ticket) and not any(map(self._may_begin, earlier))
@@ -237,7 +252,7 @@ class Turn:
         return me in self._guests
 
     def _may_begin(self, ticket: _Ticket) -> bool:
-        return not ticket.reads or self._last == ticket.thread or self.is_whole()
+        return not ticket.reads or self._last == ticket.thread or self._rules.has_whole_weights()
 
     def end(self) -> None:
         """The counterpart of `begin`."""
@@ -302,7 +317,7 @@ class Turn:
                 self._wait(lambda: not self._guests, lambda: next(iter(self._guests), None), "changing weights")
 
     def look_again(self) -> None:
-        """What `admits_guests` says may have changed."""
+        """What `TurnRules.admits_guests` says may have changed."""
         with self._changed:
             self._changed.notify_all()
 
@@ -319,7 +334,7 @@ class Turn:
                 if self._owner is None and thread is not None and not _is_alive(thread):
                     return  # nobody will make the weights whole
                 mark = self._positions(thread), self._num_moves
-                if mark != seen or self.is_busy():
+                if mark != seen or self._rules.is_waiting():
                     seen, since = mark, time.monotonic()
                 elif time.monotonic() - since > PATIENCE_SECONDS:
                     if self._owner is None:
@@ -350,7 +365,7 @@ class Turn:
         self._dismiss(thread)
         self._owner, self._depth = me, 1
         try:
-            self.on_lost()
+            self._rules.lose_thread()
         finally:
             self._owner, self._depth, self._last = None, 0, thread
             self._changed.notify_all()
@@ -366,7 +381,7 @@ class Turn:
         self._shares.clear()
         self._deputies.clear()
         self._waiting.clear()
-        self.on_fork()
+        self._rules.leave_to_parent()
 
 
 _READING = (

@@ -52,6 +52,9 @@ class UpdateJob:
         groups: Mapping[int, dict[str, Any]],
         clip_coefficient: torch.Tensor | None,
         after: Fence,
+        *,
+        is_held: bool = False,
+        rank: int = 0,
     ) -> None:
         """
         Args:
@@ -61,6 +64,8 @@ class UpdateJob:
             groups: slot index -> snapshot of its parameter group's hyperparameters. A parameter without is not updated.
             clip_coefficient: 0-dim fp32 tensor every gradient is multiplied with, or None.
             after: the gradients are complete at this point of the compute stream.
+            is_held: wait with the job until somebody attaches a buffer or needs the unit, if one can be attached.
+            rank: jobs of a lower one go first, those of one rank in the order of their submission.
         """
         self.unit = unit
         self.gradients = gradients
@@ -84,11 +89,14 @@ class UpdateJob:
         self._error: BaseException | None = None
         self.flushes_denormals = flushes_denormals()
         """Whether the thread that asks for the update computes like that."""
-        self.is_held = False
-        """Wait with the job until somebody attaches a buffer or needs the unit: see `UpdateStream.release_all`."""
-        self.on_release: Callable[[], None] = lambda: None
-        self.rank = 0
-        """Jobs of a lower rank go first, those of one rank in the order of their submission."""
+        self.is_held = is_held and self.accepts_buffer
+        """Whether it waits; see `UpdateStream.release_all`."""
+        self._on_release: Callable[[], None] = lambda: None
+        self.rank = rank
+
+    def tell(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, when the job is not held back any longer."""
+        self._on_release = on_release
 
     def begin(self) -> None:
         """The stream takes the job; no buffer can be attached any more."""
@@ -99,6 +107,14 @@ class UpdateJob:
     def has_begun(self) -> bool:
         """Whether the stream has taken it."""
         return self._has_begun
+
+    def await_flat(self, device: ComputeDevice) -> None:
+        """Return when the weights are there that the job is to write over."""
+        if self.flat_arrival is not None:
+            self.flat_arrival.wait()
+            self.flat_arrival = None
+            # That wait ordered this thread's stream; the copies run on streams of their own.
+            self.after = device.mark()
 
     @property
     def accepts_buffer(self) -> bool:
@@ -139,7 +155,7 @@ class UpdateJob:
     def release(self) -> None:
         """The job is not held back any longer."""
         self.is_held = False
-        self.on_release()
+        self._on_release()
 
     def wait(self) -> None:
         # Wake up now and then: a KeyboardInterrupt must get through.

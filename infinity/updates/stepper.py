@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from infinity.config import UpdateMode
 from infinity.device.compute import ComputeDevice
 from infinity.errors import PartialUpdateError
-from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grads import clip_coefficient, total_norm
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientSource
@@ -52,6 +52,18 @@ class StepRules:
         return self.update == "in_backward"
 
 
+class GatheredWeights(Protocol):
+    """Whoever holds units open for the user, who may write to them before and after an update."""
+
+    def store_gathered(self, unit: Unit) -> None:
+        """The gathered unit is about to be updated: store what was written to it so far."""
+        ...
+
+    def note_updated(self, unit: Unit) -> None:
+        """The gathered unit has been updated."""
+        ...
+
+
 class Stepper:
     """One optimizer step after the other. Gradients come in with `deliver`, and `apply` ends the step."""
 
@@ -66,32 +78,30 @@ class Stepper:
         gradients: ShownGradients,
         stream: UpdateStream,
         groups: StepGroups,
-        scaler: LossScaler | None = None,
+        gathered: GatheredWeights,
     ) -> None:
         """
         Args:
             units: all units, by index.
             chunks: of each unit.
             rules: how a step goes.
-            device, pager, gradients, stream, groups: whom it works with.
-            scaler: knows with which factor the gradients come; None: with none.
+            device, pager, gradients, stream, groups, gathered: whom it works with.
         """
         self.units = list(units)
         self.rules = rules
-        self.scaler = scaler or LossScaler(None)
         self.gradients = gradients
-        gradients.scale = lambda: self.scaler.scale
+        self.scaler = gradients.scaler
         self._chunks = chunks
         self._device = device
         self._pager = pager
         self._stream = stream
         self._step_groups = groups
+        self._gathered = gathered
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         self._ranks: dict[int, int] = {}
         self._groups: Groups | None = None
-        self.divisor = 1
-        """What the gradients of the present step are divided by before they are used; see `infinity.loop.style`."""
+        self._divisor = 1
         self.updated: set[int] = set()
         """Units that were updated in the backward of the present step."""
         self.grad_norm: torch.Tensor | None = None
@@ -103,6 +113,10 @@ class Stepper:
     def is_between_steps(self) -> bool:
         """Whether some weights are already those of the next step, and others those of this one."""
         return bool(self.updated or self._waiting)
+
+    def divide_by(self, divisor: int) -> None:
+        """The gradients of the present step are divided by it before they are used; see `infinity.loop.style`."""
+        self._divisor = divisor
 
     def deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
         """Gradients of a micro-batch, whole per parameter; they belong to the stepper from now on.
@@ -139,12 +153,12 @@ class Stepper:
                 source = self.gradients.hand_over(unit, gradients, self._norms)
                 gradients.clear()
                 try:
-                    self._submit(unit, source, None if self.divisor == 1 else _scalar(1.0 / self.divisor))
+                    self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
                 except BaseException:
                     self._waiting += waiting[place + 1 :]
                     raise
                 self.updated.add(unit.index)
-                self._pager.on_pause()
+                self._pager.pause()
             else:
                 self._waiting.append((unit, gradients))
 
@@ -157,14 +171,21 @@ class Stepper:
         groups = {index: group for index, group in of_slots if group is not None}  # what is in none is not updated
         is_gathered = bool(unit.gathered)
         if is_gathered:
-            self._pager.before_update(unit)
+            self._gathered.store_gathered(unit)
         elif not unit.num_active:
             self._pager.store_changes(unit)
         is_seen = unit.flat is not None and unit.flat.has_views
-        job = UpdateJob(unit, self._chunks[unit.index], source, groups, coefficient, self._device.mark())
-        job.is_held = is_held and job.accepts_buffer and not is_gathered
-        if self._pager.holds_all:  # see [Note: the order of updates]
-            job.rank = self._rank_of(unit)
+        rank = self._rank_of(unit) if self._pager.holds_all else 0  # see [Note: the order of updates]
+        job = UpdateJob(
+            unit,
+            self._chunks[unit.index],
+            source,
+            groups,
+            coefficient,
+            self._device.mark(),
+            is_held=is_held and not is_gathered,
+            rank=rank,
+        )
         unit.update = job
         unit.version += 1
         try:
@@ -182,7 +203,7 @@ class Stepper:
         ):  # somebody looks at gradients or weights, and may do so at any time
             self._pager.await_update(unit)
         if is_gathered:  # the user may write to it next, on top of what the update gives
-            self._pager.after_update(unit)
+            self._gathered.note_updated(unit)
 
     def apply(self, step: int, *, keeps: bool = False) -> None:
         """The rest of the step: whatever has a gradient and was not updated in backward.
@@ -206,7 +227,7 @@ class Stepper:
                 self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
         if was_in_backward:
             self._check_groups_unchanged(step)
-        scale = self._common_scale(with_gradients) * self.divisor
+        scale = self._common_scale(with_gradients) * self._divisor
         self.grad_norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
@@ -232,7 +253,7 @@ class Stepper:
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
         """What gradients of that loss scale are multiplied with."""
-        factor = scale * self.divisor
+        factor = scale * self._divisor
         if factor == 1.0 and not self.scaler.is_active:
             return coefficient
         return (1.0 if coefficient is None else coefficient) / _scalar(factor)
@@ -271,7 +292,7 @@ class Stepper:
         self._norms.clear()
         self._ranks.clear()
         self._groups = None
-        self.divisor = 1
+        self._divisor = 1
         self.updated.clear()
         self._waiting.clear()
 

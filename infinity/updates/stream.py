@@ -64,6 +64,7 @@ class UpdateStream:
         states: Mapping[tuple[int, int], ParameterState],
         halves_updater: RemainderUpdater | None = None,
         window: StateWindow | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +75,7 @@ class UpdateStream:
             states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
             halves_updater: the optimizer's rule where main weights are kept in two halves.
             window: opens the states of ``records``; None where those are stored as fp32.
+            timeline: where updates are recorded, if anywhere.
         """
         self._records = records
         self._weights = weights
@@ -89,8 +91,7 @@ class UpdateStream:
         self._is_stopping = False
         self._error: BaseException | None = None
         self.busy_seconds = 0.0
-        self.timeline: Timeline | None = None
-        """Where updates are recorded, if anywhere."""
+        self._timeline = timeline
         self._window: deque[_Item] = deque()
         self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
@@ -101,7 +102,7 @@ class UpdateStream:
 
     def submit(self, job: UpdateJob) -> None:
         """Queue a job."""
-        job.on_release = self._work.ring
+        job.tell(self._work.ring)
         with self._lock:
             if self._error is not None:
                 job.finish(self._error)
@@ -117,8 +118,7 @@ class UpdateStream:
         """Hold no job back any longer: nobody will come to ask for the units that are left."""
         with self._lock:
             for job in self._pending:
-                job.is_held = False
-        self._work.ring()
+                job.release()
 
     def drain(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Return when every job is done; raises the error of the first that failed. ``on_progress``: called in between."""
@@ -169,11 +169,7 @@ class UpdateStream:
             item.lease.wait()
             for handle in item.reads:
                 handle.wait()
-            if item.job.flat_arrival is not None:
-                item.job.flat_arrival.wait()
-                item.job.flat_arrival = None
-                # That wait ordered this thread's stream; the copies run on streams of their own.
-                item.job.after = self._device.mark()
+            item.job.await_flat(self._device)
             begin = time.perf_counter()
             flush_denormals(item.job.flushes_denormals)
             self._update(item)
@@ -181,8 +177,8 @@ class UpdateStream:
             self._window.popleft()
             end = time.perf_counter()
             self.busy_seconds += end - begin
-            if self.timeline is not None:
-                self.timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
+            if self._timeline is not None:
+                self._timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
             if item.is_last:
                 self._finish(item.job)
             return True

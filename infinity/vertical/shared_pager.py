@@ -147,5 +147,5 @@ class SharedPager(Pager):
         elif self.is_shared:
             self.due.add(unit.index)
             if not in_backward():
-                self.on_backward_use(unit, is_saved)
+                self._listener().note_backward_use(unit, is_saved=is_saved)
         super().touch(unit, is_saved=is_saved)

@@ -117,7 +117,7 @@ class VerticalStep:
         found = ((other, other.grad) for other in on.stepper.not_held())
         self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
         pager.open_step(self._is_deferred)
-        self._loop.backwards.collector.hands_out = True
+        self._loop.backwards.collector.begin_handing_out()
         for lane, compute_loss in zip(lanes.take(len(compute_losses)), compute_losses, strict=True):
             self._batches.append(MicroBatch(lane, compute_loss, tools))
         self._forward()
@@ -163,7 +163,7 @@ class VerticalStep:
         message = batch.resume()
         if isinstance(message, Failed):
             raise message.error
-        self._on.pager.on_pause()
+        self._on.pager.pause()
         return message
 
     def _end_forward(self, batch: MicroBatch, loss: Any) -> None:
@@ -267,7 +267,7 @@ class VerticalStep:
                         raise Refusal(f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient")
                     self._hooked.add((batch, unit.index, slot.index))
             self._sums.add(unit, gradients)
-        self._on.pager.on_pause()
+        self._on.pager.pause()
 
     def _end_moment(self, moment: int) -> None:
         firsts = self._on.pager.first_moments
@@ -277,8 +277,7 @@ class VerticalStep:
     def _finish(self) -> None:
         on = self._on
         updates = on.stepper.rules.updates_in_backward
-        self._loop.backwards.collector.hands_out = False
-        self._loop.backwards.collector.reset()
+        self._loop.backwards.collector.end_handing_out()
         on.stepper.finish_backward(updates_now=updates)
         self._loop.guard.move_to(Phase.READY)
         on.pager.close_step()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
+from infinity.engine.late import Late
+from infinity.paging.listener import WeightWriter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
@@ -52,6 +54,7 @@ def make_pager(
     *,
     prefetches: bool,
     guess: Sequence[int] | None = None,
+    writer: Callable[[], WeightWriter | None] = lambda: None,
 ) -> Pager:
     """A pager over host memory. It guesses that units are needed in order, unless told otherwise."""
     return Pager(
@@ -62,6 +65,7 @@ def make_pager(
         prefetches=prefetches,
         guess=[unit.index for unit in units] if guess is None else guess,
         budget=("infinity.host_memory_budget", capacity_bytes),
+        writer=writer,
     )
 
 
@@ -122,8 +126,9 @@ class Held:
             unit.stays_resident = not is_paged
         self.source = TensorSource()
         capacity = room or sum(unit.num_bytes for unit in self.units)
-        self.pager = make_pager(self.units, self.source if is_paged else None, capacity, prefetches=False)
-        self.pager.writer = TensorWriter(self.source)
+        self.writer: Late[WeightWriter | None] = Late(TensorWriter(self.source))
+        source = self.source if is_paged else None
+        self.pager = make_pager(self.units, source, capacity, prefetches=False, writer=self.writer)
         self.module_hooks = ModuleHooks(model, self.units)
         self.parameter_handler = ParameterHandler(self.module_hooks, self.pager)
         for unit in self.units:
@@ -141,9 +146,7 @@ class Held:
 
     def install(self) -> None:
         """Hook the model, so that its forward and backward page."""
-        self.module_hooks.install(
-            self.pager, lambda unit, slots: None, self, lambda parameters: None, lambda gathered: None
-        )
+        self.module_hooks.install(self.pager, self, lambda parameters: None, lambda gathered: None)
 
     def stored(self, fqn: str) -> torch.Tensor:
         """A parameter as it rests."""

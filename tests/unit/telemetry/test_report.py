@@ -115,9 +115,8 @@ def stamps(monkeypatch: pytest.MonkeyPatch) -> _Stamps:
 
 
 def _clock(stamps: _Stamps) -> tuple[StepClock, Timeline]:
-    clock = StepClock(stamps)
-    clock.timeline = Timeline()
-    return clock, clock.timeline
+    timeline = Timeline()
+    return StepClock(stamps, timeline), timeline
 
 
 def _row(timeline: Timeline, row: Row) -> list[tuple[str, float, float]]:

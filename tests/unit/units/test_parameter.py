@@ -253,7 +253,7 @@ def test_a_write_outside_counts_where_weights_never_leave_memory(write: str) -> 
 
 @pytest.mark.parametrize("write", ["add_", "data", "row", "foreach"])
 def test_where_nothing_can_be_stored_a_write_is_refused_and_forgotten(held: Held, write: str) -> None:
-    held.pager.writer = None
+    held.writer.connect(None)
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match=_NAME):
         _WRITES[write](held.model.get_parameter(_NAME))
     _require_untouched(held)

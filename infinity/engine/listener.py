@@ -1,0 +1,69 @@
+"""What follows in an engine from what its pager sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.engine.parts import Parts
+from infinity.loop.backward import Backwards
+from infinity.loop.phase import PhaseGuard
+from infinity.paging.listener import PagerListener
+from infinity.threads.interrupts import refuse_in_between
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+
+
+class EngineListener(PagerListener):
+    """Passes each event on to the parts that have to know."""
+
+    def __init__(
+        self, parts: Parts, backwards: Backwards, guard: PhaseGuard, settle_states: Callable[[], None]
+    ) -> None:
+        """``settle_states``: takes in what the user wrote into states of the optimizer."""
+        self._parts = parts
+        self._backwards = backwards
+        self._guard = guard
+        self._settle_states = settle_states
+
+    def check_usable(self) -> None:
+        refuse_in_between("this call")
+        self._guard.check_open()
+        self._backwards.raise_deferred()
+        self._parts.stream.raise_error()
+        self._parts.storage.raise_pending()
+
+    def check_settled(self) -> None:
+        self._guard.check_settled()
+
+    def has_whole_weights(self) -> bool:
+        return not self._parts.stepper.is_between_steps
+
+    def begin_call(self) -> None:
+        self._parts.module_hooks.follow_compilation()
+
+    def begin_forward(self) -> None:
+        self._parts.reporter.begin()
+        self._guard.check_settled()
+        self._parts.module_hooks.settle_loads()
+        self._backwards.collect()
+        self._settle_states()
+        if torch.is_grad_enabled() and self._parts.groups.before_forward():
+            self._backwards.collector.forget_history()
+
+    def note_use(self, unit: Unit, slots: Sequence[Slot]) -> None:
+        self._backwards.collector.note_call(unit, slots)
+
+    def note_backward_use(self, unit: Unit, *, is_saved: bool) -> None:
+        self._backwards.note_use(unit, is_saved=is_saved)
+
+    def end_backward(self) -> None:
+        self._backwards.end_own_of_user()
+
+    def pause(self) -> None:
+        if self._parts.trimmer is not None:
+            self._parts.trimmer.trim()
+
+    def lose_thread(self) -> None:
+        self._parts.module_hooks.forget_calls()

@@ -1,0 +1,76 @@
+"""Whom the pager tells what it sees.
+
+## How the engine hears of things
+
+Calls go down: the engine calls loop and stepper, and these the pager. What is noticed below (an access, a hook of a module or
+of autograd) is told upwards through one listener per direction, which the lower part gets when it is made:
+
+| who tells | whom | what |
+|---|---|---|
+| ``Turn`` | `TurnRules`: the pager | who may have a turn; a thread has ended; the process was forked |
+| `Pager` | `PagerListener`: ``engine.listener`` | forward, reads, uses and backward begin or end |
+| `Pager` | `WeightWriter`: ``checkpoint.written_weights`` | weights were written to by others than the engine |
+| collector, ``MainGradStore``, ``Backwards`` | ``GradientListener``: ``loop.grad_access`` | gradients come, change, go |
+| ``ParameterHandler`` | ``GradientHost``: ``loop.grad_access``; ``Gatherer``: the engine | ``.grad``, full weights are wanted |
+
+What is above is made last. So a listener is given as a function that returns the one there is by now, see ``engine.late``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+
+
+class PagerListener:
+    """Whoever follows what happens to the model. This one does not."""
+
+    def check_usable(self) -> None:
+        """Something begins: raises what went wrong in the background, or that the engine is closed."""
+
+    def check_settled(self) -> None:
+        """Weights are about to be read outside forward and backward: raises if they are between two steps."""
+
+    def has_whole_weights(self) -> bool:
+        """Whether they are not."""
+        return True
+
+    def begin_call(self) -> None:
+        """The model itself is about to be called, and none of its modules is inside its forward."""
+
+    def begin_forward(self) -> None:
+        """A forward phase begins."""
+
+    def note_use(self, unit: Unit, slots: Sequence[Slot]) -> None:
+        """A training forward uses parameters: their own module is called, or an operation gets them."""
+
+    def note_backward_use(self, unit: Unit, *, is_saved: bool) -> None:
+        """Backward uses a unit's weights. ``is_saved``: forward had saved them for that."""
+
+    def end_backward(self) -> None:
+        """A backward has ended that `Pager.note_backward` has noticed. Must not raise."""
+
+    def pause(self) -> None:
+        """Between two pieces of a step: another unit is needed or updated, or another micro-batch has its turn."""
+
+    def lose_thread(self) -> None:
+        """A thread has ended in the midst of a forward or backward, as another one notices."""
+
+
+class WeightWriter(Protocol):
+    """Stores what others than the engine write into weights."""
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        """Whether what the weights were before a write can be found nowhere else, and is needed to store them."""
+        ...
+
+    def is_urgent(self, unit: Unit) -> bool:
+        """Whether what has been written has to be stored before anything else is written to the unit."""
+        ...
+
+    def store_written(self, unit: Unit) -> None:
+        """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
+        ...
