@@ -247,14 +247,12 @@ class StateAccess:
             check_state(slot, names, state, values)
         num_updates = int(values.get("step", 0))
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
-        state.scalars = {
+        scalars = {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for name, value in values.items()
             if name not in tensors
         }
-        state.is_fresh = not values
-        state.num_updates = num_updates
-        state.names = tuple(tensors) if values else None
+        state.load(scalars, tuple(tensors) if values else None, num_updates)
         flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
         for chunk, piece in self._pieces(unit, slot):
             with self._changing(unit, chunk) as workspace:

@@ -29,7 +29,8 @@ def override(tidied: dict[str, Any], overrides: Mapping[str, Any], findings: Fin
             for key in keys:
                 findings.note(key, reason)
         replaced = _leaves(patch)
-        findings.auto = [key for key in findings.auto if key not in replaced and key not in found.auto] + found.auto
+        kept = [key for key in findings.auto if key not in replaced and key not in found.auto]
+        findings.auto[:] = kept + found.auto
         for key in [dotted] if value is None else found.auto:
             _remove(tidied, key.split("."))
 

@@ -408,19 +408,15 @@ class MainGradStore:
         if not keeps:
             self._present.pop(unit.index, None)
             self._unscaled.discard(unit.index)
-        source: MemoryGradients | SpilledGradients
         if unit.index in self._in_memory:
             buffer = self._memory_of(unit)
             if buffer.is_lent and not keeps:
                 del self._buffers[unit.index]
                 self._pool.let_go(buffer.flat)
-            source = MemoryGradients(buffer, slots)
-        else:
-            swapper, extent = self._spill(unit)
-            dtype = self._spilled_dtypes[unit.index] if keeps else self._forget_spilled(unit, slots)
-            source = SpilledGradients(swapper, extent, slots, dtype)
-        source.is_kept = keeps
-        return source
+            return MemoryGradients(buffer, slots, is_kept=keeps)
+        swapper, extent = self._spill(unit)
+        dtype = self._spilled_dtypes[unit.index] if keeps else self._forget_spilled(unit, slots)
+        return SpilledGradients(swapper, extent, slots, dtype, is_kept=keeps)
 
     def _forget_spilled(self, unit: Unit, slots: Iterable[Slot]) -> torch.dtype:
         """What is spilled is used up: a norm kept beyond that would pass for that of later gradients. Returns its dtype."""

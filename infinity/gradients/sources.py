@@ -84,13 +84,13 @@ class Gradients:
 
     needs_scratch = True
     """See `GradientSource.needs_scratch`."""
-    is_kept = False
-    """See `GradientSource.is_kept`."""
     is_lent = False
     """See `GradientSource.is_lent`."""
 
-    def __init__(self, slots: Sequence[Slot], dtype: torch.dtype) -> None:
+    def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, *, is_kept: bool = False) -> None:
         self.dtype = dtype
+        self.is_kept = is_kept
+        """See `GradientSource.is_kept`."""
         self.used_bytes = 0
         """Bytes of their memory, from its beginning, that the update has used up."""
         self._slots = list(slots)
@@ -249,8 +249,8 @@ class MemoryGradients(Gradients):
 
     needs_scratch = False
 
-    def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> None:
-        super().__init__(slots, buffer.values.dtype)
+    def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot], *, is_kept: bool = False) -> None:
+        super().__init__(slots, buffer.values.dtype, is_kept=is_kept)
         self.is_lent = buffer.is_lent
         self._values: torch.Tensor | None = buffer.values
 
@@ -273,8 +273,10 @@ class MemoryGradients(Gradients):
 class SpilledGradients(Gradients):
     """Main gradients on NVMe, for an update."""
 
-    def __init__(self, swapper: Swapper, extent: Extent, slots: Sequence[Slot], dtype: torch.dtype) -> None:
-        super().__init__(slots, dtype)
+    def __init__(
+        self, swapper: Swapper, extent: Extent, slots: Sequence[Slot], dtype: torch.dtype, *, is_kept: bool = False
+    ) -> None:
+        super().__init__(slots, dtype, is_kept=is_kept)
         self._swapper = swapper
         self._extent = extent
 

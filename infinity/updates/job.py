@@ -40,6 +40,10 @@ class ParameterState:
     num_updates: int = 0
     """Counted from the beginning, or from the "step" of a state that was loaded."""
 
+    def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
+        """It is another state from now on; without ``names`` the optimizer makes it in the next update."""
+        self.scalars, self.names, self.num_updates, self.is_fresh = scalars, names, num_updates, names is None
+
 
 class UpdateJob:
     """One update of one unit. The training thread creates it and waits for it; the stream runs it."""

@@ -191,7 +191,7 @@ class UnitCall:
         return given, [_version(tensor) for tensor in given]
 
     def _note_written_buffers(self) -> None:
-        self.site.buffers.are_written = True
+        self.site.buffers.note_written()
         if not self._boundary.hooks_are_innermost():
             raise Refusal(f"{self.site.name} writes to its buffers, and would do so again under its own checkpointing")
         if self._buffer_values is None:

@@ -93,6 +93,10 @@ class MicroBatch:
             raise self.refusal
         return message
 
+    def end_forward(self) -> None:
+        """It has its loss."""
+        self.is_forward_over = True
+
     # ------------------------------------------------------------------------------------------------ inside the lane
 
     def _run(self, compute_loss: Callable[[], torch.Tensor], ambient: Ambient) -> torch.Tensor:

@@ -26,7 +26,7 @@ class SharedPager(Pager):
 
     is_shared = False
     """Whether a step is open."""
-    moment: int | None = None
+    _moment: int | None = None
     """What runs now, counted from the start of forward; None outside of forward."""
     first_moments: dict[int, int]
     """Unit index -> the moment when the step's forward touched it first."""
@@ -54,15 +54,19 @@ class SharedPager(Pager):
         self.first_moments = {}
         self._defers = is_deferred
 
+    def begin_moment(self, moment: int) -> None:
+        """What runs now, counted from the start of forward."""
+        self._moment = moment
+
     def close_forward(self) -> None:
         """All micro-batches have ended their forward."""
-        self.moment = None
+        self._moment = None
         self.end_forward()
 
     def close_step(self) -> None:
         """The step is over, or was cut off."""
         self.is_shared = False
-        self.moment = None
+        self._moment = None
         self._defers = None
         self.due.clear()
 
@@ -113,11 +117,11 @@ class SharedPager(Pager):
     def in_between(self) -> Iterator[None]:
         """Some micro-batch's backward begins while others are in forward: inside the ``with`` block no forward is open."""
         depth, self._depth = self._depth, 0
-        moment, self.moment = self.moment, None
+        moment, self._moment = self._moment, None
         try:
             yield
         finally:
-            self._depth, self.moment = depth, moment
+            self._depth, self._moment = depth, moment
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -142,8 +146,8 @@ class SharedPager(Pager):
             super().touch(unit, is_saved=is_saved)
             return
         self.check_touch(unit)
-        if self.moment is not None:
-            self.first_moments.setdefault(unit.index, self.moment)
+        if self._moment is not None:
+            self.first_moments.setdefault(unit.index, self._moment)
         elif self.is_shared:
             self.due.add(unit.index)
             if not in_backward():

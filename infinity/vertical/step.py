@@ -131,10 +131,10 @@ class VerticalStep:
 
     def _forward(self) -> None:
         pager = self._on.pager
-        pager.moment = 0
+        pager.begin_moment(0)
         while (site := self._advance()) is not None:
             self._sites.append(site)
-            pager.moment = 2 * len(self._sites) - 1
+            pager.begin_moment(2 * len(self._sites) - 1)
             pager.enter(site.unit)
             try:
                 for batch in self._batches:
@@ -142,7 +142,7 @@ class VerticalStep:
                         raise Refusal(f"{site.name} raises an error, and the model goes on")
             finally:
                 pager.leave(site.unit)
-            pager.moment = 2 * len(self._sites)
+            pager.begin_moment(2 * len(self._sites))
 
     def _advance(self) -> Site | None:
         """All micro-batches go on to the next unit. Returns where they have arrived; None at the end of forward."""
@@ -177,7 +177,7 @@ class VerticalStep:
         if not share.requires_grad:
             raise Refusal("the loss does not depend on the parameters")
         batch.glue.seal(share)
-        batch.is_forward_over = True
+        batch.end_forward()
         del share, loss
         if self._loop.guard.phase is Phase.READY:
             self._loop.guard.move_to(Phase.BACKWARD)

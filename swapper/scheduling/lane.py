@@ -126,9 +126,14 @@ class Lane:
         if not self.inflight:
             self.busy.end(self.direction)
 
-    def count(self, transfer: Transfer, num_bytes: int) -> None:
-        """Count what a completed transfer has moved: all of it, a part, or 0 if it failed."""
+    def note_retry(self) -> None:
+        """Count a transfer that is tried again."""
+        self.num_retries += 1
+
+    def count(self, transfer: Transfer, num_bytes: int, *, is_whole: bool = False) -> None:
+        """Count what a completed transfer has moved: all of it (``is_whole``), a part, or 0 if it failed."""
         self.num_bytes += num_bytes
+        self.num_transfers += is_whole
         if self._observers and transfer.began_seconds:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0

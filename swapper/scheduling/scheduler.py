@@ -246,10 +246,9 @@ class IOScheduler(Uncopyable):
                 logger.warning("a transfer of extent %r was completed twice", operation.extent.name)
                 return
             lane.give_back(request)
-            self._waiting.num_completions += 1
+            self._waiting.note_completion()
             if error is None and transferred_bytes == len(request.memory):
-                lane.num_transfers += 1
-                lane.count(request, transferred_bytes)
+                lane.count(request, transferred_bytes, is_whole=True)
             elif operation.error is None:
                 self._on_trouble(request, lane, transferred_bytes, error)
             if not operation.outstanding and operation.state is not OperationState.QUEUED:
@@ -265,7 +264,7 @@ class IOScheduler(Uncopyable):
         is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
-            lane.num_retries += 1
+            lane.note_retry()
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
             lane.count(transfer, num_bytes)
             seconds = delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)

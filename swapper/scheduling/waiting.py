@@ -34,7 +34,11 @@ class WaitingRoom:
         self._pending = pending
         self._backend = backend
         self._deadline_seconds = deadline_seconds
-        self.num_completions = 0
+        self._num_completions = 0
+
+    def note_completion(self) -> None:
+        """The backend has completed a transfer. Under the scheduler's lock."""
+        self._num_completions += 1
 
     def wait(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
         """Block until the operation is over.
@@ -79,10 +83,10 @@ class WaitingRoom:
         # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
         while num_idle < TICKS_PER_DEADLINE + 1:
-            num_completions = self.num_completions
+            num_completions = self._num_completions
             if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)):
                 return True
-            num_idle = num_idle + 1 if num_completions == self.num_completions else 0
+            num_idle = num_idle + 1 if num_completions == self._num_completions else 0
         return False
 
     def wait_for_all(self, operations: Iterable[Operation]) -> None:

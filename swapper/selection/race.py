@@ -112,11 +112,15 @@ class _Course:
 class _Lent(BackendWrapper):
     """A backend that its scheduler does not close."""
 
-    has_hung = False
+    _has_hung = False
+
+    def note_hang(self) -> None:
+        """An operation on it does not end."""
+        self._has_hung = True
 
     def close(self, timeout_seconds: float) -> bool:
         """Leave it to its owner."""
-        return not self.has_hung
+        return not self._has_hung
 
 
 class _Entrant:
@@ -180,7 +184,8 @@ class _Entrant:
             self._scheduler.wait(operation, None)
         except SwapperError as error:
             self._error = self._error or error
-            self._lent.has_hung = self._lent.has_hung or operation.state is not OperationState.DONE
+            if operation.state is not OperationState.DONE:
+                self._lent.note_hang()
 
     def close(self) -> None:
         self._scheduler.close("the race is over")

@@ -250,6 +250,57 @@ def torch_privates_in_their_room(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno} uses {dotted(node)}"
 
 
+_OF_OTHERS = {
+    *("grad", "data", "training", "gradient_checkpointing"),  # of tensors and modules
+    *("param_groups", "state", "defaults"),  # of torch's optimizers
+    *("atexit", "restype", "argtypes", "value", "writeable"),  # of weakref, ctypes and numpy
+}
+"""Attributes that torch and others want to be assigned."""
+_ASSIGNED = {
+    # Side tables of a unit: who moves it, opens it or updates it writes them, in its thread's turn.
+    *(f"unit.{name}" for name in ("flat", "arrival", "update", "version", "num_active", "gathered", "stays_resident")),
+    # What `initialize` makes on top of the engine; a user may put others there.
+    *("engine.lr_scheduler", "engine.training_dataloader"),
+}
+
+
+def is_record(definition: ast.ClassDef) -> bool:
+    """Whether a class only holds values, which its whole room may change: a dataclass that is not frozen, or slots."""
+    decorators = [ast.unparse(each) for each in definition.decorator_list]
+    return any(each.startswith("dataclass") and "frozen=True" not in each for each in decorators) or any(
+        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__" for node in definition.body
+    )
+
+
+def attributes(definition: ast.ClassDef) -> Iterator[str]:
+    """What a class gives to its objects."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            yield node.attr
+
+
+def classes(module: Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+
+
+def nothing_hung_onto_others(module: Module) -> Iterator[str]:
+    """Objects change themselves: what happens to them is a method, and whom they tell they learn in their constructor."""
+    room = [other for other in _MODULES.values() if Path(other.path).parent == Path(module.path).parent]
+    records = [each for other in room for each in classes(other) if is_record(each)]
+    own = {name for each in [*classes(module), *records] for name in attributes(each)}
+    globals_ = {each.name for each in classes(module)} | {
+        ast.unparse(target) for node in module.tree.body if isinstance(node, ast.Assign) for target in node.targets
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            is_own = dotted(node.value) in {"self", "cls", "ctx", *globals_} or node.attr in own
+            is_meant = node.attr.startswith("_") or node.attr in _OF_OTHERS or ast.unparse(node) in _ASSIGNED
+            if not is_own and not is_meant:
+                yield f"{module.path}:{node.lineno} assigns {ast.unparse(node)}"
+
+
 # Every rule with a file it must object to: a rule that objects to nothing protects nothing.
 _RULES: dict[Rule, tuple[str, str]] = {
     no_upward_import: ("swapper/extents/extent.py", "def f():\n    from infinity.engine.engine import Engine\n"),
@@ -262,6 +313,7 @@ _RULES: dict[Rule, tuple[str, str]] = {
     names_dtype_and_device: ("infinity/engine/engine.py", "import torch\nx = torch.zeros(3, dtype=torch.int8)\n"),
     torch_privates_in_their_room: ("infinity/engine/engine.py", "import torch\nx = torch._C._is_tracing()\n"),
     no_assert: ("swapper/swapper.py", "assert handle is None\n"),
+    nothing_hung_onto_others: ("infinity/engine/engine.py", "def f(pager):\n    pager.on_forward = print\n"),
 }
 _MODULES = load_modules()
 

@@ -35,6 +35,10 @@ class Buffers:
         self.are_written = False
         """Whether a forward has been seen to change them."""
 
+    def note_written(self) -> None:
+        """A forward has changed them."""
+        self.are_written = True
+
     def __iter__(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         for module in self._modules:
             for name, buffer in module._buffers.items():
