@@ -185,6 +185,10 @@ class Lockstep:
     def plain_step(self, step: int) -> None:
         """Forward, backward, ``optimizer.step`` and ``zero_grad``."""
         self.plain_backward(step)
+        self.plain_update()
+
+    def plain_update(self) -> None:
+        """``optimizer.step`` and ``zero_grad``."""
         self.reference.step()
         self.optimizer.step()
         self.optimizer.zero_grad()

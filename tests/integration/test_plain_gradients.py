@@ -38,9 +38,7 @@ def test_grad_is_the_gradient_or_raises_with_a_cure(changes: dict[str, Any], tmp
             assert torch.equal(gradient.float(), expected), fqn
             num_seen += 1
         assert num_seen == len(both.reference.main), "the budget holds all gradients here"
-        both.reference.step()
-        both.optimizer.step()
-        both.optimizer.zero_grad()
+        both.plain_update()
         assert all(param.grad is None for param in both.model.parameters())
         both.require_equal()
 
@@ -58,9 +56,7 @@ def test_clipping_by_hand_clips_exactly_or_raises(kind: str, changes: dict[str, 
             else:
                 torch.nn.utils.clip_grad_value_(main, 1e-3)
                 torch.nn.utils.clip_grad_value_(both.model.parameters(), 1e-3)
-            both.reference.step()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
+            both.plain_update()
         both.require_equal()
 
 
@@ -78,9 +74,7 @@ def test_clipping_by_hand_with_spilled_gradients_is_never_silently_nothing(tmp_p
             assert "gradient_clipping" in str(error) or "host_memory_budget" in str(error)
             return
         both.note("norm", expected, norm)
-        both.reference.step()
-        both.optimizer.step()
-        both.optimizer.zero_grad()
+        both.plain_update()
         both.require_equal()
 
 
@@ -94,9 +88,7 @@ def test_gradients_scaled_in_place_are_the_ones_that_count(tmp_path: Path) -> No
             for param in both.model.parameters():
                 assert param.grad is not None
                 param.grad.mul_(0.5)
-            both.reference.step()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
+            both.plain_update()
         both.require_equal()
 
 
@@ -110,9 +102,7 @@ def test_a_gradient_that_is_assigned_counts(tmp_path: Path) -> None:
         params[names[0]].grad = None
         both.reference.main[names[1]].grad = torch.ones_like(both.reference.main[names[1]])
         params[names[1]].grad = torch.ones(params[names[1]].shape)
-        both.reference.step()
-        both.optimizer.step()
-        both.optimizer.zero_grad()
+        both.plain_update()
         both.require_equal()
 
 
@@ -163,7 +153,5 @@ def test_a_penalty_on_weights_outside_the_forward_is_exact_or_raises(tmp_path: P
         both.note("penalized loss", expected, loss)
         both.reference.backward(expected)
         loss.backward()
-        both.reference.step()
-        both.optimizer.step()
-        both.optimizer.zero_grad()
+        both.plain_update()
         both.require_equal()

@@ -43,9 +43,7 @@ def test_losses_are_not_divided_whatever_the_config_says(
         for step in range(3):
             for micro_batch in range(step + 1):
                 both.plain_backward(step, micro_batch)
-            both.reference.step()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
+            both.plain_update()
         both.require_equal()
 
 
@@ -58,9 +56,7 @@ def test_no_update_happens_before_step(accumulation: int, tmp_path: Path) -> Non
             both.plain_backward(1, micro_batch)
         after = _weights(both)
         assert all(torch.equal(before[fqn], after[fqn]) for fqn in before)
-        both.reference.step()
-        both.optimizer.step()
-        both.optimizer.zero_grad()
+        both.plain_update()
         assert any(not torch.equal(before[fqn], value) for fqn, value in _weights(both).items())
         both.require_equal()
 
@@ -174,9 +170,7 @@ def test_a_backward_after_the_next_forward(tmp_path: Path) -> None:
             for expected, loss in pairs:
                 both.reference.backward(expected)
                 loss.backward()
-            both.reference.step()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
+            both.plain_update()
         both.require_equal()
 
 
@@ -207,9 +201,7 @@ def test_hyperparameters_count_as_they_are_at_step(tmp_path: Path) -> None:
             for optimizer in both.each_optimizer():
                 optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
                 optimizer.param_groups[0]["weight_decay"] = 0.3 - 0.1 * step
-            both.reference.step()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
+            both.plain_update()
             # The update may still be running, or not have begun: it must not see this.
             for optimizer in both.each_optimizer():
                 optimizer.param_groups[0]["lr"] = 123.0

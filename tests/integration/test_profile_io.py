@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 import infinity
-from bench.cgroup import why_unavailable
 from infinity.config import load_config
 from infinity.numerics.state_format import StateFormat
 from io_profile.model import facts_of
@@ -252,52 +251,6 @@ def test_a_drive_that_gives_back_other_bytes_is_reported(small_tmpfs: Callable[[
     assert str(directory) in output
     assert str(5 << 20) in output, "the place is named"
     assert "Traceback" not in output
-
-
-@pytest.mark.root
-@pytest.mark.slow
-def test_a_throttled_drive_is_as_slow_as_asked(nvme_dir: Path, outputs: Path) -> None:
-    reason = why_unavailable("blkio")
-    if reason is not None:
-        pytest.skip(reason)
-    groups = Path("/sys/fs/cgroup/blkio")
-    before = set(groups.glob("infinity_bench_*_profile_io"))
-    options = [
-        *_SHORTEST,
-        "--size",
-        "64MiB",
-        "--request-sizes",
-        "1MiB",
-        "--in-flight",
-        "4",
-        "--seconds",
-        "0.4",
-        "--no-fio",
-    ]
-    process = start(nvme_dir, *options, "--throttle", "50", "--json", outputs / "io.json")
-    wait_for(process, "sweep")
-    assert set(groups.glob("infinity_bench_*_profile_io")) > before
-    code, output = finish(process)
-    assert code == 0, output
-    assert set(groups.glob("infinity_bench_*_profile_io")) <= before
-    for each in json.loads((outputs / "io.json").read_text())["ours"]:
-        if each["setting"]["num_threads"] == 4 and each["workload"] != "mixed":
-            # The first burst is let through, so that it is somewhat more than 50 MB/s; unthrottled it is many times that.
-            assert each["median"] < 150e6
-
-
-@pytest.mark.root
-def test_a_throttled_run_that_is_killed_leaves_no_group(nvme_dir: Path) -> None:
-    reason = why_unavailable("blkio")
-    if reason is not None:
-        pytest.skip(reason)
-    process = start(nvme_dir, *_SHORTEST, "--no-fio", "--throttle", "50")
-    wait_for(process, "checking")
-    group = Path(f"/sys/fs/cgroup/blkio/infinity_bench_{process.pid}_profile_io")
-    assert group.exists()
-    process.kill()
-    finish(process)
-    wait_until(lambda: not group.exists())
 
 
 def test_a_terminal_sees_the_time_left(nvme_dir: Path) -> None:

@@ -575,7 +575,6 @@ def test_a_network_file_system_gets_the_portable_backend(tmp_path: Path, monkeyp
         (["--tokens-per-second", "inf"], "above 0"),
         (["--tbw", "0"], "above 0"),
         (["--tbw", "inf"], "terabytes"),
-        (["--throttle", "-1"], "above 0"),
         (["--model", "nothing"], "neither"),
         (["--json", "/nowhere/at/all.json"], "no directory"),
         (["--json", "/"], "is a directory"),
@@ -602,14 +601,6 @@ def test_sizes_are_rounded_and_that_is_said(tmp_path: Path) -> None:
     assert parsed.effort.depths == (8,)
     for words in ("--size: 400000001 bytes", "--request-sizes: 1000000 bytes", "--in-flight"):
         assert any(words in remark for remark in parsed.remarks)
-
-
-def test_a_throttle_needs_a_block_device(
-    small_tmpfs: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        arguments.parse([str(small_tmpfs(_MIB * 400)), "--quick", "--size", "100MiB", "--throttle", "200"], "")
-    assert "--throttle cannot be used" in capsys.readouterr().err
 
 
 def test_ratings_are_terabytes(tmp_path: Path) -> None:

@@ -15,14 +15,12 @@ from infinity.config.schema.quantities import parse_bytes
 from infinity.numerics.state_format import StateFormat
 from swapper.config import ALIGNMENT, BackendName
 
-from . import config_file, picture, throttle
+from . import config_file, picture
 from .effort import (
     BACKENDS,
     FULL,
     LEAST_PAIRS,
     QUICK,
-    THROTTLED_PAIR_SECONDS,
-    THROTTLED_SAMPLE_SECONDS,
     Effort,
 )
 from .grid import LEAST_THREADS, Grid, size_words
@@ -77,7 +75,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--request-sizes", type=_list_of(_bytes), metavar="SIZES", help="e.g. 256KiB,1MiB,4MiB")
     add("--in-flight", type=_list_of(_count), metavar="NUMBERS", help="requests under way at once, e.g. 4,8,16,32")
     add("--backends", type=_list_of(_backend), metavar="NAMES", help=f"of {', '.join(_BACKENDS)}")
-    add("--throttle", type=_positive, metavar="MB/S", help="hold the drive to a steady speed (root, cgroups version 1)")
     group = parser.add_argument_group("what it means for training")
     add = group.add_argument
     add("--model", metavar="N", help=f"parameters (7B, 374M) or the path of a Hugging Face config (default {EXAMPLE})")
@@ -169,10 +166,6 @@ def _effort(arguments: argparse.Namespace) -> Effort:
     effort = QUICK if arguments.quick else FULL
     if arguments.size is not None:
         effort = replace(effort, file_bytes=_aligned(arguments, "--size", arguments.size))
-    if arguments.throttle is not None:
-        effort = replace(
-            effort, sample_seconds=THROTTLED_SAMPLE_SECONDS, pair_seconds=THROTTLED_PAIR_SECONDS, limit_seconds=None
-        )
     if arguments.seconds is not None:
         effort = replace(effort, sample_seconds=arguments.seconds, pair_seconds=arguments.seconds)
     if arguments.repetitions is not None:
@@ -219,8 +212,6 @@ def _places(arguments: argparse.Namespace) -> Places:
     effort: Effort = arguments.effort
     places = look_at(arguments.directories, effort.file_bytes, arguments.grid.least_file_bytes)
     arguments.remarks += places.remarks
-    if arguments.throttle is not None and (reason := throttle.why_not(places.paths)) is not None:
-        raise argparse.ArgumentTypeError(f"--throttle cannot be used: {reason}")
     return places
 
 

@@ -84,7 +84,3 @@ class Display:
         """A step that was expected to take so long will not be done."""
         self._expected_seconds = max(1e-3, self._expected_seconds - expected_seconds)
         self._progress.update(self._task, total=self._expected_seconds)
-
-    def say(self, words: str) -> None:
-        """A line that stays."""
-        self._console.print(words, markup=False, soft_wrap=True)

@@ -47,9 +47,6 @@ class Effort:
 
 FULL = Effort()
 """About two minutes with fio."""
-THROTTLED_SAMPLE_SECONDS = 0.3
-THROTTLED_PAIR_SECONDS = 1.5
-"""The kernel lets what a drive did not use for a moment through at once: short samples would show that, not the limit."""
 QUICK = Effort(
     file_bytes=GIB // 2,
     sample_seconds=0.08,

@@ -29,7 +29,6 @@ from .places import Places
 from .report import as_json, write_json
 from .results import Results
 from .session import Plan, Session
-from .throttle import Throttle
 from .training import Outlook
 from .warnings_seen import collected_warnings
 
@@ -58,7 +57,6 @@ def run(command_line: Sequence[str], description: str | None) -> int:
     facts = describe_machine(places.paths[0]) | {
         "fio": None if executable is None else fio.version(executable),
         "fio_has_huge_pages": arguments.fio_huge_pages,
-        "throttle_megabytes_per_second": arguments.throttle,
     }
     _introduce(console, arguments, plan, facts, has_fio=executable is not None)
     results = Results(request_sizes=plan.effort.request_sizes)
@@ -86,8 +84,6 @@ def _introduce(
         say(f"Note: {fio.MISSING}")
     if (reason := why_no_copies()) is not None:
         say(f"Note: {reason}")
-    if arguments.throttle is not None:
-        say(f"Note: the drive is held to {arguments.throttle:g} MB/s each way")
     if facts["load_average"] > facts["num_cores"] / 2:
         say("Note: the machine is busy with other work: speeds will be low and vary")
     seconds = plan.total_seconds(len(arguments.places.paths))
@@ -104,8 +100,6 @@ def _measure(
         _take_signals(signal.default_int_handler)
         with contextlib.ExitStack() as stack:
             stack.enter_context(collected_warnings(results.notes))
-            if arguments.throttle is not None:
-                stack.enter_context(Throttle(places.paths, round(arguments.throttle * 1e6)))
             display = stack.enter_context(Display(console, plan.total_seconds(len(places.paths))))
             session = Session(plan, results, display)
             session.measure_alone(places.paths)
