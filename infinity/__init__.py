@@ -9,7 +9,10 @@
 The config is DeepSpeed's; what it has no key for stands in a block ``"infinity"``.
 """
 
-from infinity import checkpointing, comm, zero
+import sys
+from typing import Any
+
+from infinity import checkpointing, comm, deepspeed_modules, zero
 from infinity.accelerator import get_accelerator
 from infinity.checkpoint.full_tensors import (
     safe_get_full_fp32_param,
@@ -33,6 +36,18 @@ from infinity.version import __version__
 
 DeepSpeedEngine = Engine
 """For scripts with ``import infinity as deepspeed``."""
+
+deepspeed_modules.install(sys.modules[__name__])
+
+
+def __getattr__(name: str) -> Any:
+    cures = {
+        "PipelineModule": deepspeed_modules.why_absent("pipe"),
+        "init_inference": deepspeed_modules.why_absent("inference"),
+    }
+    cure = f". {cures[name]}" if name in cures else ""
+    raise AttributeError(f"module 'infinity' has no attribute '{name}'{cure}")
+
 
 __all__ = [
     "DeepSpeedEngine",

@@ -17,7 +17,7 @@ from infinity.device.compute import choose_device, device_for
 from infinity.distributed.collectives import check_single_process
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
-from infinity.errors import BatchSizeError, ConfigError, UnsupportedModelError
+from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.optim.facade.no_optimizer import absent_template
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.template import Template, build_template
@@ -52,8 +52,8 @@ def initialize(
             or groups and returns one. None: the config's. Without either, or with nothing to train, the engine
             evaluates only, and the second result is None.
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
-        training_data: a data set; the third result is then its loader, in the data set's order. To shuffle, make a loader
-            of your own.
+        training_data: a data set; the third result is then its loader, see ``engine.deepspeed_io``: shuffled as DeepSpeed
+            does it, in the same way in each epoch, unless the script calls ``loader.data_sampler.set_epoch(epoch)``.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
             steps it, but for ReduceLROnPlateau, which needs a metric.
         distributed_port, mpu, dist_init_required, mesh_param: taken as DeepSpeed takes them; with one process they mean
@@ -85,12 +85,6 @@ def initialize(
     torch_device = choose_device(model, device)
     named = list(model.named_parameters())
     template = _template(optimizer, resolved, named, model_parameters, torch_device)
-    if training_data is not None and resolved.train_micro_batch_size_per_gpu is None:
-        raise BatchSizeError(
-            "training_data needs a batch size, and the config leaves it open",
-            cure='Set "train_micro_batch_size_per_gpu"',
-            key="train_micro_batch_size_per_gpu",
-        )
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
         resolved = tune_io(resolved)
@@ -100,14 +94,10 @@ def initialize(
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+        engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
+        engine.training_data, engine.collate_fn = training_data, collate_fn
         if training_data is not None:
-            engine.training_dataloader = DataLoader(
-                training_data,
-                batch_size=resolved.train_micro_batch_size_per_gpu,
-                collate_fn=collate_fn,
-                shuffle=False,
-                drop_last=resolved.dataloader_drop_last,
-            )
+            engine.training_dataloader = engine.deepspeed_io(training_data)
         if resolved.notices:
             logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
         logger.info("config:\n%s", resolved.describe())

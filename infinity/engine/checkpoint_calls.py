@@ -25,10 +25,6 @@ class CheckpointCalls(DeepSpeedNames):
 
     _parts: Parts
 
-    def flush(self) -> None:
-        """Return when all pending updates and writes are done; see the engine."""
-        raise NotImplementedError
-
     def save_16bit_model(
         self,
         save_dir: str | Path,

@@ -6,15 +6,25 @@ Knows the config and counters; must not know how anything is done.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from infinity.compat.timers import Monitor, Timers
 from infinity.config import InfinityConfig
 from infinity.engine.module_facade import ModuleFacade
 from infinity.errors import BatchSizeError, StepOrderError
+from infinity.loop.loader import make_loader
+
+_ABSENT = {
+    "flops_profiler": "torch.utils.flop_counter.FlopCounterMode counts operations, engine.report has times and bytes",
+    "tput_timer": "engine.report has the time of each step",
+    "allreduce_gradients": "there is one process, and gradients need no exchange",
+}
+"""What scripts ask for, that is not there, and the cure."""
 
 
 class DeepSpeedNames(ModuleFacade):
@@ -24,6 +34,9 @@ class DeepSpeedNames(ModuleFacade):
         global_steps: Optimizer steps so far, skipped ones included.
         micro_steps: Calls of `step` so far.
         skipped_steps: Steps that changed nothing, because gradients were not finite.
+        client_optimizer, client_lr_scheduler, training_data, collate_fn: As passed to `initialize`.
+        timers: Stop watches for the script.
+        monitor: Writes nothing.
         global_samples: Samples of all steps so far; 0 as long as the config leaves the batch size to the data loader.
     """
 
@@ -44,6 +57,12 @@ class DeepSpeedNames(ModuleFacade):
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
+        self.training_data: Any = None
+        self.collate_fn: Callable[[Any], Any] | None = None
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
+        self.timers = Timers()
+        self.monitor = Monitor()
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
@@ -55,6 +74,14 @@ class DeepSpeedNames(ModuleFacade):
         self._boundary: bool | None = None
         self._is_in_step = False
         self._is_in_no_sync = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in _ABSENT:
+                raise AttributeError(f"{error}: {_ABSENT[name]}", name=name, obj=self) from None
+            raise
 
     # ---------------------------------------------------------------------------------------------------- batch sizes
 
@@ -326,6 +353,79 @@ class DeepSpeedNames(ModuleFacade):
             self.module.load_state_dict(weights, strict=strict)
 
     # ------------------------------------------------------------------------------------------------------------ others
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """As ``optimizer.optimizer``; None without."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader over a data set.
+
+        Args:
+            dataset: with length and items, or an `IterableDataset`.
+            batch_size: samples per batch; None: the config's micro-batch.
+            route: "train" shuffles as DeepSpeed does: by a generator of its own with seed 0, in the same way in each epoch
+                unless ``loader.data_sampler.set_epoch(epoch)`` is called. "eval" and "predict" keep the data set's order.
+            pin_memory: taken as DeepSpeed takes it, without effect.
+            data_sampler: the order instead.
+            collate_fn: None: the one of `initialize`.
+            num_local_io_workers: processes that read. None: none, where DeepSpeed takes two for each GPU.
+
+        Raises:
+            BatchSizeError: neither ``batch_size`` nor the config says how many samples.
+        """
+        size = batch_size or self._micro_batch_size
+        if size is None:
+            raise BatchSizeError(
+                "a loader needs a batch size, and the config leaves it open",
+                cure='Set "train_micro_batch_size_per_gpu", or pass batch_size=',
+                key="train_micro_batch_size_per_gpu",
+            )
+        return make_loader(
+            dataset,
+            size,
+            collate_fn=collate_fn or self.collate_fn,
+            drop_last=self.config.dataloader_drop_last,
+            sampler=data_sampler,
+            shuffles=route == "train",
+            num_workers=num_local_io_workers or 0,
+        )
+
+    def flush(self) -> None:
+        """Return when all pending updates and writes are done; see the engine."""
+        raise NotImplementedError
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Finish pending updates. States rest where the config says, whatever is asked for here; budgets say how much."""
+        self.flush()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Nothing to do: what is needed is fetched when it is needed."""
+
+    def empty_partition_cache(self) -> None:
+        """Finish pending updates; what is kept in memory is within the budgets."""
+        self.flush()
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each of `timers`."""
+        return {name: timer.elapsed(reset=False) for name, timer in self.timers.get_timers().items()}
+
+    def flops_profiler_enabled(self) -> bool:
+        """False: ``torch.utils.flop_counter.FlopCounterMode`` counts them."""
+        return False
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: there is one process."""
 
     def get_data_parallel_rank(self) -> int:
         """0: there is one process."""

@@ -215,6 +215,39 @@ class Engine(CheckpointCalls):
         self._guard.check_whole()
         return self._train_batch(data_iter, loss_fn)
 
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+        loss_fn: LossFunction | None = None,
+    ) -> Any:
+        """Run the model on as many batches as a step has, in evaluation mode and without gradients.
+
+        Each module's mode is afterwards what it was before: DeepSpeed leaves it to its ``train_batch`` to go back.
+
+        Args:
+            data_iter: gives one batch per micro-batch, as for `train_batch`; or one batch, which is not an iterator.
+            return_logits: return the list of the model's outputs as well.
+            compute_loss: False: return that list in place of the loss.
+            reduce_output: "avg"; None: return the list of the losses in place of their mean.
+            bcast_loss: taken as DeepSpeed takes it, without effect.
+            num_micro_batches: how many batches; None: the accumulation steps.
+            loss_fn: as for `train_batch`.
+
+        Returns:
+            The mean of the losses: 0-dim fp32 tensor; with ``return_logits``, a pair with the outputs.
+        """
+        self._check_usable()
+        if reduce_output not in ("avg", None):
+            raise ValueError(f'reduce_output is "avg" or None, not {reduce_output!r}')
+        outputs, losses = self._train_batch.evaluate(data_iter, loss_fn, num_micro_batches, has_loss=compute_loss)
+        found: Any = outputs if not compute_loss else losses if reduce_output is None else torch.stack(losses).mean()
+        return (found, outputs) if return_logits else found
+
     def train(self, mode: bool = True) -> Engine:
         """Training mode, as ``module.train``."""
         if not mode and self._guard.is_settled:

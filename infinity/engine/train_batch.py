@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from infinity.errors import StepOrderError
 from infinity.loop.batches import call_with, copied, endless, loss_of, move
@@ -21,6 +22,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 class Loop(Protocol):
     """The engine's loop, as far as it is needed here."""
 
+    module: nn.Module
     micro_steps: int
     training_dataloader: Any
 
@@ -36,6 +38,8 @@ class Loop(Protocol):
     def backward(self, loss: Any) -> Any: ...
 
     def step(self) -> None: ...
+
+    def eval(self) -> Any: ...
 
     def forget_step(self) -> None: ...
 
@@ -83,6 +87,29 @@ class TrainBatch:
                 self._vertical.forgive()  # it was not the order's fault
             raise
         return torch.stack(losses).mean()
+
+    def evaluate(
+        self, batches: Any, loss_fn: LossFunction | None, num_batches: int | None, *, has_loss: bool
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """See `Engine.eval_batch`; returns outputs and losses."""
+        loop = self._loop
+        if not isinstance(batches, Iterator):
+            batches, num_batches = iter([batches]), 1
+        outputs: list[Any] = []
+        losses: list[torch.Tensor] = []
+        modes = {module: module.training for module in loop.module.modules()}
+        loop.eval()
+        try:
+            with torch.no_grad():
+                for _ in range(num_batches or loop.gradient_accumulation_steps()):
+                    batch = move(next(batches), loop.device)
+                    outputs.append(call_with(loop, batch))
+                    if has_loss:
+                        losses.append(_loss(outputs[-1], batch, loss_fn).float())
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return outputs, losses
 
     def _run_in_order(
         self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]

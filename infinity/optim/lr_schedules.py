@@ -40,6 +40,15 @@ _ONE_CYCLE_SECOND_BETA = 0.99  # DeepSpeed's constant; see the module docstring.
 class _Schedule(LRScheduler):
     """A closed form of the number of finished steps. Subclasses set their fields before they call this constructor."""
 
+    @property
+    def last_batch_iteration(self) -> int:
+        """DeepSpeed's count: the index of the last batch whose step has ended, -1 before the first."""
+        return int(self.last_epoch) - 1
+
+    @last_batch_iteration.setter
+    def last_batch_iteration(self, index: int) -> None:
+        self.last_epoch = int(index) + 1
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take torch's state of this schedule, or DeepSpeed's, which is only the index of the last batch."""
         if set(state_dict) == {"last_batch_iteration"}:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -97,8 +98,39 @@ def host_of(parameter: torch.Tensor) -> ParameterHost | None:
     return host
 
 
+class ZeroParamStatus(Enum):
+    """What DeepSpeed's ``parameter.ds_status`` says."""
+
+    AVAILABLE = 1
+    """Its values can be had as those of any tensor."""
+    NOT_AVAILABLE = 2
+    """It is paged out."""
+    INFLIGHT = 3
+    """Never: whoever asks waits."""
+
+
 class _HeldParameter(nn.Parameter):
     """Common to both states: gradients live with the engine, so ``grad`` asks there; ``data`` is watched."""
+
+    @property
+    def ds_id(self) -> int:
+        """A number of this parameter's own, by which scripts for DeepSpeed know that it may be paged out."""
+        return id(self)
+
+    @property
+    def ds_numel(self) -> int:
+        """As ``numel()``, which is never that of a part."""
+        return self.numel()
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """As ``shape``."""
+        return self.shape
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether it has its values at this moment."""
+        return ZeroParamStatus.NOT_AVAILABLE if isinstance(self, PagedParameter) else ZeroParamStatus.AVAILABLE
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -177,7 +177,9 @@ def _plain_cifar(epochs: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     schedule = deepspeed.schedules.WarmupLR(optimizer, 0, 0.001, 1000)
     losses = []
     for _ in range(epochs):
-        for images, labels in torch.utils.data.DataLoader(_Images(64), batch_size=16):
+        images_drawn = _Images(64)
+        shuffled = torch.utils.data.DistributedSampler(images_drawn, num_replicas=1, rank=0)  # as DeepSpeed does
+        for images, labels in torch.utils.data.DataLoader(images_drawn, batch_size=16, sampler=shuffled):
             loss = F.cross_entropy(net(images), labels)
             loss.backward()
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)

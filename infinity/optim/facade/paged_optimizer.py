@@ -41,6 +41,14 @@ class StepBackend(StateKeeper, Protocol):
         """Whether the last step changed nothing, because its gradients were not finite."""
         ...
 
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with."""
+        ...
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether that follows the steps."""
+        ...
+
     def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
         """Drop all gradients, as `Optimizer.zero_grad` does."""
         ...
@@ -159,6 +167,24 @@ class PagedOptimizer(Optimizer):
     def overflow(self) -> bool:
         """Whether the last step changed nothing, because its gradients were not finite."""
         return self._backend.was_step_skipped()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
+        return self._backend.loss_scale()
+
+    cur_scale = loss_scale
+    """DeepSpeed's other name for it."""
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the steps."""
+        return self._backend.dynamic_loss_scale()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Where DeepSpeed has the optimizer that it wraps: this one, with the same groups and states."""
+        return _Unwrapped(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set those that are there to zero: they then decay all the same."""
@@ -301,6 +327,17 @@ class PagedOptimizer(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
+
+
+class _Unwrapped(PagedOptimizer):
+    """The same optimizer, but for its attribute ``optimizer``: whoever unwraps comes to an end."""
+
+    def __init__(self, optimizer: PagedOptimizer) -> None:
+        self.__dict__ = optimizer.__dict__
+
+    @property
+    def optimizer(self) -> Optimizer:
+        raise AttributeError("optimizer")
 
 
 class _EntryAccess:

@@ -1,0 +1,81 @@
+"""Optimizers under DeepSpeed's names, with its arguments. What they make is what the config's names mean: torch's, or ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from infinity.errors import UnsupportedConfigError
+from infinity.optim.registry import resolve
+
+
+@dataclass(frozen=True)
+class _Section:
+    type: str
+    params: dict[str, Any]
+
+
+class _Named:
+    """Called like a class of DeepSpeed's. The instance is one of the class that the config's optimizer of that name has.
+
+    Raises (all of them):
+        UnsupportedConfigError: an argument whose meaning torch's optimizer cannot have.
+        UnknownConfigKeyError: an argument that there is not.
+    """
+
+    _name: ClassVar[str]
+    _arguments: ClassVar[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        given = {**dict(zip(cls._arguments.split(), args, strict=False)), **kwargs}
+        params = given.pop(cls._arguments.split()[0])
+        if "adamw_mode" in given:
+            given["adam_w_mode"] = given.pop("adamw_mode")
+        for name, cure in (
+            ("fp32_optimizer_states", 'The config says how states rest: "infinity": {"state_dtype": "bf16"}'),
+            ("set_grad_none", "Call optimizer.zero_grad(set_to_none=False)"),
+        ):
+            if not given.pop(name, True):
+                problem = f"what {cls.__name__} makes is {cls._name} of the config, which has no such argument"
+                raise UnsupportedConfigError(f"optimizer.params.{name}", False, problem, cure=cure)
+        if not given.get("amsgrad", True):
+            del given["amsgrad"]  # of Adagrad, too
+        recipe = resolve(_Section(cls._name, given), torch.device("cpu"))
+        return recipe.cls(params, **recipe.kwargs)
+
+
+class DeepSpeedCPUAdam(_Named):
+    """Makes ``torch.optim.AdamW``, or ``Adam`` with ``adamw_mode=False``."""
+
+    _name = "Adam"
+    _arguments = "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states"
+
+
+class FusedAdam(_Named):
+    """Makes ``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``."""
+
+    _name = "Adam"
+    _arguments = "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
+
+
+class DeepSpeedCPULion(_Named):
+    """Makes `infinity.optim.lion.Lion`."""
+
+    _name = "Lion"
+    _arguments = "model_params lr betas weight_decay fp32_optimizer_states"
+
+
+class FusedLion(_Named):
+    """Makes `infinity.optim.lion.Lion`."""
+
+    _name = "Lion"
+    _arguments = "params lr betas weight_decay set_grad_none"
+
+
+class DeepSpeedCPUAdagrad(_Named):
+    """Makes ``torch.optim.Adagrad``."""
+
+    _name = "Adagrad"
+    _arguments = "model_params lr eps weight_decay amsgrad fp32_optimizer_states"

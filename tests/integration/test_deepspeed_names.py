@@ -1,0 +1,319 @@
+"""What scripts for DeepSpeed ask engine, optimizer, scheduler and parameters for, and what they import."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as deepspeed
+from infinity.errors import BatchSizeError, ConfigError, NonFiniteLossWarning
+from tests.exactness.case import loss_of
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Any]:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
+    found, *_ = deepspeed.initialize(
+        model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, {"scheduler": scheduler})
+    )
+    with found:
+        yield found
+
+
+def _step(engine: Any, number: int = 0) -> None:
+    engine.backward(loss_of(engine(**make_batch(number))))
+    engine.step()
+
+
+def test_the_optimizer_tells_of_the_loss_scale(tmp_path: Path) -> None:
+    changes = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path, changes))
+    with engine:
+        assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.half)).sum())
+        engine.step()
+        assert not optimizer.overflow and engine.was_step_applied()
+        with pytest.warns(NonFiniteLossWarning):
+            engine.backward(engine(torch.ones(2, 4, dtype=torch.half)).sum() * float("inf"))
+        engine.step()
+        assert optimizer.overflow and not engine.was_step_applied()
+        assert optimizer.cur_scale == 8.0 == engine.loss_scale()
+        assert (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples) == (2, 1, 2, 2)
+
+
+def test_the_optimizer_that_deepspeed_wraps(engine: Any) -> None:
+    assert (engine.optimizer.loss_scale, engine.optimizer.dynamic_loss_scale) == (1.0, False)
+    _step(engine)
+    inner = engine.optimizer.optimizer
+    assert inner.param_groups is engine.optimizer.param_groups
+    weight = engine.module.head.weight
+    assert torch.equal(inner.state[weight]["exp_avg"], engine.optimizer.state[weight]["exp_avg"])
+    unwrapped = engine.basic_optimizer
+    while hasattr(unwrapped, "optimizer"):
+        unwrapped = unwrapped.optimizer
+    assert isinstance(unwrapped, torch.optim.Optimizer) and unwrapped.param_groups is inner.param_groups
+
+
+def test_what_was_passed_to_initialize(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = everything_on_nvme(tmp_path, {"optimizer": None})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    with engine:
+        assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
+        assert engine.training_data is None and engine.collate_fn is None
+
+
+def test_the_schedule_counts_as_deepspeeds(engine: Any) -> None:
+    assert engine.lr_scheduler.last_batch_iteration == -1
+    _step(engine)
+    assert engine.lr_scheduler.last_batch_iteration == 0
+    engine.lr_scheduler.last_batch_iteration = 5
+    _step(engine)
+    assert (engine.lr_scheduler.last_batch_iteration, engine.lr_scheduler.last_epoch) == (6, 7)
+
+
+def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
+    from infinity.runtime.zero.partition_parameters import ZeroParamStatus  # type: ignore[import-not-found]
+
+    weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
+    assert weight.ds_id != bias.ds_id
+    assert (weight.ds_numel, weight.ds_shape) == (weight.numel(), weight.shape)
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    missing = [p for p in (weight, bias) if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    with deepspeed.zero.GatheredParameters(missing):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+
+
+def test_calls_that_move_states_move_nothing(engine: Any) -> None:
+    from infinity.runtime.zero.offload_config import (  # type: ignore[import-not-found]
+        OffloadDeviceEnum,
+        OffloadStateTypeEnum,
+    )
+
+    _step(engine)
+    before = engine.module.head.weight.clone()
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu, pin_memory=True)
+    engine.reload_states(non_blocking=True)
+    engine.empty_partition_cache()
+    assert torch.equal(engine.module.head.weight.clone(), before)
+    _step(engine, 1)
+
+
+def test_timers_and_monitor(engine: Any) -> None:
+    timer = engine.timers("read")
+    timer.start()
+    timer.stop()
+    assert engine.timers("read") is timer and timer.elapsed(reset=False) >= 0 and timer.mean() >= 0
+    assert engine.get_wall_clock_timers().keys() == {"read"}
+    engine.timers.log(["read", "unknown"])
+    assert timer.elapsed() == 0
+    with pytest.raises(RuntimeError, match="'read' does not run"):
+        timer.stop()
+    timer.start()
+    with pytest.raises(RuntimeError, match="'read' runs already"):
+        timer.start()
+    assert timer.elapsed() > 0 and timer.elapsed(reset=False) > 0
+    if not engine.monitor.enabled:
+        engine.monitor.write_events([("Train/loss", 1.0, engine.global_samples)])
+    assert not engine.flops_profiler_enabled() and engine.get_sequence_parallel_group() is None
+
+
+def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
+    assert not hasattr(engine, "flops_profiler")
+    with pytest.raises(AttributeError, match="FlopCounterMode"):
+        _ = engine.flops_profiler
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = engine.nothing
+    with pytest.raises(ModuleNotFoundError, match=r"'moe'.* ModuleList"):
+        importlib.import_module("infinity.moe.layer")
+    with pytest.raises(ImportError, match="train_batch"):
+        from infinity.pipe import PipelineModule  # type: ignore[import-not-found]  # noqa: F401
+    with pytest.raises(AttributeError, match="train_batch"):
+        _ = deepspeed.PipelineModule
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'infinity\.nothing'"):
+        importlib.import_module("infinity.nothing")
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("num_micro_batches", [None, 3])
+def test_eval_batch_is_the_mean_without_gradients(num_micro_batches: int | None, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 2}) as both:
+        both.engine_step(0)
+        both.model.blocks[1].eval()
+        batches = [make_batch(9, number) for number in range(4)]
+        num = num_micro_batches or 2
+        with torch.no_grad():
+            expected = torch.stack([both.reference.forward(batch).float() for batch in batches[:num]])
+        iterator = iter(batches)
+        loss = both.engine.eval_batch(iterator, num_micro_batches=num_micro_batches)
+        assert torch.equal(loss, expected.mean()) and not loss.requires_grad
+        assert len(list(iterator)) == 4 - num
+        assert both.model.training and not both.model.blocks[1].training
+        losses, outputs = both.engine.eval_batch(iter(batches), return_logits=True, reduce_output=None)
+        assert torch.equal(torch.stack(losses), torch.stack([loss_of(output) for output in outputs]))
+        assert torch.equal(both.engine.eval_batch(batches[0]), expected[0])
+        assert torch.equal(both.engine.eval_batch(batches[0], compute_loss=False)[0], expected[0])
+        with pytest.raises(ValueError, match="avg"):
+            both.engine.eval_batch(batches[0], reduce_output="sum")
+        both.engine_step(1)
+        both.require_equal()
+
+
+# ------------------------------------------------------------------------------------------------------------ loaders
+
+
+def test_the_loader_shuffles_as_deepspeeds(tmp_path: Path) -> None:
+    data = torch.arange(20.0).reshape(10, 2)
+    engine, _, loader, _ = deepspeed.initialize(
+        model=nn.Linear(2, 2),
+        config=everything_on_nvme(tmp_path, {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}),
+        training_data=data,
+    )
+    with engine:
+        state = torch.get_rng_state()
+        # What DeepSpeedDataLoader passes to torch's DistributedSampler: its order for one process, by a seed of its own.
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            assert torch.equal(torch.cat(list(loader)), data[order])
+        torch.set_rng_state(state)
+        loader.data_sampler.set_epoch(1)
+        assert torch.equal(
+            torch.cat(list(loader)), data[torch.randperm(10, generator=torch.Generator().manual_seed(1))]
+        )
+        assert [len(batch) for batch in loader] == [3, 3, 3, 1]
+        assert torch.equal(torch.cat(list(engine.deepspeed_io(data, batch_size=5, route="eval"))), data)
+        assert torch.equal(torch.cat(list(engine.deepspeed_io(data, data_sampler=[1, 0]))), data[[1, 0]])
+
+
+def test_a_stream_of_data_has_its_own_order(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(4.0))
+
+    engine, _, loader, _ = deepspeed.initialize(
+        model=nn.Linear(2, 2), config=everything_on_nvme(tmp_path), training_data=Stream()
+    )
+    with engine:
+        assert torch.equal(torch.cat(list(loader)), torch.arange(4.0))
+
+
+def test_a_loader_without_a_batch_size(tmp_path: Path) -> None:
+    changes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=everything_on_nvme(tmp_path, changes))
+    with engine, pytest.raises(BatchSizeError, match="batch_size="):
+        engine.deepspeed_io([1, 2])
+
+
+def test_a_repeating_loader_begins_anew() -> None:
+    from infinity.utils import RepeatingLoader  # type: ignore[import-not-found]
+
+    loader = RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert iter(loader) is loader
+
+
+# ------------------------------------------------------------------------------------------------------------ modules
+
+
+_IMPORTS = {
+    "accelerator": "get_accelerator",
+    "checkpointing": "checkpoint configure",
+    "comm": "get_rank get_world_size barrier all_reduce",
+    "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "ops.lion": "DeepSpeedCPULion FusedLion",
+    "runtime.activation_checkpointing": "checkpointing",
+    "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
+    "runtime.dataloader": "RepeatingLoader",
+    "runtime.engine": "DeepSpeedEngine",
+    "runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
+    "runtime.utils": "see_memory_usage",
+    "runtime.zero": "GatheredParameters Init ZeroParamStatus register_external_parameter",
+    "utils": "logger log_dist safe_get_full_fp32_param safe_set_full_grad set_z3_leaf_modules",
+    "utils.timer": "SynchronizedWallClockTimer",
+    "zero": "GatheredParameters Init",
+}
+
+
+@pytest.mark.parametrize("module", _IMPORTS)
+def test_modules_that_scripts_import(module: str) -> None:
+    found = importlib.import_module(f"infinity.{module}")
+    assert [name for name in _IMPORTS[module].split() if not hasattr(found, name)] == []
+
+
+def test_modules_are_attributes_too() -> None:
+    assert deepspeed.ops.adam.FusedAdam is importlib.import_module("infinity.ops.adam").FusedAdam
+    assert deepspeed.utils.logger is deepspeed.utils.logging.logger
+
+
+def test_messages_of_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    from infinity.runtime.utils import see_memory_usage  # type: ignore[import-not-found]
+    from infinity.utils import log_dist, logger
+
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Keep()
+    logger.addHandler(handler)
+    try:
+        log_dist("one", ranks=[0])
+        log_dist("two", ranks=[1])
+        see_memory_usage("three")
+        see_memory_usage("four", force=True)
+    finally:
+        logger.removeHandler(handler)
+    assert lines[0] == "[Rank 0] one" and len(lines) == 2 and lines[1].startswith("four: GPU")
+
+
+def test_optimizers_by_deepspeeds_names(tmp_path: Path) -> None:
+    from infinity.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
+    from infinity.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
+    from infinity.ops.lion import FusedLion  # type: ignore[import-not-found]
+
+    model = nn.Linear(4, 4)
+    made = DeepSpeedCPUAdam(model.parameters(), 0.1, True, (0.8, 0.9))
+    assert type(made) is torch.optim.AdamW
+    group = made.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.1, (0.8, 0.9), 0, True)
+    assert type(DeepSpeedCPUAdam(model.parameters(), adamw_mode=False)) is torch.optim.Adam
+    assert type(FusedAdam(model.parameters(), adam_w_mode=False)) is torch.optim.Adam
+    assert type(FusedAdam(params=model.parameters())) is torch.optim.AdamW
+    assert FusedLion(model.parameters()).param_groups[0]["lr"] == 1e-3
+    assert DeepSpeedCPUAdagrad(model.parameters(), amsgrad=False).param_groups[0]["lr"] == 1e-2
+    for wrong in ({"bias_correction": False}, {"set_grad_none": False}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            FusedAdam(model.parameters(), **wrong)
+    with pytest.raises(ConfigError, match="state_dtype"):
+        DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    config = everything_on_nvme(tmp_path, {"optimizer": None})
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), optimizer=DeepSpeedCPUAdam, config=config
+    )
+    with engine:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_leaf_modules_are_found() -> None:
+    from infinity.utils import set_z3_leaf_modules
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert set_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
+    assert set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
+    with pytest.raises(ValueError, match="no module"):
+        set_z3_leaf_modules(model, [nn.Conv1d])
