@@ -225,27 +225,22 @@ class Engine(CheckpointCalls):
         num_micro_batches: int | None = None,
         loss_fn: LossFunction | None = None,
     ) -> Any:
-        """Run the model on as many batches as a step has, in evaluation mode and without gradients.
+        """The mean loss (0-dim fp32) of as many batches as a step has, in evaluation mode and without gradients.
 
         Each module's mode is afterwards what it was before: DeepSpeed leaves it to its ``train_batch`` to go back.
 
         Args:
             data_iter: gives one batch per micro-batch, as for `train_batch`; or one batch, which is not an iterator.
-            return_logits: return the list of the model's outputs as well.
-            compute_loss: False: return that list in place of the loss.
+            return_logits, compute_loss: whether to return a pair with the list of outputs, and that list for the loss if not.
             reduce_output: "avg"; None: return the list of the losses in place of their mean.
-            bcast_loss: taken as DeepSpeed takes it, without effect.
+            bcast_loss: without effect.
             num_micro_batches: how many batches; None: the accumulation steps.
             loss_fn: as for `train_batch`.
-
-        Returns:
-            The mean of the losses: 0-dim fp32 tensor; with ``return_logits``, a pair with the outputs.
         """
         self._check_usable()
-        if reduce_output not in ("avg", None):
-            raise ValueError(f'reduce_output is "avg" or None, not {reduce_output!r}')
-        outputs, losses = self._train_batch.evaluate(data_iter, loss_fn, num_micro_batches, has_loss=compute_loss)
-        found: Any = outputs if not compute_loss else losses if reduce_output is None else torch.stack(losses).mean()
+        found, outputs = self._train_batch.evaluate(
+            data_iter, loss_fn, num_micro_batches, reduce_output if compute_loss else "outputs"
+        )
         return (found, outputs) if return_logits else found
 
     def train(self, mode: bool = True) -> Engine:

@@ -89,9 +89,11 @@ class TrainBatch:
         return torch.stack(losses).mean()
 
     def evaluate(
-        self, batches: Any, loss_fn: LossFunction | None, num_batches: int | None, *, has_loss: bool
-    ) -> tuple[list[Any], list[torch.Tensor]]:
-        """See `Engine.eval_batch`; returns outputs and losses."""
+        self, batches: Any, loss_fn: LossFunction | None, num_batches: int | None, returns: str | None
+    ) -> tuple[Any, list[Any]]:
+        """See `Engine.eval_batch`; returns losses ("avg": their mean, None: their list) or "outputs", and the outputs."""
+        if returns not in ("avg", "outputs", None):
+            raise ValueError(f'reduce_output is "avg" or None, not {returns!r}')
         loop = self._loop
         if not isinstance(batches, Iterator):
             batches, num_batches = iter([batches]), 1
@@ -104,12 +106,14 @@ class TrainBatch:
                 for _ in range(num_batches or loop.gradient_accumulation_steps()):
                     batch = move(next(batches), loop.device)
                     outputs.append(call_with(loop, batch))
-                    if has_loss:
+                    if returns != "outputs":
                         losses.append(_loss(outputs[-1], batch, loss_fn).float())
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        return outputs, losses
+        if returns == "outputs":
+            return outputs, outputs
+        return torch.stack(losses).mean() if returns == "avg" else losses, outputs
 
     def _run_in_order(
         self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]
