@@ -94,8 +94,7 @@ def initialize(
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
-        engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
-        engine.training_data, engine.collate_fn = training_data, collate_fn
+        engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)
         if resolved.notices:

@@ -75,6 +75,13 @@ class DeepSpeedNames(ModuleFacade):
         self._is_in_step = False
         self._is_in_no_sync = False
 
+    def note_arguments(
+        self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
+    ) -> None:
+        """What was passed to `initialize`."""
+        self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
+        self.training_data, self.collate_fn = training_data, collate_fn
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -8,6 +8,15 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
+class Loader(DataLoader[Any]):
+    """torch's, with DeepSpeed's name for its sampler."""
+
+    @property
+    def data_sampler(self) -> Any:
+        """As ``sampler``."""
+        return self.sampler
+
+
 def make_loader(
     dataset: Any,
     batch_size: int | None,
@@ -17,7 +26,7 @@ def make_loader(
     sampler: Any = None,
     shuffles: bool = True,
     num_workers: int = 0,
-) -> DataLoader[Any]:
+) -> Loader:
     """A loader that draws as DeepSpeed's does.
 
     Without a ``sampler`` that is torch's `DistributedSampler` for one process: shuffled by its seed, 0, and its epoch, and
@@ -26,7 +35,7 @@ def make_loader(
     """
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=shuffles)
-    loader: Any = DataLoader(
+    return Loader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
@@ -34,9 +43,6 @@ def make_loader(
         drop_last=drop_last,
         num_workers=num_workers,
     )
-    loader.data_sampler = sampler
-    found: DataLoader[Any] = loader
-    return found
 
 
 class RepeatingLoader:
