@@ -285,7 +285,7 @@ class StateAccess:
                 place.copy_(values)
                 self.store_modified(unit, [slot])
                 return
-            unit.version += 1
+            unit.outdate()
             main = _in_memory_order(values, slot)
             segment = unit.trainable_view(_base_of(unit))
             for chunk, piece in self._pieces(unit, slot):
@@ -341,7 +341,8 @@ class StateAccess:
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
         base = unit.flat.tensor()
-        unit.version += is_outdating
+        if is_outdating:
+            unit.outdate()
         indices = {slot.index for slot in changed}
         if self._has_main_in_records:
             for chunk in self._chunks[unit.index]:
@@ -405,12 +406,11 @@ class StateAccess:
             for unit in units.values():
                 with self._pager.held([unit]):
                     self.store_gathered(unit)  # by a block around this one: what it wrote so far is its own
-                    unit.num_active += 1  # held for longer than this block
                     gathering.append(Gathered(unit, self._checksums(unit), self._kept(unit)))
-                    unit.gathered.append(gathering[-1])
+                    unit.hold_for(gathering[-1])  # for longer than this block
         except BaseException:
             for gathered in gathering:
-                self._let_go(gathered)
+                gathered.unit.let_go_of(gathered)
             raise
         return gathering
 
@@ -438,7 +438,7 @@ class StateAccess:
         """The counterpart of `gather`."""
         with contextlib.ExitStack() as rest:
             for gathered in gathering:
-                rest.callback(self._let_go, gathered)
+                rest.callback(gathered.unit.let_go_of, gathered)
             for gathered in gathering:
                 if self._store_since(gathered):
                     self.note_updated(gathered.unit)  # whoever else has gathered it
@@ -453,13 +453,6 @@ class StateAccess:
         if changed:
             self.store_modified(unit, changed, gathered.kept)
         return bool(changed)
-
-    def _let_go(self, gathered: Gathered) -> None:
-        unit = gathered.unit
-        unit.gathered = [other for other in unit.gathered if other is not gathered]
-        unit.num_active = max(unit.num_active - 1, 0)
-        if not unit.num_active:
-            unit.close()
 
     def _checksums(self, unit: Unit) -> dict[int, int]:
         return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}

@@ -36,7 +36,7 @@ class WrittenWeights:
         changed = [unit.layout.slots[index] for index in sorted(unit.dirty)]
         unknown = [slot for slot in changed if self.needs_before(unit, slot) and slot.index not in unit.before]
         if unknown:
-            unit.dirty.difference_update(slot.index for slot in unknown)
+            unit.forget_written(slot.index for slot in unknown)
             raise UnsupportedModelError(
                 f"parameter '{unknown[0].spec.fqn}' was written to in forward in a way that is seen too late to tell which of "
                 "its fp32 main weights follow",
@@ -51,5 +51,4 @@ class WrittenWeights:
                 unit.view(copy, unit.layout.slots[index]).copy_(values)
             before = unit.trainable_view(copy)
         self._access.store_modified(unit, changed, before, is_outdating=False)
-        unit.dirty.clear()
-        unit.before.clear()
+        unit.forget_changes()

@@ -285,7 +285,7 @@ class Pager(Residency):
         self.clock.end_compute()
         self.saving.clear()
         for unit in self.units:
-            unit.num_active = len(unit.gathered)
+            unit.forget_uses(keeps_gathered=True)
         self.close_strays()
         self._close_backward()
         while self._num_turns_of_forward:
@@ -303,7 +303,7 @@ class Pager(Residency):
         self.lock = threading.RLock()
         self._room = threading.Condition(self.lock)
         for unit in self.units:
-            unit.close()
+            unit.unbind()
 
     # ------------------------------------------------------------------------------------------------------- touching
 
@@ -311,8 +311,8 @@ class Pager(Residency):
         """A module that uses ``unit`` begins: open until the matching `leave`."""
         with self.lock:
             self.touch(unit)
-            unit.num_active += 1
-            unit.open()
+            unit.begin_use()
+            unit.bind()
 
     def leave(self, unit: Unit) -> None:
         """The counterpart of `enter`."""
@@ -320,9 +320,9 @@ class Pager(Residency):
             self._leave(unit)
 
     def _leave(self, unit: Unit) -> None:
-        unit.num_active = max(unit.num_active - 1, 0)
+        unit.end_use()
         if unit.num_active == 0:
-            unit.close()
+            unit.unbind()
             self.settle_changes(unit)
             if self.is_computing and not self.turn.is_guest:
                 self.pump()
@@ -345,7 +345,7 @@ class Pager(Residency):
             self._touch(unit)
 
     def _touch(self, unit: Unit) -> None:
-        unit.num_active += 1  # whatever the trace says, it is needed now
+        unit.begin_use()  # whatever the trace says, it is needed now
         try:
             moved = self.trace.touch(unit.index)
             if moved:
@@ -356,7 +356,7 @@ class Pager(Residency):
                 self.pause()
                 self.clock.resume_compute(unit.name)
         finally:
-            unit.num_active -= 1
+            unit.end_use()
 
     def pause(self) -> None:
         """Between two pieces of a step."""
@@ -436,7 +436,7 @@ class Pager(Residency):
         finally:
             with self.lock:
                 for unit in entered:
-                    unit.num_active = max(unit.num_active - 1, 0)
+                    unit.end_use()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -476,18 +476,18 @@ class Pager(Residency):
                     self.touch(unit)
                 else:
                     self.make_resident(unit)
-                unit.num_active += 1
+                unit.begin_use()
                 entered.append(unit)
             for unit in entered:
-                unit.open()
+                unit.bind()
 
     @contextmanager
     def opened(self, unit: Unit) -> Iterator[None]:
         """The unit's weights lie in its flat buffer inside the ``with`` block."""
-        was_open = unit.is_open
+        was_bound = unit.is_bound
         with self.held([unit]):
             yield
-        if not was_open:
+        if not was_bound:
             self.close_unused([unit])
 
     def copy_for_user(self, unit: Unit, slot: Slot) -> torch.Tensor:

@@ -90,7 +90,7 @@ class ParameterHandler:
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, slot = self._module_hooks.locate(parameter)
         view = unit.hand_out(slot)
-        if not unit.is_open or not trusts():
+        if not unit.is_bound or not trusts():
             return make_view(view, self._whole(unit, slot))
         self._pager.remember(unit, slot)
         return view
@@ -117,7 +117,7 @@ class ParameterHandler:
         if host_of(values) is not None:
             values = values.detach().clone()  # else both would have to be in memory at a time
         for view in unit.handed_out(slot):
-            if isinstance(view, PagedView) or unit.is_open:
+            if isinstance(view, PagedView) or unit.is_bound:
                 detach_view(view, view.clone())  # it goes on looking at the old weights
         with torch.no_grad():
             parameter.data.copy_(values)

@@ -102,7 +102,7 @@ class ParameterOperations:
         with self._pager.lock:
             for unit in units:
                 if unit.num_active == 0:
-                    unit.close()
+                    unit.unbind()
                     self._pager.settle_changes(unit)
 
     def _run(

@@ -88,7 +88,7 @@ class Residency:
         self.clock = clock
         self.turn = turn
         self.lock = threading.RLock()
-        """Held while units are moved, opened or closed; never while a turn is waited for."""
+        """Held while units are moved, bound or unbound; never while a turn is waited for."""
         self._room = threading.Condition(self.lock)
         self.lacks_room = False
         """Whether who has the turn waits for room."""
@@ -121,7 +121,7 @@ class Residency:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
         self.turn.be_alone()
         if not unit.gathered:
-            unit.close()
+            unit.unbind()
         self.await_update(unit)
 
     def store_changes(self, unit: Unit) -> None:
@@ -147,11 +147,9 @@ class Residency:
     def forget_changes(self, unit: Unit) -> Slot | None:
         """What was written into the unit's buffer never happened. Returns a parameter for which that cannot be."""
         if unit.flat is not None:
-            for index, values in unit.before.items():
-                unit.weight(unit.layout.slots[index]).copy_(values)
+            unit.put_back()
         unknown = unit.dirty - unit.before.keys()
-        unit.dirty.clear()
-        unit.before.clear()
+        unit.forget_changes()
         if unknown and unit.flat is not None:
             if unit.stays_resident or unit.flat.has_views or unit.num_active:
                 return unit.layout.slots[min(unknown)]
@@ -167,7 +165,7 @@ class Residency:
         if unit.dirty and unit.num_active == 0 and (writer is None or writer.is_urgent(unit)):
             self.store_changes(unit)
         elif not unit.dirty:
-            unit.before.clear()
+            unit.forget_changes()
 
     def remember(self, unit: Unit, slot: Slot) -> None:
         """The parameter may be written to from now on: keep what it is, if nobody could tell afterwards."""
@@ -177,7 +175,7 @@ class Residency:
         if writer is not None and writer.needs_before(unit, slot):
             unit.note_changes()  # by a view that was kept, say: then it is too late
             if slot.index not in unit.dirty:
-                unit.before[slot.index] = unit.weight(slot).clone()
+                unit.keep_before(slot)
 
     def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose memory a strided tensor looks at."""
@@ -198,12 +196,11 @@ class Residency:
     def close(self) -> None:
         """Give all flat buffers back. Errors of what is still on its way are of no interest any more."""
         for unit in self.units:
-            unit.close()
-            unit.arrival = None
-            unit.update = None
+            unit.unbind()
+            if unit.update is not None:
+                unit.end_update()
             if unit.flat is not None:
-                flat, unit.flat = unit.flat, None
-                self.pool.give_back(flat)
+                self.pool.give_back(unit.release())
         self._by_address.clear()
 
     def _take_arrival(self, unit: Unit) -> None:
@@ -221,7 +218,7 @@ class Residency:
                 if arrival is not unit.update:
                     self._displace(unit)  # what came is not the weights
                 raise
-            unit.arrival = None
+            unit.land()
 
     def await_update(self, unit: Unit) -> None:
         """Return when no update of ``unit`` is pending."""
@@ -233,7 +230,7 @@ class Residency:
                     update.wait()
             else:
                 update.wait()
-            unit.update = None
+            unit.end_update()
 
     def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
         """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
@@ -264,19 +261,20 @@ class Residency:
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
         # An interruption here must not leave a buffer that looks as if it held the weights.
         self.place(unit, flat, _Unstarted(lambda: self._fetch(unit, is_demand=True)))
-        unit.arrival = self._fetch(unit, is_demand=is_demand)
+        unit.expect(self._fetch(unit, is_demand=is_demand))
 
     def _displace(self, unit: Unit) -> None:
         """``unit`` gives its buffer back, whatever was to come into it."""
-        flat, unit.flat, unit.arrival = unit.flat, None, None
-        if flat is not None:
-            self._by_address.pop(flat.address, None)
-            self.pool.give_back(flat)
+        flat = unit.release()
+        self._by_address.pop(flat.address, None)
+        self.pool.give_back(flat)
 
     def place(self, unit: Unit, flat: FlatBuffer, arrival: Arrival | None = None) -> None:
         """``flat`` is the unit's memory from now on; its weights come with ``arrival``, or are put there by the caller."""
-        unit.flat = flat
-        unit.arrival = arrival
+        if arrival is None:
+            unit.adopt(flat)
+        else:
+            unit.fetch_into(flat, arrival)
         self._by_address[flat.address] = unit
 
     def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
@@ -320,7 +318,7 @@ class Residency:
             self._take_arrival(unit)
         if unit.update is not None and unit.update.done():
             unit.update.wait()
-            unit.update = None
+            unit.end_update()
 
     def _allocate(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> FlatBuffer | None:
         while True:
@@ -379,7 +377,7 @@ class Residency:
         for unit in self.units:
             if unit.flat is None or unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
                 continue
-            if unit.is_open and is_guest:
+            if unit.is_bound and is_guest:
                 continue  # the one whose turn it is may compute with it
             self._collect(unit)
             is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
@@ -388,7 +386,7 @@ class Residency:
             # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.
             key = (0 if is_busy and self._prefetches else 1, rank.get(unit.index, len(rank)))
             if key > best_key:
-                unit.close()
+                unit.unbind()
                 if is_busy or not unit.flat.has_views:
                     best, best_key = unit, key
         return best
@@ -397,7 +395,7 @@ class Residency:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
         if unit.flat is None or unit.stays_resident:
             return
-        unit.close()
+        unit.unbind()
         self._take_arrival(unit)
         self.await_update(unit)
         self.store_changes(unit)
@@ -433,15 +431,15 @@ class Residency:
             )
 
     def close_strays(self) -> None:
-        """Close the units that an operation opened and no module holds."""
+        """Unbind the units that an operation opened and no module holds."""
         self.close_unused(self.units)
 
     def close_unused(self, units: Iterable[Unit]) -> None:
-        """Close those of the units that no module or operation holds."""
+        """Unbind those of the units that no module or operation holds."""
         with self.lock:
             for unit in units:
-                if unit.is_open and unit.num_active == 0:
-                    unit.close()
+                if unit.is_bound and unit.num_active == 0:
+                    unit.unbind()
                     self.settle_changes(unit)
 
     def forward_order(self) -> list[int]:

@@ -57,7 +57,7 @@ class WatchedMemory:
                 unit = self._residency.unit_behind(tensor)
             except RuntimeError:  # it has no memory, or may not be asked
                 return None
-            if unit is None or not unit.is_open:
+            if unit is None or not unit.is_bound:
                 return None
             slot = unit.slot_at(int(tensor.storage_offset()) * tensor.itemsize)
             return None if slot is None else (unit, slot)

@@ -6,18 +6,20 @@ Knows its parameters, layout and what is in memory of it; must not decide when a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from infinity.numerics.stamp import checksum
+from infinity.state_machine import moves
 from infinity.threads.interrupts import surely
 from infinity.torch_internals.foreign_writes import plain_address
 from infinity.torch_internals.modes import outside_modes
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
+from infinity.units.unit_state import UNIT_MOVES, UnitState
 
 if TYPE_CHECKING:
     from infinity.device.compute import Fence, FlatBuffer
@@ -65,41 +67,55 @@ class PendingUpdate(Protocol):
 class Unit:
     """One unit and its side tables. ``parameters[i]`` lies in ``layout.slots[i]``.
 
-    Where the weights are: ``flat is None``: paged out. ``flat`` and ``arrival``: on their way. ``flat`` alone: resident.
+    What is in memory of it is its `state`: others read the fields that make it up, and change them by its methods only.
     """
 
     def __init__(self, index: int, name: str, parameters: Sequence[nn.Parameter], layout: UnitLayout) -> None:
+        # Index, name, parameters and layout stay for good. All else is touched by the thread that has the turn, and under the
+        # pager's lock by its guests, unless another is named.
         self.index = index
         self.name = name
         self.parameters = list(parameters)
         self.layout = layout
         self.extent: Extent | None = None
-        self.flat: FlatBuffer | None = None
-        self.arrival: Arrival | None = None
-        self.update: PendingUpdate | None = None
+        """Where the weights rest on NVMe, from `WeightStore.allocate` on; None if they rest elsewhere."""
         self.stays_resident = False
-        """Whether its weights rest in its flat buffer and nowhere else: it never leaves."""
+        """Whether its weights rest in its flat buffer and nowhere else: it never leaves. Set once, before `adopt`."""
+        self.flat: FlatBuffer | None = None
+        """The memory of the weights: from `adopt` or `fetch_into` until `release`."""
+        self.arrival: Arrival | None = None
+        """What brings the weights into `flat`, which does not hold them yet: from `fetch_into` until `land`."""
+        self.update: PendingUpdate | None = None
+        """What changes the weights: from `begin_update` until somebody has waited for it and calls `end_update`."""
+        self.is_bound = False
+        """Whether the parameters look at `flat`: from `bind` until `unbind`."""
         self.num_active = 0
-        """How many modules that use the unit are inside their forward."""
+        """How many modules and operations use the unit: each from `begin_use` until `end_use`."""
         self.gathered: list[object] = []
-        """What the user holds it open for, see ``checkpoint.state_access.Gathered``: it stays open, also while it is updated."""
-        self._tokens: set[weakref.ref[object]] = set()
-        self.is_open = False
+        """What the user holds it open for (`checkpoint.state_access.Gathered`): each from `hold_for` until `let_go_of`. The
+        unit stays bound, also while it is updated."""
         self.version = 0
         """Counts the changes of the weights, so that a graph over old ones is noticed."""
-        self._counters = [parameter._version for parameter in self.parameters]
-        self._twins: dict[int, torch.Tensor] = {}
-        self._twin_counters: dict[int, int] = {}
-        self._handed_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        """Views of each twin that somebody may still hold."""
         self.dirty: set[int] = set()
-        """Indices of slots whose weights in the flat buffer are newer than where they rest."""
+        """Indices of slots whose weights in `flat` are newer than where they rest: from `note_changes` until they are stored."""
         self.before: dict[int, torch.Tensor] = {}
-        """Slot index -> weights before they were written to, where they can be found nowhere else."""
+        """Slot index -> weights before they were written to, where nothing else knows them: from `keep_before` until what was
+        written is stored."""
         self._stamps: dict[int, tuple[int, int]] = {}
-        """Slot index -> `version` and checksum of the weights, whose memory somebody has got."""
+        """Slot index -> `version` and checksum of the weights, whose memory somebody has got: from `expose` until `unbind`, or
+        until nothing looks at `flat` any more."""
         self.has_been_written = False
-        """Whether anybody but the engine has written to a weight, counted in its version."""
+        """Whether anybody but the engine has ever written to a weight, counted in its version."""
+        self._tokens: set[weakref.ref[object]] = set()
+        """What stands for views of the unit in autograd's graph, as long as that lives. It may end on any thread."""
+        self._counters = [parameter._version for parameter in self.parameters]
+        """torch's count of writes to each parameter, as of the last `note_changes`."""
+        self._twins: dict[int, torch.Tensor] = {}
+        """Slot index -> see `twin`; from its first use on, for good."""
+        self._twin_counters: dict[int, int] = {}
+        """As `_counters`, of the twins."""
+        self._handed_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """Slot index -> views of the twin that somebody may still hold."""
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
@@ -120,15 +136,96 @@ class Unit:
         # count: so nothing written in Python runs then.
         self._tokens.add(weakref.ref(token, self._tokens.discard))
 
+    # ------------------------------------------------------------------------------------------------- what is in memory
+
+    @property
+    def state(self) -> UnitState:
+        """Who holds memory, as the fields tell."""
+        # There is no other record of it: an interrupt between two assignments could make them contradict each other.
+        if self.flat is None:
+            return UnitState.PAGED_OUT if self.update is None else UnitState.UPDATING_PAGED_OUT
+        if self.arrival is not None:
+            return UnitState.ARRIVING if self.update is None else UnitState.UPDATING_ARRIVING
+        if self.is_bound:
+            return UnitState.BOUND if self.update is None else UnitState.UPDATING_BOUND
+        return UnitState.RESIDENT if self.update is None else UnitState.UPDATING_RESIDENT
+
+    @moves(UNIT_MOVES)
+    def adopt(self, flat: FlatBuffer) -> None:
+        """``flat`` is the unit's memory from now on; the caller has put its weights there, or does so next."""
+        self.flat = flat
+
+    @moves(UNIT_MOVES)
+    def fetch_into(self, flat: FlatBuffer, arrival: Arrival) -> None:
+        """``flat`` is the unit's memory from now on; its weights come with ``arrival``, which may be the pending update."""
+        self.arrival, self.flat = arrival, flat  # at once: a buffer without arrival looks as if it held the weights
+
+    @moves(UNIT_MOVES)
+    def expect(self, arrival: Arrival) -> None:
+        """The weights come with this ``arrival``, not with what `fetch_into` was given."""
+        self.arrival = arrival
+
+    @moves(UNIT_MOVES)
+    def land(self) -> None:
+        """The weights have arrived: somebody has waited for that."""
+        self.arrival = None
+
+    @moves(UNIT_MOVES)
+    def release(self) -> FlatBuffer:
+        """Give up the memory, with whatever was to come into it. It is the caller's from now on."""
+        if self.flat is None:
+            raise RuntimeError(f"unit {self.name} is paged out and has no memory to release")
+        flat, self.flat, self.arrival = self.flat, None, None
+        return flat
+
+    @moves(UNIT_MOVES)
+    def begin_update(self, update: PendingUpdate) -> None:
+        """The weights belong to ``update`` until `end_update`; those that a graph was made with are outdated."""
+        self.update = update
+        self.version += 1
+
+    @moves(UNIT_MOVES)
+    def end_update(self) -> None:
+        """The update is done, or never began."""
+        self.update = None
+
+    def begin_use(self) -> None:
+        """A module or operation needs the unit in memory until `end_use`."""
+        self.num_active += 1
+
+    def end_use(self) -> None:
+        """The counterpart of `begin_use`."""
+        self.num_active = max(self.num_active - 1, 0)
+
+    def forget_uses(self, *, keeps_gathered: bool = False) -> None:
+        """Those inside the unit were cut off, and will not come back to end their use; gathered weights may stay in use."""
+        self.num_active = len(self.gathered) if keeps_gathered else 0
+
+    def hold_for(self, gathered: object) -> None:
+        """The user wants the unit to stay bound until `let_go_of`."""
+        self.num_active += 1
+        self.gathered.append(gathered)
+
+    def let_go_of(self, gathered: object) -> None:
+        """The counterpart of `hold_for`, also if that was cut off. Unbinds the unit if nobody else uses it."""
+        others = [other for other in self.gathered if other is not gathered]
+        if len(others) < len(self.gathered):
+            self.gathered = others
+            self.end_use()
+        if not self.num_active:
+            self.unbind()
+
     def settle(self) -> bool:
-        """Close the unit if no module uses it. Returns whether no backward to come needs its present weights.
+        """Unbind the unit if no module uses it. Returns whether no backward to come needs its present weights.
 
         That is so when nothing that autograd has saved stands for them (tokens) or looks at them (plain views).
         """
         if self.num_active:
             return False
-        self.close()
+        self.unbind()
         return self.num_tokens == 0 and (self.flat is None or not self.flat.has_views)
+
+    # ----------------------------------------------------------------------------------------------- views of its memory
 
     def view(self, base: torch.Tensor, slot: Slot) -> torch.Tensor:
         """The parameter of ``slot`` inside ``base``, the uint8 tensor of a flat buffer, with its shape and strides."""
@@ -155,13 +252,14 @@ class Unit:
             raise ValueError(f"unit {self.name} is frozen")
         return base[segment.start_bytes : segment.start_bytes + segment.num_bytes].view(segment.dtype)
 
+    @moves(UNIT_MOVES)
     @outside_modes
-    def open(self) -> None:
-        """Bind the parameters to the flat buffer, which must hold their weights."""
-        if self.is_open:
+    def bind(self) -> None:
+        """Let the parameters look at the flat buffer, which must hold their weights."""
+        if self.is_bound:
             return
         if self.flat is None:
-            raise RuntimeError(f"unit {self.name} is paged out and cannot be opened")
+            raise RuntimeError(f"unit {self.name} is paged out and cannot be bound")
         self.note_changes()
         base = self.flat.tensor()
         try:
@@ -169,7 +267,7 @@ class Unit:
                 bind(parameter, self.view(base, slot))
             for index, twin in self._twins.items():
                 set_plain_data(twin, self.view(base, self.layout.slots[index]))
-            self.is_open = True
+            self.is_bound = True
         except BaseException:  # an interrupt, say: all or none
             self._unbind()
             raise
@@ -245,27 +343,49 @@ class Unit:
                 detach_view(view, values.as_strided(place.shape, place.stride, place.offset - start))
 
     def take_rebound(self) -> None:
-        """Copy what ``parameter.set_(...)`` gave to open parameters to where their weights belong."""
-        if self.is_open:
+        """Copy what ``parameter.set_(...)`` gave to bound parameters to where their weights belong."""
+        if self.is_bound:
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 place = self.weight(slot)
                 if plain_address(parameter) != plain_address(place):
                     with torch.no_grad():
                         place.copy_(parameter)
 
-    def note_written(self, indices: Sequence[int]) -> None:
+    def note_written(self, indices: Iterable[int]) -> None:
         """The weights of these slots have been written to."""
         self.dirty.update(indices)
+
+    def keep_before(self, slot: Slot) -> None:
+        """The parameter may be written to from now on: see `before`."""
+        self.before[slot.index] = self.weight(slot).clone()
+
+    def put_back(self) -> None:
+        """Undo what was written, as far as it is known what was there `before`."""
+        for index, values in self.before.items():
+            self.weight(self.layout.slots[index]).copy_(values)
+
+    def forget_written(self, indices: Iterable[int]) -> None:
+        """What was written to these slots will not be stored."""
+        self.dirty.difference_update(indices)
+
+    def forget_changes(self) -> None:
+        """What has been noted of writes is stored, or undone."""
+        self.dirty.clear()
+        self.before.clear()
 
     def accept_changes(self) -> None:
         """What was written into the parameters so far has been stored."""
         self.note_changes()
-        self.dirty.clear()
-        self.before.clear()
+        self.forget_changes()
 
-    def close(self) -> None:
+    def outdate(self) -> None:
+        """The weights are others from now on: a graph over the present ones is not to be used any more."""
+        self.version += 1
+
+    @moves(UNIT_MOVES)
+    def unbind(self) -> None:
         """Take the flat buffer away from the parameters; views held by others keep it alive."""
-        if not self.is_open:
+        if not self.is_bound:
             return
         self.note_changes()
         surely(self._unbind)
@@ -277,7 +397,7 @@ class Unit:
             unbind(parameter)
         for twin in self._twins.values():
             empty(twin)
-        self.is_open = False
+        self.is_bound = False
 
 
 def spec_of(

@@ -186,8 +186,7 @@ class Stepper:
             is_held=is_held and not is_gathered,
             rank=rank,
         )
-        unit.update = job
-        unit.version += 1
+        unit.begin_update(job)
         try:
             if self.rules.updates_in_backward:  # once it is submitted, it may be too late
                 self._pager.attach_wanted(unit)
@@ -196,7 +195,7 @@ class Stepper:
             if not self._stream.has(job):  # else it was queued, and an interrupt came after that
                 source.release()
                 job.finish(error)
-                unit.update = None
+                unit.end_update()
             raise
         if (
             source.is_lent or is_seen or is_gathered

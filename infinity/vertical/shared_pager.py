@@ -74,8 +74,8 @@ class SharedPager(Pager):
         self.turn.be_alone()
         if self.is_shared:
             for unit in self.units:
-                unit.num_active = 0
-                unit.close()
+                unit.forget_uses()
+                unit.unbind()
                 self._take_back(unit)
         self.close_step()
         super().abandon_forward()
@@ -84,7 +84,7 @@ class SharedPager(Pager):
 
     def remember(self, unit: Unit, slot: Slot) -> None:
         if self.is_shared and unit.flat is not None and slot.index not in unit.before | dict.fromkeys(unit.dirty):
-            unit.before[slot.index] = unit.weight(slot).clone()
+            unit.keep_before(slot)
         super().remember(unit, slot)
 
     def settle_changes(self, unit: Unit) -> None:

@@ -162,7 +162,7 @@ def test_units_arrive_whole_through_few_pinned_pages(device: CudaDevice, num_pag
             store.allocate(unit)
             values.append(torch.randint(256, (unit.num_bytes,), dtype=torch.uint8))
             store.write_all(unit, values[-1]).wait()
-            unit.flat = device.allocate_flat(unit.num_bytes)
+            unit.adopt(device.allocate_flat(unit.num_bytes))
             units.append(unit)
         for _ in range(3):
             arrivals = [store.fetch(unit, is_demand=False) for unit in units]

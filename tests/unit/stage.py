@@ -97,7 +97,7 @@ class TensorWriter:
     def store_written(self, unit: Unit) -> None:
         assert unit.flat is not None
         self._source.stored[unit.index] = unit.flat.tensor().clone()
-        unit.dirty.clear()
+        unit.forget_changes()
 
 
 class Held:

@@ -257,8 +257,7 @@ _OF_OTHERS = {
 }
 """Attributes that torch and others want to be assigned."""
 _ASSIGNED = {
-    # Side tables of a unit: who moves it, opens it or updates it writes them, in its thread's turn.
-    *(f"unit.{name}" for name in ("flat", "arrival", "update", "version", "num_active", "gathered", "stays_resident")),
+    "unit.stays_resident",  # the plan's word, once it is made
     # What `initialize` makes on top of the engine; a user may put others there.
     *("engine.lr_scheduler", "engine.training_dataloader"),
 }

@@ -276,8 +276,9 @@ def test_an_update_of_what_is_needed_first_gets_a_buffer_as_soon_as_there_is_roo
     first, second = _Update(), _Update()
     for unit, update in ((units[1], first), (units[2], second)):
         pager.make_resident(unit)
-        unit.update = update
-    wanted = units[0].update = _Update()
+        unit.begin_update(update)
+    wanted = _Update()
+    units[0].begin_update(wanted)
     pager.pump()
     pager.attach_wanted()
     assert wanted.flat is None, "the units that are being updated fill all room"

@@ -54,7 +54,7 @@ class _Bench:
             generator = torch.Generator().manual_seed(unit.index)
             self.bytes.append(torch.randint(256, (unit.num_bytes,), dtype=torch.uint8, generator=generator))
             self.store.write_all(unit, self.bytes[-1]).wait()
-            unit.flat = self.device.allocate_flat(unit.num_bytes)
+            unit.adopt(self.device.allocate_flat(unit.num_bytes))
             unit.flat.tensor().zero_()
         self.driver.calls.clear()
 

@@ -39,7 +39,7 @@ class _Bench:
             generator = torch.Generator().manual_seed(unit.index)
             self.bytes.append(torch.randint(256, (unit.num_bytes,), dtype=torch.uint8, generator=generator))
             self.store.write_all(unit, self.bytes[-1]).wait()
-            unit.flat = self.flat(unit)
+            unit.adopt(self.flat(unit))
 
     def flat(self, unit: Unit) -> FlatBuffer:
         flat = self.device.allocate_flat(unit.num_bytes)
@@ -124,7 +124,7 @@ def test_all_reads_failing_end_all_waits(bench: _Bench) -> None:
 def test_a_unit_that_was_never_written_is_an_error_and_no_garbage(bench: _Bench) -> None:
     unit = frozen_unit(3, 2)
     bench.store.allocate(unit)
-    unit.flat = bench.flat(unit)
+    unit.adopt(bench.flat(unit))
     with pytest.raises(SwapperError):
         bench.store.fetch(unit, is_demand=True).wait()
     bench.store.fetch(bench.units[1], is_demand=True).wait()
@@ -206,7 +206,7 @@ def test_without_pages_weights_are_read_straight_into_the_buffer() -> None:
         store = WeightStore(swapper, ComputeDevice())
         unit = frozen_unit(0, 3)
         store.allocate(unit)
-        unit.flat = ComputeDevice().allocate_flat(unit.num_bytes)
+        unit.adopt(ComputeDevice().allocate_flat(unit.num_bytes))
         values = torch.arange(unit.num_bytes, dtype=torch.int32).to(torch.uint8)
         store.write_all(unit, values).wait()
         arrival = store.fetch(unit, is_demand=False)
@@ -224,7 +224,7 @@ def test_chunks_are_written_where_whole_units_are_read() -> None:
         store.allocate(unit)
         for chunk in unit.layout.chunks(CHUNK_GRANULE):
             store.write_chunk(unit, chunk, torch.full((chunk.numel,), float(chunk.index), dtype=torch.bfloat16)).wait()
-        unit.flat = ComputeDevice().allocate_flat(unit.num_bytes)
+        unit.adopt(ComputeDevice().allocate_flat(unit.num_bytes))
         store.fetch(unit, is_demand=True).wait()
         weights = unit.trainable_view(unit.flat.tensor())
         for chunk in unit.layout.chunks(CHUNK_GRANULE):

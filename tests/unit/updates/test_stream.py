@@ -100,7 +100,7 @@ def test_gradients_are_clipped(bench: SlowStream) -> None:
 
 def test_a_resident_unit_gets_its_new_weights_as_well(bench: SlowStream) -> None:
     unit = bench.units[0]
-    unit.flat = bench.flat(unit)
+    unit.adopt(bench.flat(unit))
     for value in (2.0, 3.0):
         job = bench.job(unit, {0: value})
         assert not job.accepts_buffer
@@ -116,7 +116,6 @@ def test_a_resident_unit_gets_its_new_weights_as_well(bench: SlowStream) -> None
 def test_weights_on_their_way_arrive_before_they_are_updated(bench: SlowStream) -> None:
     unit = bench.units[0]
     flat = bench.flat(unit)
-    unit.flat = flat
 
     class Late(Arrived):
         """Brings the present weights only when somebody waits."""
@@ -127,7 +126,7 @@ def test_weights_on_their_way_arrive_before_they_are_updated(bench: SlowStream) 
         def done(self) -> bool:
             return False
 
-    unit.arrival = Late()
+    unit.fetch_into(flat, Late())
     bench.weights.write_all(unit, torch.full((unit.num_bytes // bench.dtype.itemsize,), 10, dtype=bench.dtype)).wait()
     if bench.dtype != torch.float32:
         for chunk in bench.chunks(unit):
@@ -157,7 +156,7 @@ def test_weights_are_read_from_a_buffer_after_the_copy_that_brings_them() -> Non
             def wait(self) -> None:
                 device.compute_waits_for(fence)
 
-        unit.flat, unit.arrival = flat, Launched()
+        unit.fetch_into(flat, Launched())
         job = bench.job(unit, {0: 1.0, 1: 1.0})
         bench.stream.submit(job)
         wait_for(job)
@@ -285,7 +284,7 @@ def test_a_read_that_fails_fails_the_job(bench: SlowStream) -> None:
             raise OSError("the drive is gone")
 
     unit = bench.units[0]
-    unit.flat, unit.arrival = bench.flat(unit), Lost()
+    unit.fetch_into(bench.flat(unit), Lost())
     job = bench.job(unit, {0: 1.0})
     bench.stream.submit(job)
     with pytest.raises(OSError, match="the drive is gone"):

@@ -60,24 +60,24 @@ def test_an_interrupt_anywhere_leaves_the_stream_at_work() -> None:
         assert num_interrupts > 20
 
 
-def _open_and_close(opened: Unit, interrupt: Interrupt) -> None:
+def _bind_and_unbind(opened: Unit, interrupt: Interrupt) -> None:
     with interrupt:
-        opened.open()
-        opened.close()
+        opened.bind()
+        opened.unbind()
 
 
-def test_an_interrupt_anywhere_leaves_a_unit_open_or_closed() -> None:
-    """Not open in part: some parameters would look at memory that is no longer theirs, or have none."""
+def test_an_interrupt_anywhere_leaves_a_unit_bound_or_not() -> None:
+    """Not bound in part: some parameters would look at memory that is no longer theirs, or have none."""
     opened = trainable_unit(0, [(3, 5), (7,), (2,)])
-    opened.flat = ComputeDevice().allocate_flat(opened.num_bytes)
+    opened.adopt(ComputeDevice().allocate_flat(opened.num_bytes))
     counted = Interrupt(_has_to_do_with_units)
-    _open_and_close(opened, counted)
+    _bind_and_unbind(opened, counted)
     num_interrupts = 0
     for point in counted.points:
         interrupt = Interrupt(_has_to_do_with_units, point)
-        num_interrupts += is_cut_off(functools.partial(_open_and_close, opened, interrupt), interrupt)
-        expected = ResidentParameter if opened.is_open else PagedParameter
+        num_interrupts += is_cut_off(functools.partial(_bind_and_unbind, opened, interrupt), interrupt)
+        expected = ResidentParameter if opened.is_bound else PagedParameter
         assert {type(parameter) for parameter in opened.parameters} == {expected}, interrupt.where
-        opened.close()
-        assert not opened.flat.has_views, interrupt.where
+        opened.unbind()
+        assert opened.flat is not None and not opened.flat.has_views, interrupt.where
     assert num_interrupts > 10

@@ -1,0 +1,60 @@
+"""State machines: an enum of what a thing is in, and a table of which method leads from which state to which.
+
+Knows tables; must not know what the states mean.
+
+[Note: debug mode] With ``INFINITY_DEBUG=1`` in the environment, each method that changes a state is checked: called in a state
+from which the table leads nowhere, it raises before it has done anything, and so it does at its end in another state than the
+table says. Otherwise methods are left as they are written, so that this costs nothing. The tests run in debug mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+IS_DEBUG = os.environ.get("INFINITY_DEBUG", "0") not in ("", "0")
+
+
+class _HasState(Protocol):
+    @property
+    def state(self) -> Enum: ...
+
+
+_Owner = TypeVar("_Owner", bound=_HasState)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate[_Owner, _Arguments], _Result]
+
+
+def moves(
+    table: Mapping[str, Mapping[Any, Enum]],
+) -> Callable[[_Method[_Owner, _Arguments, _Result]], _Method[_Owner, _Arguments, _Result]]:
+    """Decorate a method that changes the state of its object, as the table says under the method's name.
+
+    Args:
+        table: method -> state before -> state after. In debug mode anything else is a `RuntimeError`.
+    """
+
+    def decorate(method: _Method[_Owner, _Arguments, _Result]) -> _Method[_Owner, _Arguments, _Result]:
+        leads = table[method.__name__]
+        if not IS_DEBUG:
+            return method
+
+        @functools.wraps(method)
+        def checked(owner: _Owner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            before = owner.state
+            if before not in leads:
+                raise RuntimeError(f"{method.__qualname__} of {owner!r}, which is {before.name}")
+            result = method(owner, *args, **kwargs)
+            if owner.state is not leads[before]:
+                raise RuntimeError(
+                    f"{method.__qualname__} led {owner!r} from {before.name} to {owner.state.name}, not {leads[before].name}"
+                )
+            return result
+
+        return checked
+
+    return decorate

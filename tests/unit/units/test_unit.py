@@ -1,0 +1,134 @@
+"""A unit's state: who holds its memory, after any sequence of what may happen to it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+from infinity.units.parameter import PagedParameter, ResidentParameter, unbind
+from infinity.units.unit import Unit
+from infinity.units.unit_state import UNIT_MOVES, UnitState
+from tests.unit.stage import trainable_unit
+
+
+class _Change:
+    """Weights on their way, or an update of them."""
+
+    accepts_buffer = False
+
+    def wait(self) -> None: ...
+
+    def promote(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+    def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
+        return False
+
+
+def _flat(unit: Unit) -> FlatBuffer:
+    return ComputeDevice().allocate_flat(unit.num_bytes)
+
+
+def _unit() -> Unit:
+    unit = trainable_unit(0, [(3, 5), (7,)])
+    for parameter in unit.parameters:
+        unbind(parameter)
+    return unit
+
+
+_METHODS: dict[str, Callable[[Unit], object]] = {
+    "adopt": lambda unit: unit.adopt(_flat(unit)),
+    "fetch_into": lambda unit: unit.fetch_into(_flat(unit), _Change()),
+    "expect": lambda unit: unit.expect(_Change()),
+    "land": lambda unit: unit.land(),
+    "bind": lambda unit: unit.bind(),
+    "unbind": lambda unit: unit.unbind(),
+    "begin_update": lambda unit: unit.begin_update(_Change()),
+    "end_update": lambda unit: unit.end_update(),
+    "release": lambda unit: unit.release(),
+}
+_WITH_MEMORY = set(UnitState) - {UnitState.PAGED_OUT, UnitState.UPDATING_PAGED_OUT}
+
+
+def _memory(unit: Unit) -> tuple[object, ...]:
+    return unit.flat, unit.arrival, unit.update, unit.is_bound, unit.version
+
+
+def _require_whole(unit: Unit) -> None:
+    """The state tells who holds memory."""
+    assert (unit.flat is not None) == (unit.state in _WITH_MEMORY)
+    is_bound = unit.state in (UnitState.BOUND, UnitState.UPDATING_BOUND)
+    assert {type(parameter) for parameter in unit.parameters} == {ResidentParameter if is_bound else PagedParameter}
+    if unit.flat is not None:
+        assert unit.flat.has_views == is_bound
+
+
+@given(st.lists(st.sampled_from(sorted(UNIT_MOVES)), max_size=40))
+def test_a_unit_moves_as_the_table_says_or_stays_as_it_was(names: list[str]) -> None:
+    unit = _unit()
+    for name in names:
+        before, memory = unit.state, _memory(unit)
+        if before in UNIT_MOVES[name]:
+            _METHODS[name](unit)
+            assert unit.state is UNIT_MOVES[name][before]
+        else:
+            with pytest.raises(RuntimeError, match=rf"Unit\.{name} of .* is {before.name}"):
+                _METHODS[name](unit)
+            assert _memory(unit) == memory
+        _require_whole(unit)
+
+
+@given(st.lists(st.sampled_from(["use", "hold", "end", "let go", "cut off"]), max_size=30))
+def test_a_unit_is_in_use_as_long_as_anybody_is_inside_it_or_holds_it(actions: list[str]) -> None:
+    unit = _unit()
+    unit.adopt(_flat(unit))
+    num_uses, let_go = 0, object()
+    held: list[object] = []
+    for action in actions:
+        if action == "use":
+            unit.begin_use()
+            unit.bind()
+            num_uses += 1
+        elif action == "hold":
+            held.append(object())
+            unit.hold_for(held[-1])
+            unit.bind()
+        elif action == "end" and num_uses:
+            unit.end_use()
+            num_uses -= 1
+        elif action == "let go":
+            unit.let_go_of(let_go)  # once more than it was held: nobody else loses it
+            if held:
+                let_go = held.pop(0)
+                unit.let_go_of(let_go)
+        elif action == "cut off":
+            unit.forget_uses(keeps_gathered=True)
+            num_uses = 0
+        assert unit.num_active == num_uses + len(held)
+        assert unit.gathered == held
+        unit.settle()
+        assert unit.is_bound == (unit.num_active > 0)
+
+
+def test_nothing_is_checked_but_in_debug_mode() -> None:
+    """The methods are the plain functions then."""
+    code = "from infinity.units.unit import Unit\nprint(hasattr(Unit.bind, '__wrapped__'))"
+    for value, is_checked in (("1", True), ("0", False), ("", False)):
+        answer = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "INFINITY_DEBUG": value},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert answer.stdout.strip() == str(is_checked)
