@@ -5,6 +5,7 @@ Knows units and gradients; must not know when a unit is complete (`infinity.grad
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
@@ -26,6 +27,7 @@ from infinity.gradients.sources import (
     SpillingWrite,
     in_slot_order,
 )
+from infinity.gradients.unit_grads import UnitGrads
 from infinity.telemetry.clock import StepClock
 from infinity.threads.interrupts import POLL_SECONDS
 from infinity.tiers.extent_labels import gradient_contents
@@ -78,120 +80,114 @@ class MainGradStore:
             scaler: knows with which factor gradients come; None: with none.
             listener: gives who is told when gradients are replaced or dropped.
         """
-        self._units = list(units)
+        kept = set(in_memory)
+        self._grads = [UnitGrads(unit, stays=unit.index in kept) for unit in units]
+        """What is known of each unit's gradients, for good."""
         self._device = device
         self._clock = clock
-        self._in_memory = set(in_memory)
         self._open_swapper = open_swapper
         self._swapper: Swapper | None = None
+        """To which gradients are spilled: from the first time on."""
         self._pool = pool
-        self._buffers: dict[int, GradientBuffer] = {}
-        self._extents: dict[int, Extent] = {}
         self._waiting = waiting or MainGradDtype()
-        sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in self._units]
+        sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in units]
         fits_wide = sum(sizes) <= pool.capacity_bytes and not self._waiting.rounds
         self._kept_dtype = torch.float32 if fits_wide else self._waiting.dtype
         self._scratch_bytes = max(sizes, default=0)
-        self._present: dict[int, set[int]] = {}
-        self._spilled_dtypes: dict[int, torch.dtype] = {}
-        self._spilled_norms: dict[tuple[int, int], torch.Tensor] = {}
+        self._numbers = itertools.count()
+        """Of `UnitGrads.number`."""
         self._loans: deque[tuple[Loan, FlatBuffer | None]] = deque()
+        """Memory that an update or a write uses, each until `_retire` finds that this has ended; None: not of the pool."""
         self._ended = Bell()
-        """Rung when a loan ends."""
-        self._sums: dict[int, GradientBuffer] = {}
-        """Of units to be spilled, while several micro-batches' gradients come one after the other."""
-        self._unchanged: set[int] = set()
-        """Of `_sums`, those that are spilled as they are."""
-        self._zeros: dict[int, set[int]] = {}
-        """By unit, gradients that are zero and were not written as such yet."""
-        self._unscaled: set[int] = set()
-        """Units whose gradients have been divided by the loss scale."""
+        """Rung when a loan ends, by the thread that ends it: the update stream's, or one of the swapper's."""
         self.scaler = scaler or LossScaler(None)
         """Knows the factor with which gradients come."""
         self._listener = listener
         self.resumed_bytes = 0
         """Bytes read so far to add to sums that had been spilled before."""
 
+    def _of(self, unit: Unit) -> UnitGrads:
+        return self._grads[unit.index]
+
     def reserve(self) -> None:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
-        for unit in self._units:
-            if unit.layout.trainable_numel and unit.index not in self._in_memory:
-                self._spill(unit)
+        for grads in self._grads:
+            if grads.unit.layout.trainable_numel and not grads.stays:
+                self._spill(grads)
 
-    def _spill(self, unit: Unit) -> tuple[Swapper, Extent]:
+    def _spill(self, grads: UnitGrads) -> tuple[Swapper, Extent]:
         if self._swapper is None:
             self._swapper = self._open_swapper()
-        if unit.index not in self._extents:
+        if grads.extent is None:
             # As large as they may become.
-            itemsize = self._waiting.dtype.itemsize if self._waiting.rounds else FP32_BYTES
-            num_bytes = unit.layout.trainable_numel * itemsize
-            name_of = gradient_contents(
-                unit.layout, lambda: self._spilled_dtypes.get(unit.index, torch.float32).itemsize
+            layout, itemsize = grads.unit.layout, self._waiting.dtype.itemsize if self._waiting.rounds else FP32_BYTES
+            name_of = gradient_contents(layout, lambda: (grads.spilled_dtype or torch.float32).itemsize)
+            grads.extent = self._swapper.allocate(
+                layout.trainable_numel * itemsize, f"gradients of {grads.unit.name}", name_of=name_of
             )
-            self._extents[unit.index] = self._swapper.allocate(num_bytes, f"gradients of {unit.name}", name_of=name_of)
-        return self._swapper, self._extents[unit.index]
+        return self._swapper, grads.extent
 
     @property
     def has_any(self) -> bool:
         """Whether any main gradient is kept."""
-        return any(self._present.values()) or any(self._zeros.values())
+        return any(grads.present or grads.zeros for grads in self._grads)
 
     def slots_with_gradient(self, unit: Unit) -> list[Slot]:
         """The parameters of the unit that have a main gradient."""
-        present = self._present.get(unit.index, set()) | self._zeros.get(unit.index, set())
-        return [slot for slot in unit.layout.slots if slot.index in present]
+        grads = self._of(unit)
+        return [slot for slot in unit.layout.slots if slot.index in grads.present or slot.index in grads.zeros]
 
     def is_spilled(self, unit: Unit) -> bool:
         """Whether the unit's main gradients go to NVMe."""
-        return unit.index not in self._in_memory
+        return not self._of(unit).stays
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """Main gradients += ``gradients`` (any floating dtype), in fp32."""
-        if unit.index in self._unscaled:
+        grads = self._of(unit)
+        if grads.is_unscaled:
             gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
-        self._add(unit, gradients)
+        self._add(grads, gradients)
 
-    def _add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        present = self._present.setdefault(unit.index, set())
-        if unit.index in self._zeros:
-            self._zeros[unit.index].difference_update(slot.index for slot in gradients)
-        if unit.index in self._in_memory:
-            needed = self._waiting.after(self._memory_of(unit).dtype, gradients, present)
-            if needed == self._memory_of(unit).dtype or self.widen(unit):
-                self._memory_of(unit).add(gradients, present, self._device)
-        if unit.index not in self._in_memory:
-            self._add_spilled(unit, gradients, present)
-        present.update(slot.index for slot in gradients)
+    def _add(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
+        grads.zeros.difference_update(slot.index for slot in gradients)
+        if grads.stays:
+            needed = self._waiting.after(self._memory_of(grads).dtype, gradients, grads.present)
+            if needed == self._memory_of(grads).dtype or self.widen(grads.unit):
+                self._memory_of(grads).add(gradients, grads.present, self._device)
+        if not grads.stays:
+            self._add_spilled(grads, gradients)
+        grads.present.update(slot.index for slot in gradients)
 
     def widen(self, unit: Unit) -> bool:
         """Keep the unit's gradients in RAM as what may be changed at will: fp32, unless sums are to be rounded.
 
         Returns False if they are on NVMe, or have to go there for want of room.
         """
-        if unit.index not in self._in_memory:
+        grads = self._of(unit)
+        if not grads.stays:
             return False
-        narrow = self._memory_of(unit)
+        narrow = self._memory_of(grads)
         if narrow.dtype == torch.float32 or self._waiting.rounds:
             return True
         num_bytes = unit.layout.trainable_numel * FP32_BYTES
         if self._committed_bytes() + num_bytes <= self._pool.capacity_bytes:
             wide = GradientBuffer(unit, self._take(num_bytes))
             wide.values.copy_(narrow.values)
-            self._buffers[unit.index] = wide
+            grads.keep(wide)
             self._pool.give_back(narrow.flat)
             return True
-        self._write(unit, narrow, self.slots_with_gradient(unit))
-        self._in_memory.remove(unit.index)
-        del self._buffers[unit.index]
+        self._write(grads, narrow, self.slots_with_gradient(unit))
+        grads.leave()
         return False
 
     def _committed_bytes(self) -> int:
         """Memory that the plan counts on: of all units that stay in RAM, and scratch for one that does not."""
         kept = sum(
-            self._buffers[index].flat.num_bytes
-            if index in self._buffers
-            else self._units[index].layout.trainable_numel * self._kept_dtype.itemsize
-            for index in self._in_memory
+            grads.unit.layout.trainable_numel * self._kept_dtype.itemsize
+            if grads.buffer is None
+            else grads.buffer.flat.num_bytes
+            for grads in self._grads
+            if grads.stays
         )
         return kept + self._scratch_bytes
 
@@ -202,23 +198,18 @@ class MainGradStore:
 
         The 2-norm of each parameter's gradient is put into ``norms``, by (unit index, slot index).
         """
-        self._write_zeros(unit, gradients)
-        self._tell_of_end(unit)
-        present = self._present.get(unit.index)
-        if unit.index in self._in_memory and (present or unit.index in self._buffers):
+        grads = self._of(unit)
+        self._write_zeros(grads, gradients)
+        self._tell_of_end(grads)
+        if grads.stays and grads.buffer is not None:
             self.add(unit, gradients)
-            slots = self.slots_with_gradient(unit)
-            for slot in slots:
-                norms[unit.index, slot.index] = self.norm_of(unit, slot)
-            self._present.pop(unit.index, None)
-            # Afterwards its memory is for whoever comes next: kept for this unit, it would lie idle until next time.
-            return self._lend_to_update(self._buffers.pop(unit.index), slots)
-        if not present and not self._device.shares_host_memory:
+            gradients = {}
+        if not grads.present and not self._device.shares_host_memory:
             return self._leave_on_device(unit, gradients, norms)
-        buffer = self._sum(unit, gradients, present or set())
-        slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in (present or ())]
-        self._forget_spilled(unit, slots)
-        self._present.pop(unit.index, None)
+        # Afterwards its memory is for whoever comes next: kept for this unit, it would lie idle until next time.
+        buffer = grads.take() if grads.stays and grads.buffer is not None else self._sum(grads, gradients)
+        slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in grads.present]
+        grads.drop(set(grads.present))
         for slot in slots:
             norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
         return self._lend_to_update(buffer, slots)
@@ -256,85 +247,80 @@ class MainGradStore:
 
     def open_sum(self, unit: Unit) -> None:
         """What is added to a unit from now on is summed in memory until `close_sum` or `hand_over`, or room gets scarce."""
-        if unit.index not in self._in_memory and unit.index not in self._sums:
+        grads = self._of(unit)
+        if not grads.stays and grads.buffer is None:
             is_wide = not self._waiting.rounds  # several gradients will be added
-            self._sums[unit.index] = self._sum(unit, {}, self._present.get(unit.index, set()), is_wide=is_wide)
+            grads.sum_in(self._sum(grads, {}, is_wide=is_wide), next(self._numbers))
 
     def close_sum(self, unit: Unit) -> None:
         """Spill what `open_sum` kept in memory, if it did."""
-        buffer = self._sums.pop(unit.index, None)
-        if buffer is None:
+        grads = self._of(unit)
+        if grads.stays or grads.buffer is None:
             return
-        if unit.index in self._unchanged:
-            self._unchanged.discard(unit.index)
+        is_unchanged, buffer = grads.is_unchanged, grads.take()
+        if is_unchanged:
             self._give_back(buffer)
         else:
-            self._write(unit, buffer, self._present_slots(unit))
+            self._write(grads, buffer, grads.slots())
 
-    def _present_slots(self, unit: Unit) -> list[Slot]:
-        present = self._present.get(unit.index, set())
-        return [slot for slot in unit.layout.slots if slot.index in present]
-
-    def _write_zeros(self, unit: Unit, besides: Container[Slot] = ()) -> None:
+    def _write_zeros(self, grads: UnitGrads, besides: Container[Slot] = ()) -> None:
         """Gradients that are zero become gradients like any other, but for those in ``besides``, to which some are added."""
-        zeros = self._zeros.pop(unit.index, None)
+        zeros, grads.zeros = grads.zeros, set()
         if zeros:
-            slots = [slot for slot in unit.layout.slots if slot.index in zeros and slot not in besides]
-            if unit.index not in self._in_memory:
-                self.open_sum(unit)
+            slots = [slot for slot in grads.unit.layout.slots if slot.index in zeros and slot not in besides]
+            self.open_sum(grads.unit)
             for slot in slots:
-                self._add(
-                    unit, {slot: torch.zeros((), dtype=self._waiting.dtype, device="cpu").expand(slot.spec.shape)}
-                )
+                zero = torch.zeros((), dtype=self._waiting.dtype, device="cpu")
+                self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
-    def _tell_of_end(self, unit: Unit) -> None:
-        present = self._present_slots(unit)
-        if present:
-            self._listener().note_end(unit, present)
+    def _tell_of_end(self, grads: UnitGrads) -> None:
+        if grads.present:
+            self._listener().note_end(grads.unit, grads.slots())
 
     def _sum(
-        self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int], *, is_wide: bool = False
+        self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], *, is_wide: bool = False
     ) -> GradientBuffer:
-        """What is spilled of the unit plus ``gradients``, in fresh memory."""
-        known = self._sums.pop(unit.index, None)
-        self._unchanged.discard(unit.index)
-        if known is not None:
-            known.add(gradients, present, self._device)
+        """What there is of the unit plus ``gradients``: in memory that is the caller's."""
+        if grads.buffer is not None:
+            known = grads.take()
+            known.add(gradients, grads.present, self._device)
             return known
-        stored = self._spilled_dtypes[unit.index] if present else self._waiting.dtype
-        dtype = torch.float32 if is_wide else self._waiting.after(stored, gradients, present)
-        buffer = GradientBuffer(unit, self._take(unit.layout.trainable_numel * dtype.itemsize), dtype)
+        stored = (grads.spilled_dtype if grads.present else None) or self._waiting.dtype
+        dtype = torch.float32 if is_wide else self._waiting.after(stored, gradients, grads.present)
+        buffer = GradientBuffer(grads.unit, self._take(grads.unit.layout.trainable_numel * dtype.itemsize), dtype)
         try:
-            if present:
-                swapper, extent = self._spill(unit)
+            if grads.present:
+                swapper, extent = self._spill(grads)
                 with self._clock.waiting("read"):
                     buffer.fill(lambda target: swapper.read(extent, target), stored)
                 self.resumed_bytes += buffer.flat.num_bytes
-            buffer.add(gradients, present, self._device)
+            buffer.add(gradients, grads.present, self._device)
         except BaseException:
             self._pool.give_back(buffer.flat)
             raise
         return buffer
 
-    def _memory_of(self, unit: Unit) -> GradientBuffer:
-        if unit.index not in self._buffers:
-            flat = self._take(unit.layout.trainable_numel * self._kept_dtype.itemsize)
-            self._buffers[unit.index] = GradientBuffer(unit, flat, self._kept_dtype)
-        return self._buffers[unit.index]
+    def _memory_of(self, grads: UnitGrads) -> GradientBuffer:
+        buffer = grads.buffer
+        if buffer is None:
+            flat = self._take(grads.unit.layout.trainable_numel * self._kept_dtype.itemsize)
+            buffer = GradientBuffer(grads.unit, flat, self._kept_dtype)
+            grads.keep(buffer)
+        return buffer
 
-    def _add_spilled(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], present: set[int]) -> None:
-        if unit.index in self._sums:
-            self._unchanged.discard(unit.index)
-            self._sums[unit.index].add(gradients, present, self._device)
+    def _add_spilled(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
+        if grads.buffer is not None:
+            grads.note_change()
+            grads.buffer.add(gradients, grads.present, self._device)
             return
-        self._write(unit, self._sum(unit, gradients, present), gradients)
+        self._write(grads, self._sum(grads, gradients), gradients)
 
-    def _write(self, unit: Unit, buffer: GradientBuffer, changed: Iterable[Slot]) -> None:
+    def _write(self, grads: UnitGrads, buffer: GradientBuffer, changed: Iterable[Slot]) -> None:
         """Spill all of ``buffer``, of which the gradients in ``changed`` are other ones than were spilled before."""
-        swapper, extent = self._spill(unit)
+        swapper, extent = self._spill(grads)
         for slot in changed:
-            self._spilled_norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
-        self._spilled_dtypes[unit.index] = buffer.dtype
+            grads.norms[slot.index] = gradient_norm(buffer.view(slot))
+        grads.spilled_dtype = buffer.dtype
         handle = swapper.write(extent, buffer.values)
         if buffer.is_lent:
             handle.wait()  # afterwards it is the user's, who may write to it
@@ -348,10 +334,11 @@ class MainGradStore:
             flat = self._pool.allocate(num_bytes)
             if flat is not None:
                 return flat
-            closable = next((index for index, buffer in self._sums.items() if not buffer.is_lent), None)
-            if not self._loans and closable is not None:
-                self.close_sum(self._units[closable])
-            elif not self._loans and self._sums:
+            taken = [(grads, grads.buffer) for grads in self._grads if grads.buffer is not None and not grads.stays]
+            closable = [grads for grads, buffer in taken if not buffer.is_lent]
+            if not self._loans and closable:
+                self.close_sum(min(closable, key=lambda grads: grads.number).unit)
+            elif not self._loans and taken:
                 return self._pool.allocate_beyond(num_bytes)
             elif not self._loans:
                 if not self._pool.reclaim() and not self._pool.awaits_requests():
@@ -387,11 +374,12 @@ class MainGradStore:
 
     def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
         """2-norm of one parameter's whole main gradient: 0-dim fp32."""
-        self._write_zeros(unit)
-        if unit.index in self._in_memory:
-            return gradient_norm(self._memory_of(unit).view(slot))
+        grads = self._of(unit)
+        self._write_zeros(grads)
+        if grads.stays:
+            return gradient_norm(self._memory_of(grads).view(slot))
         self.close_sum(unit)
-        return self._spilled_norms[unit.index, slot.index]
+        return grads.norms[slot.index]
 
     def source(self, unit: Unit, *, keeps: bool = False) -> GradientSource:
         """The unit's main gradients for an update, which must be the next to use them.
@@ -400,65 +388,43 @@ class MainGradStore:
             unit: whose.
             keeps: they stay what they are. Otherwise they count as gone from now on.
         """
-        self._write_zeros(unit)
+        grads = self._of(unit)
+        self._write_zeros(grads)
         if not keeps:
-            self._tell_of_end(unit)
+            self._tell_of_end(grads)
         self.close_sum(unit)
-        slots = self._present_slots(unit)
+        slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
         if not keeps:
-            self._present.pop(unit.index, None)
-            self._unscaled.discard(unit.index)
-        if unit.index in self._in_memory:
-            buffer = self._memory_of(unit)
-            if buffer.is_lent and not keeps:
-                del self._buffers[unit.index]
-                self._pool.let_go(buffer.flat)
-            return MemoryGradients(buffer, slots, is_kept=keeps)
-        swapper, extent = self._spill(unit)
-        dtype = self._spilled_dtypes[unit.index] if keeps else self._forget_spilled(unit, slots)
-        return SpilledGradients(swapper, extent, slots, dtype, is_kept=keeps)
-
-    def _forget_spilled(self, unit: Unit, slots: Iterable[Slot]) -> torch.dtype:
-        """What is spilled is used up: a norm kept beyond that would pass for that of later gradients. Returns its dtype."""
-        for slot in slots:
-            self._spilled_norms.pop((unit.index, slot.index), None)
-        return self._spilled_dtypes.pop(unit.index, self._waiting.dtype)
+            grads.drop(set(grads.present))
+        if not grads.stays:
+            return SpilledGradients(*self._spill(grads), slots, dtype, is_kept=keeps)
+        buffer = self._memory_of(grads)
+        if buffer.is_lent and not keeps:
+            self._pool.let_go(grads.take().flat)
+        return MemoryGradients(buffer, slots, is_kept=keeps)
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget all main gradients but for those ``kept``, by (unit index, slot index); the memory stays reserved."""
-        for index, present in self._present.items():
-            gone = [slot for slot in self._present_slots(self._units[index]) if (index, slot.index) not in kept]
-            if gone:
-                self._listener().note_end(self._units[index], gone)
-            present.difference_update(slot.index for slot in gone)
-            for slot in gone:
-                self._spilled_norms.pop((index, slot.index), None)
-        for index, zeros in self._zeros.items():
-            zeros.intersection_update(slot for unit, slot in kept if unit == index)
-        for index in [index for index, present in self._present.items() if not present]:
-            del self._present[index]
-        for index in [index for index, zeros in self._zeros.items() if not zeros]:
-            del self._zeros[index]
-        left = {*self._present, *self._zeros}
-        self._unscaled &= left
-        for index in self._spilled_dtypes.keys() - left:
-            del self._spilled_dtypes[index]
-        for index in [index for index, buffer in self._buffers.items() if buffer.is_lent and index not in left]:
-            self._pool.let_go(self._buffers.pop(index).flat)
-        for index in self._sums.keys() - left:
-            self._give_back(self._sums.pop(index))
-        self._unchanged &= left
+        for grads in self._grads:
+            gone = {index for index in grads.present | grads.zeros if (grads.unit.index, index) not in kept}
+            ended = [slot for slot in grads.slots() if slot.index in gone]
+            if ended:
+                self._listener().note_end(grads.unit, ended)
+            grads.drop(gone)
+            buffer = grads.buffer
+            is_left = grads.present or grads.zeros
+            if buffer is not None and not is_left and (not grads.stays or buffer.is_lent):
+                self._give_back(grads.take())
 
     def close(self) -> None:
         """Give the memory back."""
         for _, flat in self._loans:
             if flat is not None:
                 self._pool.give_back(flat)
-        for buffer in [*self._buffers.values(), *self._sums.values()]:
-            self._give_back(buffer)
         self._loans.clear()
-        self._buffers.clear()
-        self._sums.clear()
+        for grads in self._grads:
+            if grads.buffer is not None:
+                self._give_back(grads.take())
 
 
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,13 +25,13 @@ class ShownGradients(MainGradStore):
 
     def is_at_hand(self, unit: Unit) -> bool:
         """Whether `show` has nothing to do."""
-        buffer = self._buffers.get(unit.index)
+        grads = self._of(unit)
         return (
-            buffer is not None
-            and unit.index in self._in_memory
-            and buffer.dtype == self.dtype_shown
-            and not self._zeros.get(unit.index)
-            and (self.scaler.scale == 1.0 or unit.index in self._unscaled)
+            grads.stays
+            and grads.buffer is not None
+            and grads.buffer.dtype == self.dtype_shown
+            and not grads.zeros
+            and (self.scaler.scale == 1.0 or grads.is_unscaled)
         )
 
     def show(self, unit: Unit) -> GradientBuffer:
@@ -39,51 +39,42 @@ class ShownGradients(MainGradStore):
 
         They stay there until the next call for any unit: whoever wants to keep them has to `GradientBuffer.lend` them.
         """
-        self._write_zeros(unit)
-        if self.widen(unit):
-            buffer = self._memory_of(unit)
-        else:
-            if unit.index not in self._sums:
-                present = self._present.get(unit.index, set())
-                self._sums[unit.index] = self._sum(unit, {}, present, is_wide=not self._waiting.rounds)
-                self._unchanged.add(unit.index)
-            buffer = self._sums[unit.index]
-        if unit.index not in self._unscaled and self.scaler.scale != 1.0:
-            for slot in self._present_slots(unit):
+        grads = self._of(unit)
+        self._write_zeros(grads)
+        if not self.widen(unit) and grads.buffer is None:
+            grads.show_in(self._sum(grads, {}, is_wide=not self._waiting.rounds), next(self._numbers))
+        buffer = self._memory_of(grads)
+        if not grads.is_unscaled and self.scaler.scale != 1.0:
+            for slot in grads.slots():
                 buffer.view(slot).mul_(1.0 / self.scaler.scale)  # as torch.amp.GradScaler does
-            self._unscaled.add(unit.index)
-            self.note_change(unit)
+            grads.is_unscaled = True
+            grads.note_change()
         return buffer
 
     def note_change(self, unit: Unit) -> None:
         """What `show` gave has been changed, or will be."""
-        self._unchanged.discard(unit.index)
+        self._of(unit).note_change()
 
     def scale_of(self, unit: Unit) -> float:
         """The factor that the unit's gradients have."""
-        return 1.0 if unit.index in self._unscaled else self.scaler.scale
+        return 1.0 if self._of(unit).is_unscaled else self.scaler.scale
 
     def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
-        found = {
-            unit.index: {slot.index for slot in self.slots_with_gradient(unit) if (unit.index, slot.index) not in kept}
-            for unit in self._units
-        }
+        found = [grads.present | grads.zeros for grads in self._grads]
         self.clear(kept)
-        for index, slots in found.items():
-            if slots:
-                self._zeros.setdefault(index, set()).update(slots)
+        for grads, slots in zip(self._grads, found, strict=True):
+            grads.zeros |= slots - grads.present
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Replace one parameter's main gradient by ``gradient``, which has no loss scale; None drops it."""
-        present = self._present.setdefault(unit.index, set())
-        if slot.index in present:
+        grads = self._of(unit)
+        if slot.index in grads.present:
             self._listener().note_end(unit, [slot])
-        if unit.index not in self._in_memory or self.scaler.scale != 1.0:
+        if not grads.stays or self.scaler.scale != 1.0:
             self.show(unit)
-            self.note_change(unit)
-        present.discard(slot.index)
-        if unit.index in self._zeros:
-            self._zeros[unit.index].discard(slot.index)
+            grads.note_change()
+        grads.present.discard(slot.index)
+        grads.zeros.discard(slot.index)
         if gradient is not None:
-            self._add(unit, {slot: gradient})
+            self._add(grads, {slot: gradient})

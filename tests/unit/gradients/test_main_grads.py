@@ -242,6 +242,21 @@ def test_what_becomes_wider_stays_in_ram_where_there_is_room(swapper: Swapper) -
     store.close()
 
 
+def test_what_becomes_too_wide_as_it_is_handed_over_goes_all_the_same(swapper: Swapper) -> None:
+    units = _units(torch.bfloat16)
+    store = _store(units, swapper, (0, 1, 2), waiting=_NARROW)
+    for unit in units:
+        store.add(unit, _draw(unit, 0, torch.bfloat16))
+    for unit in units:
+        norms: dict[tuple[int, int], torch.Tensor] = {}
+        source = store.hand_over(unit, _draw(unit, 1, torch.bfloat16), norms)
+        expected = _sum([_draw(unit, number, torch.bfloat16) for number in range(2)])
+        for slot, values in expected.items():
+            assert torch.equal(norms[unit.index, slot], gradient_norm(values))
+        _require_equal(_collect(source, unit), expected)
+    store.close()
+
+
 def test_where_all_fits_as_fp32_nothing_is_exchanged(swapper: Swapper) -> None:
     units = _units(torch.bfloat16)
     store = _store(units, swapper, (0, 1, 2), waiting=_NARROW, room=_bytes_of(units))

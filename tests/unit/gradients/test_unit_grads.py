@@ -1,0 +1,196 @@
+"""A unit's main gradients: who holds memory for them, and what they are, after any sequence of what may happen to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.device.compute import ComputeDevice, gradient_norm
+from infinity.device.flat_pool import FlatPool
+from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.shown_grads import ShownGradients
+from infinity.gradients.sources import FP32_BYTES, GradientBuffer, GradientSource
+from infinity.gradients.unit_grads import GRAD_MOVES, GradState, UnitGrads
+from infinity.telemetry.clock import StepClock
+from infinity.units.layout import CHUNK_GRANULE, Slot
+from infinity.units.unit import Unit
+from swapper import Swapper
+from tests.unit.stage import trainable_unit
+
+_SHAPES = [(30, 40), (33,), (5, 7)]
+
+
+def _buffer(unit: Unit) -> GradientBuffer:
+    return GradientBuffer(unit, ComputeDevice().allocate_flat(unit.layout.trainable_numel * FP32_BYTES))
+
+
+_METHODS: dict[str, Callable[[UnitGrads], object]] = {
+    "keep": lambda grads: grads.keep(_buffer(grads.unit)),
+    "sum_in": lambda grads: grads.sum_in(_buffer(grads.unit), 0),
+    "show_in": lambda grads: grads.show_in(_buffer(grads.unit), 0),
+    "note_change": lambda grads: grads.note_change(),
+    "take": lambda grads: grads.take(),
+    "leave": lambda grads: grads.leave(),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(GRAD_MOVES)), max_size=30), st.booleans())
+def test_gradients_move_as_the_table_says_or_stay_as_they_were(names: list[str], stays: bool) -> None:
+    grads = UnitGrads(trainable_unit(0, [(7,)]), stays=stays)
+    for name in names:
+        if (name == "keep") != grads.stays and name in ("keep", "sum_in", "show_in"):
+            continue  # the plan's, and refused only after it has happened: see below
+        before, fields = grads.state, (grads.stays, grads.buffer, grads.is_unchanged)
+        if before in GRAD_MOVES[name]:
+            _METHODS[name](grads)
+            assert grads.state is GRAD_MOVES[name][before]
+        else:
+            with pytest.raises(RuntimeError, match=rf"UnitGrads\.{name} of .* is {before.name}"):
+                _METHODS[name](grads)
+            assert (grads.stays, grads.buffer, grads.is_unchanged) == fields
+        assert (grads.buffer is None) == (grads.state is GradState.AT_REST)
+
+
+@pytest.mark.parametrize(("name", "stays"), [("keep", False), ("sum_in", True), ("show_in", True)])
+def test_memory_for_good_is_for_those_that_stay(name: str, stays: bool) -> None:
+    with pytest.raises(RuntimeError, match=f"{name} led"):
+        _METHODS[name](UnitGrads(trainable_unit(0, [(7,)]), stays=stays))
+
+
+class _Twin:
+    """A store, and what a loop in plain torch has in ``p.grad.float()``, by unit and slot."""
+
+    def __init__(self, swapper: Swapper, dtype: torch.dtype, num_kept: int, num_spare: int) -> None:
+        self.units = [trainable_unit(index, _SHAPES, dtype) for index in range(3)]
+        self.dtype = dtype
+        num_bytes = self.units[0].layout.trainable_numel * FP32_BYTES
+        kept_bytes = num_kept * num_bytes * dtype.itemsize // FP32_BYTES
+        self.pool = FlatPool(ComputeDevice(), kept_bytes + (1 + num_spare) * num_bytes)
+        self.store = ShownGradients(
+            self.units,
+            ComputeDevice(),
+            StepClock(),
+            in_memory=range(num_kept),
+            open_swapper=lambda: swapper,
+            pool=self.pool,
+            waiting=MainGradDtype(dtype),
+        )
+        self.expected: dict[tuple[int, int], torch.Tensor] = {}
+        self._seed = 0
+
+    def draw(self, slot: Slot) -> torch.Tensor:
+        self._seed += 1
+        return torch.randn(slot.spec.shape, generator=torch.Generator().manual_seed(self._seed)).to(self.dtype)
+
+    def add_up(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
+        for slot, gradient in gradients.items():
+            known = self.expected.get((unit.index, slot.index))
+            self.expected[unit.index, slot.index] = gradient.float() + (0 if known is None else known)
+
+    def of(self, unit: Unit) -> dict[int, torch.Tensor]:
+        return {slot: values for (index, slot), values in self.expected.items() if index == unit.index}
+
+    def require_used(self, source: GradientSource, unit: Unit, *, is_kept: bool = False) -> None:
+        """``source`` has what is expected, and nothing is expected of the unit from now on."""
+        expected = self.of(unit)
+        assert {slot.index for slot in source.slots()} == expected.keys()
+        for chunk in unit.layout.chunks(CHUNK_GRANULE):
+            scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
+            if (handle := source.prepare(chunk, scratch)) is not None:
+                handle.wait()
+            for piece in chunk.pieces:
+                if piece.slot.index in expected:
+                    values = source.piece(piece, scratch[piece.offset : piece.offset + piece.numel])
+                    assert torch.equal(values.float(), expected[piece.slot.index].flatten()[piece.start : piece.stop])
+        source.release()
+        if not is_kept:
+            for slot in expected:
+                del self.expected[unit.index, slot]
+
+    def act(self, action: str, unit: Unit, slot: Slot) -> None:
+        store = self.store
+        if action in ("add", "hand over"):
+            gradients = {each: self.draw(each) for each in unit.layout.slots if each is not slot}
+            self.add_up(unit, gradients)
+            if action == "add":
+                store.add(unit, gradients)
+                return
+            norms: dict[tuple[int, int], torch.Tensor] = {}
+            source = store.hand_over(unit, gradients, norms)
+            assert norms.keys() == {key for key in self.expected if key[0] == unit.index}
+            for key, norm in norms.items():
+                assert torch.equal(norm, gradient_norm(self.expected[key]))
+            self.require_used(source, unit)
+        elif action in ("use", "use and keep"):
+            if store.slots_with_gradient(unit):
+                is_kept = action == "use and keep"
+                self.require_used(store.source(unit, keeps=is_kept), unit, is_kept=is_kept)
+        elif action == "open":
+            store.open_sum(unit)
+        elif action == "close":
+            store.close_sum(unit)
+        elif action == "look":
+            shown = store.show(unit)
+            for index, values in self.of(unit).items():
+                assert torch.equal(shown.view(unit.layout.slots[index]).float(), values)
+        elif action == "change":
+            if (unit.index, slot.index) in self.expected:
+                store.show(unit).view(slot).mul_(0.5)
+                store.note_change(unit)
+                self.expected[unit.index, slot.index] = self.expected[unit.index, slot.index] * 0.5
+        elif action == "replace":
+            gradient = self.draw(slot)
+            self.expected[unit.index, slot.index] = gradient.float()
+            store.set_gradient(unit, slot, gradient)
+        elif action == "drop":
+            self.expected.pop((unit.index, slot.index), None)
+            store.set_gradient(unit, slot, None)
+        elif action == "zero":
+            store.zero()
+            self.expected = {key: torch.zeros_like(values) for key, values in self.expected.items()}
+        else:
+            store.clear()
+            self.expected.clear()
+
+    def require_whole(self) -> None:
+        assert self.store.has_any == bool(self.expected)
+        for unit in self.units:
+            assert [slot.index for slot in self.store.slots_with_gradient(unit)] == sorted(self.of(unit))
+            grads = self.store._of(unit)
+            is_spilled = bool(grads.present) and not grads.stays and grads.state is not GradState.SUMMED
+            assert (grads.spilled_dtype is not None) or not is_spilled
+            assert grads.state is not GradState.AT_REST or not grads.stays or not grads.present
+        assert self.pool.used_bytes <= self.pool.capacity_bytes
+
+
+_ACTIONS = ["add", "hand over", "use", "use and keep", "open", "close", "look", "change", "replace", "drop", "zero"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([*_ACTIONS, "clear"]), st.integers(0, 2), st.integers(0, 2)), max_size=25),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 3),
+    st.integers(0, 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_gradients_are_those_of_plain_torch_whatever_happens(
+    actions: list[tuple[str, int, int]], dtype: torch.dtype, num_kept: int, num_spare: int
+) -> None:
+    with Swapper.in_memory(1 << 20) as swapper:
+        twin = _Twin(swapper, dtype, num_kept, num_spare)
+        for action, index, slot in actions:
+            unit = twin.units[index]
+            twin.act(action, unit, unit.layout.slots[slot])
+            twin.require_whole()
+        for unit in twin.units:
+            for slot in twin.store.slots_with_gradient(unit):
+                expected = twin.expected[unit.index, slot.index]
+                assert torch.equal(twin.store.norm_of(unit, slot), gradient_norm(expected))
+        swapper.flush()
+        twin.store.close()
+        twin.pool.reclaim()
+        assert twin.pool.used_bytes == 0
