@@ -93,6 +93,7 @@ class Pager(Residency):
             writer=writer,
         )
         self._depth = 0
+        """How many forwards of modules are inside each other, of the thread that has the turn."""
         self.saving = SavingHooks(self.pack, self.unpack)
         """The hooks that turn what autograd saves into tokens."""
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack)
@@ -101,9 +102,11 @@ class Pager(Residency):
         """Makes what ``state_dict`` gives."""
         self._listener = listener
         self._open_backward = False
+        """Whether a backward runs of which `note_backward` knows: until it ends, or a forward begins after it was cut off."""
         self._saves_in_backward = False
         """Whether the hooks for saving are up because the backward that runs makes a graph."""
         self._has_turn_of_backward = False
+        """Whether `note_backward` has begun a turn that has not ended."""
         self._num_turns_of_forward = 0
         """How many of its thread's turns a forward has begun."""
         self.num_gathered = 0

@@ -87,21 +87,25 @@ class Residency:
         self.pool = pool
         self.clock = clock
         self.turn = turn
+        """Taken by any thread that uses the model or its weights; what has no other word is touched in a turn only."""
         self.lock = threading.RLock()
-        """Held while units are moved, bound or unbound; never while a turn is waited for."""
+        """Held while units are moved, bound or unbound, also by guests of a turn; never while a turn is waited for."""
         self._room = threading.Condition(self.lock)
         self.lacks_room = False
-        """Whether who has the turn waits for room."""
+        """Whether who has the turn waits for room. Guests look at it."""
         self.training_trace = Trace(guess)
         self.eval_trace = Trace(sorted(set(guess)))
         self.trace = self.training_trace
+        """That of the present forward, or of the last one: from its beginning on."""
         self._writer = writer
         self._source = source
         self._prefetches = prefetches
         self._budget_key, self._budget_bytes = budget
         self._by_address: dict[int, Unit] = {}
+        """Address of a flat buffer -> the unit that has it: from `place` until it is given back. Under the lock."""
         self.due: set[int] = set()
-        """Indices of units of which an update is about to be created: it needs what is in their buffers."""
+        """Indices of units of which an update is about to be created, and needs what is in their buffers: from their touch in
+        a backward that micro-batches share until its moment ends."""
         self._sizes = [unit.num_bytes for unit in self.units]
         self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)

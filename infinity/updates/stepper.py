@@ -87,6 +87,7 @@ class Stepper:
             rules: how a step goes.
             device, pager, gradients, stream, groups, gathered: whom it works with.
         """
+        # All of it is touched by the thread that has the turn, and by no other. What is a step's is gone at its end: `_forget`.
         self.units = list(units)
         self.rules = rules
         self.gradients = gradients
@@ -98,14 +99,18 @@ class Stepper:
         self._step_groups = groups
         self._gathered = gathered
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
+        """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
+        """(unit index, slot index) -> 2-norm of a gradient of the present step: from when it goes into its update."""
         self._ranks: dict[int, int] = {}
+        """Unit index -> its place in the next forward: from the present step's first update on."""
         self._groups: Groups | None = None
+        """What the groups said at the present step's first update."""
         self._divisor = 1
         self.updated: set[int] = set()
-        """Units that were updated in the backward of the present step."""
+        """Units whose update in the present step was asked for: in its backward, or in `apply`."""
         self.grad_norm: torch.Tensor | None = None
-        """2-norm of all gradients of the last step, before clipping: 0-dim fp32."""
+        """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
         self.is_skipped = False
         """Whether the last step updated nothing, because its gradients were not finite."""
 

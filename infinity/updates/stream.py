@@ -87,14 +87,22 @@ class UpdateStream:
         self._pending: dict[UpdateJob, None] = {}
         """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
         self._lock = threading.RLock()  # see [Note: coming in between]
+        """Held by either thread while it changes or goes through `_pending`."""
         self._work, self._progress = Bell(), Bell()
+        """What the background thread waits for, and what the training thread does; each is rung by the other."""
         self._is_stopping = False
+        """From `stop` on, for good. Set by the training thread."""
         self._error: BaseException | None = None
+        """What has stopped the stream, for good. Set by the background thread."""
         self.busy_seconds = 0.0
+        """Counted by the background thread."""
         self._timeline = timeline
         self._window: deque[_Item] = deque()
+        """Chunks that hold working memory, each from the start of its reads until it is updated. Background thread only."""
         self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
+        """The chunks to come of the job that was taken last. Background thread only."""
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
+        """A chunk that was taken from those, and waits for working memory. Background thread only."""
         self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
         self._thread.start()
 
