@@ -149,12 +149,12 @@ class _Twin:
         elif action == "drop":
             self.expected.pop((unit.index, slot.index), None)
             store.set_gradient(unit, slot, None)
-        elif action == "zero":
-            store.zero()
-            self.expected = {key: torch.zeros_like(values) for key, values in self.expected.items()}
         else:
-            store.clear()
-            self.expected.clear()
+            kept = {(unit.index, slot.index)} if "but one" in action else set()
+            is_zeroed = action.startswith("zero")
+            (store.zero if is_zeroed else store.clear)(kept)
+            left = {key: values for key, values in self.expected.items() if is_zeroed or key in kept}
+            self.expected = {key: values if key in kept else torch.zeros_like(values) for key, values in left.items()}
 
     def require_whole(self) -> None:
         assert self.store.has_any == bool(self.expected)
@@ -167,11 +167,26 @@ class _Twin:
         assert self.pool.used_bytes <= self.pool.capacity_bytes
 
 
-_ACTIONS = ["add", "hand over", "use", "use and keep", "open", "close", "look", "change", "replace", "drop", "zero"]
+_ACTIONS = [
+    "add",
+    "hand over",
+    "use",
+    "use and keep",
+    "open",
+    "close",
+    "look",
+    "change",
+    "replace",
+    "drop",
+    "zero",
+    "zero but one",
+    "clear",
+    "clear but one",
+]
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([*_ACTIONS, "clear"]), st.integers(0, 2), st.integers(0, 2)), max_size=25),
+    st.lists(st.tuples(st.sampled_from(_ACTIONS), st.integers(0, 2), st.integers(0, 2)), max_size=25),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 3),
     st.integers(0, 1),

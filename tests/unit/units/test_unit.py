@@ -121,7 +121,7 @@ def test_a_unit_is_in_use_as_long_as_anybody_is_inside_it_or_holds_it(actions: l
 
 def test_nothing_is_checked_but_in_debug_mode() -> None:
     """The methods are the plain functions then."""
-    code = "from infinity.units.unit import Unit\nprint(hasattr(Unit.bind, '__wrapped__'))"
+    code = "from infinity.units.unit import Unit\nprint(hasattr(Unit.unbind, '__wrapped__'))"
     for value, is_checked in (("1", True), ("0", False), ("", False)):
         answer = subprocess.run(
             [sys.executable, "-c", code],
