@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from infinity.errors import StepOrderError
+from infinity.torch_internals.operations import replaced
 
 
 def call_with(function: Any, batch: Any) -> Any:
@@ -57,14 +58,11 @@ def move(batch: Any, device: torch.device) -> Any:
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
     """The values with the floating-point tensors among them in ``dtype``; containers keep their types."""
-    if isinstance(values, torch.Tensor):
-        return values.to(dtype) if values.is_floating_point() else values
-    if isinstance(values, tuple | list):
-        items = [cast(value, dtype) for value in values]
-        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
-    if isinstance(values, dict):
-        return {key: cast(value, dtype) for key, value in values.items()}
-    return values
+
+    def change(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return replaced(values, change)
 
 
 def copied(batch: Any) -> Any:

@@ -33,7 +33,8 @@ def replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
         return tree
     if isinstance(tree, dict):
         return dict(zip(tree, after, strict=True))
-    return type(tree)(*after) if hasattr(tree, "_fields") else tuple(after) if isinstance(tree, tuple) else after
+    kind: Any = type(tree)
+    return kind(*after) if hasattr(tree, "_fields") else kind(after)
 
 
 def name_of(function: Callable[..., Any]) -> str:

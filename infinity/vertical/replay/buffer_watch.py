@@ -16,10 +16,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from infinity.torch_internals.names import NormBase
+from infinity.torch_internals.operations import leaves
 
 Key = tuple[int, str]
 """The id of a module's dictionary of buffers, and the name of one."""
-_MOST_LEVELS = 3
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[Key, nn.Module, str, torch.Tensor]]:
@@ -89,18 +89,12 @@ class _Watching(TorchFunctionMode):
         self._note_hook = note_hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._look_at((args, kwargs), 0)
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+                self._note(leaf)
         if func is torch.Tensor.register_hook:
             self._note_hook(args[0])
         return func(*args, **kwargs or {})
-
-    def _look_at(self, value: Any, level: int) -> None:
-        if isinstance(value, torch.Tensor):
-            if not isinstance(value, nn.Parameter):
-                self._note(value)
-        elif level < _MOST_LEVELS:
-            for item in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-                self._look_at(item, level + 1)
 
 
 def _version(tensor: torch.Tensor) -> int:
