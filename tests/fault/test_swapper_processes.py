@@ -24,15 +24,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = SwapperConfig(deadline_seconds=20.0)
 
 
-def _start(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    command = [sys.executable, *flags, "-c", textwrap.dedent(code), *map(str, arguments)]
+def _start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     return subprocess.Popen(
         command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def _run(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    process = _start(code, *arguments, flags=flags)
+def _run(code: str, *arguments: object) -> tuple[int, str, str]:
+    process = _start(code, *arguments)
     try:
         out, err = process.communicate(timeout=120)
     finally:
@@ -160,38 +160,6 @@ def test_two_processes_in_one_directory_never_meet(tmp_path: Path) -> None:
             process.wait()
     assert results == [(0, ""), (0, "")]
     assert os.listdir(tmp_path) == []
-
-
-def test_without_assertions() -> None:
-    """`python -O` removes assert statements: everything must work, and go wrong, as with them."""
-    returncode, out, err = _run(
-        """
-        import errno, numpy
-        from swapper import *
-        from swapper.backends import *
-        from swapper.testing import run_conformance
-        if __debug__:
-            raise SystemExit("assertions are on")
-        backend = FaultInjectingBackend(MemoryBackend(1 << 20, 2), [FaultRule(nth=3, errno=errno.EIO)])
-        with Swapper(backend) as swapper:
-            extent = swapper.allocate(5000, "x")
-            data = numpy.arange(5000, dtype=numpy.uint8)
-            copy = numpy.zeros_like(data)
-            swapper.write(extent, data)
-            swapper.read(extent, copy).wait()
-            print((copy == data).all())
-            for use in (lambda: swapper.write(extent, data).wait(), lambda: swapper.read(extent, copy),
-                        lambda: swapper.read(extent, copy, offset=9000)):
-                try:
-                    use()
-                except SwapperError as error:
-                    print(type(error).__name__)
-        print(run_conformance(lambda n: MemoryBackend(n, 2)) > 10)
-        """,
-        flags=("-O",),
-    )
-    assert (returncode, err) == (0, "")
-    assert out.split() == ["True", "TransferError", "BrokenExtentError", "ExtentRangeError", "True"]
 
 
 def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> None:

@@ -58,8 +58,14 @@ def _moved(
         return (measured[0] / _MEASURED, measured[1] / _MEASURED), predicted, plan.traffic.extra_bytes
 
 
-# What the update of a half frozen fp32 unit reads when it is clipped is not predicted, in no order.
-_ROWS = [(case, changes) for case in _CASES for changes in _CHANGES if (case, changes) != ("lora", "clip")]
+# Each case with half of the changes. What the update of a half frozen fp32 unit reads when it is clipped is not predicted,
+# in no order.
+_ROWS = [
+    (case, changes)
+    for number, case in enumerate(_CASES)
+    for changes in list(_CHANGES)[number % 2 :: 2]
+    if (case, changes) != ("lora", "clip")
+]
 
 
 @pytest.mark.parametrize(
