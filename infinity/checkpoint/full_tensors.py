@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.paging.parameter_handler import ParameterHandler
-from infinity.units.parameter import host_of
+from infinity.units.parameter import PagedView, host_of
 
 
 class _Engine(Protocol):
@@ -90,7 +90,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def _engine_of(param: nn.Parameter) -> _Engine | None:
     host = host_of(param)
-    if host is None:
+    if host is None or isinstance(param, PagedView):  # a parameter over the memory of another one has only its values
         return None
     if not isinstance(host, ParameterHandler) or host.gatherer is None:
         raise ModelError("the engine that holds this parameter is not ready")

@@ -398,7 +398,7 @@ class StateAccess:
         """
         units: dict[int, Unit] = {}
         for parameter in parameters:
-            unit, _ = self._module_hooks.locate(parameter)
+            unit, _ = self._module_hooks.locate_any(parameter)
             units[unit.index] = unit
         self._pager.check_room(units.values())
         gathering: list[Gathered] = []

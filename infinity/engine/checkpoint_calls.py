@@ -14,7 +14,6 @@ from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.safetensors_export import save_safetensors
 from infinity.engine.deepspeed_names import DeepSpeedNames
 from infinity.engine.parts import Parts
-from infinity.units.parameter import host_of
 
 logger = logging.getLogger(__name__)
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -139,15 +138,15 @@ class CheckpointCalls(DeepSpeedNames):
         return str(folder), client_state
 
     def _training(self) -> checkpoint.Training:
-        access = self._parts.access
+        access, holds = self._parts.access, self._parts.module_hooks.holds
 
         def read(parameter: nn.Parameter) -> torch.Tensor:
-            if host_of(parameter) is None:
+            if not holds(parameter):
                 return parameter.detach()
             return access.stored(parameter)
 
         def write(parameter: nn.Parameter, values: torch.Tensor) -> None:
-            if host_of(parameter) is None:
+            if not holds(parameter):
                 with torch.no_grad():
                     parameter.copy_(values)
             else:

@@ -131,8 +131,11 @@ class GradAccess(GradientListener):
             self._pager.await_update(unit)
             return self._gradients.show(unit).lend(slot)
 
+        def replace(values: torch.Tensor) -> None:
+            unit.parameters[slot.index].grad = values
+
         paged = PagedGradient.of(
-            slot.spec.shape, self._gradients.dtype_shown, fetch, lambda: self._gradients.note_change(unit)
+            slot.spec.shape, self._gradients.dtype_shown, fetch, lambda: self._gradients.note_change(unit), replace
         )
         self._given[key] = weakref.ref(paged)
         return paged
@@ -162,12 +165,14 @@ class GradAccess(GradientListener):
             own = self._own.get((unit.index, slot.index))
             if gradient is (self._given_for(unit, slot) if own is None else own.tensor):
                 return  # `parameter.grad *= 2`: it has been changed in place already
+            if isinstance(gradient, PagedGradient):
+                gradient = gradient.in_memory()
         self._take_in_last()
         self._pager.await_update(unit)
         self._gradients.set_gradient(unit, slot, None if gradient is None else gradient.detach())
         if gradient is None:
             self._backwards.note_drop()
-        elif not isinstance(gradient, PagedGradient):
+        else:
             self._own[unit.index, slot.index] = _Own(unit, slot, gradient)
 
     def zero(self, kept: Collection[tuple[int, int]]) -> None:

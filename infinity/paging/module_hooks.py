@@ -21,6 +21,7 @@ from infinity.threads.interrupts import refuse_in_between
 from infinity.torch_internals.modes import outside_modes, untraced
 from infinity.torch_internals.names import is_tracing
 from infinity.units.layout import Slot
+from infinity.units.parameter import PagedView
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -198,6 +199,10 @@ class ModuleHooks:
                 "engine.module.parameters()"
             )
         return place
+
+    def locate_any(self, tensor: torch.Tensor) -> tuple[Unit, Slot]:
+        """The same for a parameter, or a view that stands for one or for a part of it."""
+        return (tensor.place.unit, tensor.place.slot) if isinstance(tensor, PagedView) else self.locate(tensor)
 
     def holds(self, parameter: object) -> bool:
         """Whether this is a parameter of the model."""

@@ -80,12 +80,7 @@ class ParameterHandler:
         tensors: list[HeldTensor],
     ) -> Any:
         mine = [tensor for tensor in tensors if host_of(tensor) is self]
-        return self._operations.run(function, args, kwargs, mine, self._locate, self._outlasting)
-
-    def _locate(self, tensor: HeldTensor) -> tuple[Unit, Slot]:
-        if isinstance(tensor, PagedView):
-            return tensor.place.unit, tensor.place.slot
-        return self._module_hooks.locate(tensor)
+        return self._operations.run(function, args, kwargs, mine, self._module_hooks.locate_any, self._outlasting)
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, slot = self._module_hooks.locate(parameter)

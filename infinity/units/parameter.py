@@ -18,10 +18,12 @@ parameter does. So it shows what the weight is at that moment, and what is writt
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,7 +31,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.errors import ParameterNotResidentError
+from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from infinity.threads.turn import guard, trusts
 from infinity.torch_internals.absent import absent
 from infinity.torch_internals.modes import outside_modes, untraced
@@ -203,11 +205,30 @@ class ResidentParameter(_HeldParameter, metaclass=_Guarded):
     """None for threads that take part: see [Note: turns] in ``infinity.threads.turn``."""
 
 
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
+def _refuse_new_parameter(parameter: nn.Parameter, caller: FrameType | None) -> None:
+    """Raise if ``caller`` makes an ``nn.Parameter`` of a held one: torch's message would blame our classes for it."""
+    host = host_of(parameter)
+    if host is not None and caller is not None and caller.f_code is _NEW_PARAMETER:
+        fqn = host.slot_of(parameter).spec.fqn
+        raise UnsupportedModelError(
+            f"nn.Parameter of parameter '{fqn}', which an engine holds, would share its memory, and that comes and goes. "
+            "Parametrizations (weight_norm) make such ones",
+            cure="Register parametrizations before infinity.initialize. For a parameter with values of its own, take "
+            "nn.Parameter(weight.detach().clone())",
+            fqn=fqn,
+        )
+
+
 def _watched(name: str) -> Callable[..., Any]:
     """A method of a tensor that writes to it, or gives a view to write to, and says so before."""
     method = getattr(torch.Tensor, name)
 
     def write(self: ResidentParameter, *args: Any, **kwargs: Any) -> Any:
+        if name == "detach" and not torch.compiler.is_compiling():
+            _refuse_new_parameter(self, sys._getframe(1))
         host = host_of(self)
         if host is not None:
             host.before_write(self)
@@ -224,6 +245,10 @@ for _name in (*WRITING_METHODS, "detach"):
 
 class PagedParameter(_HeldParameter):
     """A parameter whose values are elsewhere. See the module's docstring."""
+
+    def detach(self) -> torch.Tensor:
+        _refuse_new_parameter(self, sys._getframe(1))
+        return super().detach()
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
         return _operate(torch.Tensor.set_, (), (self, *args), kwargs)

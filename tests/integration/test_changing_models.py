@@ -14,10 +14,11 @@ from torch.func import functional_call
 from torch.nn.utils import prune
 
 import infinity
+from infinity.errors import UnsupportedModelError
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.optimizers import torch_optimizer
 from tests.exactness.shapes.blocks import WIDTH, Block
-from tests.twins import Side, require_same
+from tests.twins import Side, config_for, require_same
 
 in_modes = pytest.mark.parametrize("mode", ["smallest", "smallest deferred", "resident"])
 
@@ -190,3 +191,40 @@ def test_a_vertical_step_that_begins_anew_leaves_no_gradient_twice(tmp_path: Pat
         assert engine.report.schedule == "ordinary"
         for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(parameter, other.detach().clone()), name
+
+
+@in_modes
+def test_a_parameter_over_the_memory_of_another_is_gathered_and_saved(mode: str, tmp_path: Path) -> None:
+    def scenario(side: Side) -> None:
+        side.step(0)
+        head = side.model.get_submodule("head")
+        head.weight = nn.Parameter(head.weight.data, requires_grad=False)
+        side.step(1)
+        with infinity.GatheredParameters(side.model.parameters() if mode == "resident" else head.parameters()):
+            side.note(head.weight)
+            with torch.no_grad():
+                head.weight.mul_(2)
+        side.note(head.weight, *side.model.state_dict().values())
+        side.step(2)
+        if side.engine is not None:
+            assert torch.equal(infinity.safe_get_full_fp32_param(head.weight), head.weight)
+            assert side.engine.save_checkpoint(tmp_path / "saved")
+            with torch.no_grad():
+                head.weight.zero_()
+            side.engine.load_checkpoint(tmp_path / "saved")
+        side.step(3)
+
+    require_same(scenario, tmp_path, mode)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@in_modes
+def test_a_parameter_made_of_a_held_one_is_refused_by_name(is_gathered: bool, mode: str, tmp_path: Path) -> None:
+    model = PLAIN.make("none")
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path, mode, model))
+    with engine, infinity.GatheredParameters(model.head.weight, enabled=is_gathered):
+        with pytest.raises(UnsupportedModelError, match=r"'head.weight'.*weight.detach\(\).clone\(\)"):
+            nn.Parameter(model.head.weight)
+        with pytest.raises(UnsupportedModelError, match="Register parametrizations before"):
+            torch.nn.utils.parametrizations.weight_norm(model.head)
+        assert torch.equal(nn.Parameter(model.head.weight.detach().clone()), model.head.weight)

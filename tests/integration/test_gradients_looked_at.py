@@ -53,6 +53,29 @@ def clipping_by_value(side: Side) -> None:
 
 
 @_scenario
+def one_gradient_for_two_parameters(side: Side) -> None:
+    """In torch both have the same tensor then: a write to one's reaches the other's, and backward adds up in it."""
+    first, second = side.named("blocks.0.up.weight"), side.named("blocks.2.up.weight")
+    for number in range(4):
+        side.loss(number).backward()
+        kept = second.grad
+        first.grad = second.grad if number != 1 else kept
+        assert second.grad is not None and kept is not None and first.grad is second.grad
+        second.grad.mul_(2)
+        side.note_gradients()
+        kept.add_(0.25)
+        side.note_gradients()
+        if number == 2:
+            side.loss(5).backward()
+            side.note_gradients()
+        if number == 3:
+            second.grad = None
+            kept.mul_(3)
+            side.note_gradients()
+        _finish(side)
+
+
+@_scenario
 def scaling_as_mixed_precision_does(side: Side) -> None:
     """Its kernel writes to all gradients and counts that in no version."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
