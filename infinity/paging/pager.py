@@ -35,6 +35,7 @@ from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import Turn, in_backward
 from infinity.tiers.user_copies import UserCopies
 from infinity.torch_internals.modes import has_memory, outside_modes, untraced
+from infinity.torch_internals.names import call_after_backward
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -242,8 +243,7 @@ class Pager(Residency):
             self.turn.begin("backward", reads=False)
             self._has_turn_of_backward = True
             self._open_backward = True
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._backward_ended)
+            call_after_backward(self._backward_ended)
         self.training_trace.begin_backward()
         self.clock.begin_compute("backward")
 

@@ -33,9 +33,8 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-import torch
-
 from infinity.errors import ForkedError, TurnError
+from infinity.torch_internals.names import backward_number, no_override
 
 PATIENCE_SECONDS = 60.0
 """How long to wait for a thread that does not move."""
@@ -58,7 +57,7 @@ _part = _Part()
 
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_number() != -1
 
 
 def trusts() -> bool:
@@ -70,7 +69,7 @@ def _trust() -> dict[str, Any]:
     """The calling thread takes part from now on. Returns what `_distrust` needs, which any thread may call."""
     part = vars(_part)
     part["depth"] = part.get("depth", 0) + 1
-    part["torch_function"] = torch._C._disabled_torch_function_impl
+    part["torch_function"] = no_override
     return part
 
 

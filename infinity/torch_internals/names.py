@@ -50,6 +50,12 @@ def has_transforms() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when the innermost running backward ends."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
 def make_subclass(kind: type, tensor: torch.Tensor) -> Any:
     """A tensor of that class over the memory of ``tensor``."""
     return torch.Tensor._make_subclass(kind, tensor)

@@ -17,6 +17,7 @@ from infinity.state_machine import moves
 from infinity.threads.interrupts import surely
 from infinity.torch_internals.foreign_writes import plain_address
 from infinity.torch_internals.modes import outside_modes
+from infinity.torch_internals.names import as_plain
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
 from infinity.units.unit_state import UNIT_MOVES, UnitState
@@ -305,7 +306,7 @@ class Unit:
 
     def note_changes(self) -> None:
         """Take note of what others than the engine have written, as far as torch's counters tell: see `dirty`."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             counters = [parameter._version for parameter in self.parameters]
         if counters != self._counters:
             changed = [i for i, (a, b) in enumerate(zip(counters, self._counters, strict=True)) if a != b]

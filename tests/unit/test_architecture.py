@@ -239,8 +239,7 @@ _PRIVATE = re.compile(r"^torch\..*\b_[^_]\w*$|^torch\._[^_]\w*$")
 
 def torch_privates_in_their_room(module: Module) -> Iterator[str]:
     """What torch does not document is used in infinity/torch_internals only: with another torch, that is where to look."""
-    left = ("infinity/paging/pager.py", "infinity/threads/turn.py", "infinity/units/unit.py")
-    if module.path.startswith(("infinity/torch_internals/", *left)) or module.name.split(".")[0] != "infinity":
+    if module.path.startswith("infinity/torch_internals/") or module.name.split(".")[0] != "infinity":
         return
     for line, source, name in imports(module):
         if _PRIVATE.search(f"{source}.{name}"):
