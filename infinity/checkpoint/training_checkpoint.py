@@ -147,7 +147,10 @@ def load(
         optimizer = training.optimizer
         if with_optimizer and optimizer is not None and "param_groups" in rest:
             _load_optimizer(optimizer, rest, arrays["parameters"], training.copies)
-        training.write_counters(rest["counters"])
+        counters = dict(rest["counters"])
+        if not with_optimizer:
+            del counters["loss_scale"]  # DeepSpeed has it among the optimizer's states
+        training.write_counters(counters)
         if with_scheduler and "lr_scheduler" in rest and hasattr(training.lr_scheduler, "load_state_dict"):
             training.lr_scheduler.load_state_dict(rest["lr_scheduler"])
     client_state: dict[str, Any] = rest["client_state"]

@@ -104,7 +104,7 @@ class CheckpointCalls(DeepSpeedNames):
             load_dir: where checkpoints are.
             tag: which one; None: the latest.
             load_module_strict: whether checkpoint and model must have the same parameters and buffers.
-            load_optimizer_states: whether to load states and hyperparameters.
+            load_optimizer_states: whether to load states, hyperparameters and the loss scale.
             load_lr_scheduler_states: whether to load the scheduler.
             load_module_only: load weights and buffers only.
             custom_load_fn: refused: there is no state dict to pass to it.
@@ -160,7 +160,11 @@ class CheckpointCalls(DeepSpeedNames):
         return {name: getattr(self, name) for name in _COUNTERS} | {"loss_scale": self._parts.stepper.scaler.state()}
 
     def _count_on(self, counters: Mapping[str, Any]) -> None:
+        # Saved gradients there are none, so the present step stays where it is, whatever the accumulation steps were.
+        passed = self.micro_steps % self._accumulation_steps
         for name in _COUNTERS:
             setattr(self, name, counters[name])
+        self.micro_steps += passed - self.micro_steps % self._accumulation_steps
         self._num_saved_steps = self.global_steps
-        self._parts.stepper.scaler.load_state(counters["loss_scale"])
+        if "loss_scale" in counters:
+            self._parts.stepper.scaler.load_state(counters["loss_scale"])

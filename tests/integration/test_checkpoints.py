@@ -152,6 +152,37 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
         _require_equal(_everything(engine), saved)
 
 
+@pytest.mark.parametrize("saved_in_between", [False, True])
+def test_the_first_step_after_loading_is_a_whole_one(saved_in_between: bool, tmp_path: Path) -> None:
+    """Whatever the accumulation steps were, and where in a step it was saved: its gradients are not in the checkpoint."""
+    with _training(tmp_path / "drive", {"gradient_accumulation_steps": 2}) as engine:
+        _steps(engine, 0)
+        if saved_in_between:
+            engine.backward(engine(torch.ones(4, 8), 1))
+            engine.step()
+        engine.save_checkpoint(tmp_path / "saved")
+    with _training(tmp_path / "drive", {"gradient_accumulation_steps": 4}, seed=1) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        for number in range(4):
+            assert engine.is_gradient_accumulation_boundary() == (number == 3)
+            engine.backward(engine(torch.ones(4, 8), 1))
+            engine.step()
+        assert engine.was_step_applied() and engine.global_steps == 2
+
+
+def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
+    fp16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
+    with _training(tmp_path / "drive", fp16) as engine:
+        _steps(engine, 0)
+        assert engine.loss_scale() == 32
+        engine.save_checkpoint(tmp_path / "saved")
+    with _training(tmp_path / "drive", fp16, seed=1) as engine:
+        engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+        assert (engine.loss_scale(), engine.global_steps) == (16, 1)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert engine.loss_scale() == 32
+
+
 def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swapper.volumes import publish
 
