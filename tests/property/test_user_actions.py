@@ -15,8 +15,7 @@ from tests.fuzz.sequence import run_sequence
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _CHUNK = 50
-_NUM_SEQUENCES = 500
-"""Always the same: more of them find a new fault once, and then are repeated for nothing."""
+_NUM_SEQUENCES = 2000
 _MOST_REFUSED = 0.15
 """Of a chunk: else a change that refuses everything would pass."""
 
