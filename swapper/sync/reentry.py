@@ -142,7 +142,7 @@ def _is_resting(frame: FrameType) -> bool:
     """Whether the frame only waits, and so do all that called it up to the user's."""
     if frame.f_code not in _resting:
         return False
-    package = os.path.dirname(frame.f_code.co_filename)
+    package = next((own for own in _OWN if frame.f_code.co_filename.startswith(own)), "")
     above: FrameType | None = frame
     while above is not None and above.f_code.co_filename.startswith(package):
         above = above.f_back

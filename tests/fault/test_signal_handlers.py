@@ -232,7 +232,8 @@ def test_a_handler_anywhere_in_a_request_works_or_is_refused() -> None:
         assert opened.statistics().inflight == 0
 
 
-def test_a_handler_that_comes_while_the_main_thread_waits_for_a_read_can_read_and_write() -> None:
+@pytest.mark.parametrize("waits", ["handle", "flush"])
+def test_a_handler_that_comes_while_the_main_thread_only_waits_can_read_and_write(waits: str) -> None:
     backend = ManualBackend(1 << 20)
     with Swapper(backend, SwapperConfig(deadline_seconds=60.0)) as opened:
         extent, other = opened.allocate(4096, "x"), opened.allocate(4096, "other")
@@ -244,6 +245,7 @@ def test_a_handler_that_comes_while_the_main_thread_waits_for_a_read_can_read_an
                 written = opened.write(other, np.ones(4096, dtype=np.uint8))
                 backend.complete(1)
                 written.wait()
+                opened.free(other)
             except Exception as error:
                 errors.append(error)
             backend.complete_all()
@@ -258,7 +260,7 @@ def test_a_handler_that_comes_while_the_main_thread_waits_for_a_read_can_read_an
 
             sender = threading.Thread(target=send)
             sender.start()
-            handle.wait()
+            handle.wait() if waits == "handle" else opened.flush()
             sender.join()
         assert not errors
 
