@@ -269,13 +269,18 @@ def test_backward_and_step_in_other_threads_than_forward(multithreading: bool, t
 # ------------------------------------------------------------------------------------------------- threads of a forward
 
 
+def _pool() -> ThreadPoolExecutor:
+    """Threads that compute as the test's own does: torch shares one thread's work by a setting of that thread."""
+    return ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,))
+
+
 class InPool(Block):
     """Calls its modules, or what they do, in threads of its own."""
 
     by_hand = False
 
     def forward(self, x: Tensor) -> Tensor:
-        with ThreadPoolExecutor(2) as pool:
+        with _pool() as pool:
             normed = pool.submit(self.norm, x).result()
             if self.by_hand:
                 up = pool.submit(F.linear, normed, self.up.weight, self.up.bias).result()
@@ -294,7 +299,7 @@ class Branches(Net):
     """Parts of two blocks run side by side, each in a thread, and give two gradients to one tensor."""
 
     def body(self, x: Tensor) -> Tensor:
-        with ThreadPoolExecutor(2) as pool:
+        with _pool() as pool:
             left, right = pool.map(lambda block: block.up(x), self.blocks[:2])
         result: Tensor = self.blocks[2](self.blocks[0].down(left * right))
         return result
