@@ -56,7 +56,7 @@ class Swapper(Uncopyable):
         self.config = config or SwapperConfig()
         self._backend = backend
         self._allocator = SpaceAllocator(backend.capacity_bytes)
-        self._allocator_lock = threading.RLock()  # see [Note: coming in between]
+        self._allocator_lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         give_back = functools.partial(_give_back, self._allocator, self._allocator_lock)
         self._scheduler = IOScheduler(backend, self.config, busy, give_back)
         self._block_bytes = backend.block_bytes

@@ -71,7 +71,7 @@ def _choose(num_sums: int) -> AddSquares:
 
 
 def _add_squares_by_kernel(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:
-    from infinity.numerics.kernels import kernels  # late, see infinity.optim.remainder
+    from infinity.numerics.kernels import kernels  # late, see infinity.numerics.remainder
 
     kernels().add_squares(values.view(torch.int16).numpy(), sums)
 

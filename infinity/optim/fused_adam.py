@@ -42,7 +42,7 @@ class FusedAdam:
 
     def __init__(self, is_decoupled: bool) -> None:
         """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
-        from infinity.numerics.kernels import kernels  # late, see infinity.optim.remainder
+        from infinity.numerics.kernels import kernels  # late, see infinity.numerics.remainder
 
         self._is_decoupled = is_decoupled
         self._adam = kernels().adam

@@ -172,7 +172,8 @@ class ModuleHooks:
         self._forwards = CompiledForwards(model)
         self._compiled: list[Any] = []
         self.covered: set[int] = set()
-        """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules]."""
+        """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules] in
+        ``infinity.paging.compiled_forwards``."""
         self._places: dict[int, tuple[Unit, Slot]] = {
             id(parameter): (unit, slot)
             for unit in units

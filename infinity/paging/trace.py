@@ -1,7 +1,30 @@
 """The order in which units are needed, and what to fetch next.
 
-Pure: knows unit indices and their sizes; must not know tensors, files or threads. A trace is a hint and never a
-contract: a model that takes another path costs demand reads, nothing else.
+Pure: knows unit indices and their sizes; must not know tensors, files or threads.
+
+[Note: trace]
+Weights have to be on their way before they are needed, but what a model will call next is known to its forward alone. Most
+models do in each micro-batch what they did in the last. So the units that are touched are recorded, and the record is the
+forecast of the next micro-batch: a circle, with a cursor on the unit in use. To be in memory is what comes next on it, each
+unit once, as much as there is room for (`wanted`). Four units of 10 bytes, room for 20:
+
+    forecast        0    1    2    3  |  3    2    1    0  | 0 ...      | forward ends, `backward_start` is 4
+    wanted         01   12   23   32  | 32   21   10   01  |
+    fetched              2    3       |       1    0       |            one touch before it is needed
+    let go               0    1       |       3    2       |            of those not wanted, what is needed last
+
+So 4 of 8 touches read. What backward begins with, forward has left in memory, and the next forward finds what backward ended
+with. ``simulate`` tells the same without a model; with that, a plan predicts the bytes of a step.
+  * A trace is a hint and never a contract. A model that goes another way costs reads that somebody waits for, nothing else.
+    If 1 is left out, a touch of 2 is found a place ahead, and the cursor goes there. What is nowhere in the next 32 places
+    leaves the cursor where it is: else one weight that is used out of order would throw the forecast away.
+  * Touches of the unit in use count once, but 3 is recorded twice, at the end of forward and at the beginning of backward:
+    so ``backward_start`` is a place of its own. When backward begins, the cursor goes there, even if forward ended early.
+  * Only what ended normally becomes the forecast (`commit`), and evaluation has a trace of its own.
+  * The first forecast is a guess, from the order of registration.
+A window that slides along remembers nothing. In evaluation, 0 1 2 3 in a circle, one with room for 3 units reads all 4 each
+time, as would letting the longest unused go. One with room for 2, and one unit that stays, reads 3. So which units stay is
+settled beforehand, by ``infinity.planning.placement`` (``staying`` here), and the window gets what it takes to be in time.
 """
 
 from __future__ import annotations

@@ -6,10 +6,30 @@ Pure arithmetic on sizes: knows units' bytes and the budget; must not know tenso
     | flat buffers: of units that stay, and room for those that come and go | pages | gradients | weights and states kept |
 On a GPU the flat buffers are device memory, and pages for uploads take their place in the host budget.
 
-[Note: how it is divided] First the least of everything. Half of what is left at most goes into what keeps the drives and
-the model busy at the same time: more pages, room to fetch further ahead. All else keeps things off the drives, see
-``keep_in_memory``. The more units stay, the less room the others need to pass through: so the division is made for
-each sensible number of units that stay, and the one that saves most is taken.
+[Note: how it is divided]
+A byte of memory can do two things. It can keep something off the drives: a unit's weights, read twice per micro-batch and
+written once, save most, then gradients, then states (``keep_in_memory``). Or it can keep the drives and the model busy at
+the same time: pages in flight, room to fetch ahead. The first is worth counting in bytes that a step does not move, the
+second has no such measure. And the more units stay, the less room the others need to pass through, down to none: so what is
+best for one unit more is not best for all of them. Hence:
+  1. `_Planner.options`: some numbers of units that stay, with and without all states in memory. Each costs what all else
+     needs at least: room for the two largest of the other units, three pages, the gradients of the largest unit.
+  2. `_Planner.divide`, for each: at most half of what is left goes to staging (pages first, see `_Planner._staging`), all else
+     keeps things off the drives, each kind as much as fits.
+  3. The option with the highest score is taken: bytes saved, less what its chunks cost. An engine simulates the first few.
+Eight units of 8 Mi parameters in bf16 with remainders: weights of 16 MiB, states of 80, gradients of 32 (fp32, one
+micro-batch, updates in backward). Keeping the weights of one saves 48 MiB in a step. A budget of 200, in MiB:
+
+    units that stay |  least: flat + pages + gradients | staging | kept with the rest      | saved | chunks      | score
+                 0  |    67:   32  +   3   +    32     |  66.5   | 4 units (64), states 2.5 |  197  | 248 (-124)  |   73
+                 8  |   163:  128  +   3   +    32     |  18.5   | states 18.5              |  421  | 472 (-236)  |  185
+
+With 60 it is refused, and the message names 67. With 100, 8 cannot stay, and one of them does with what 0 leaves over.
+What must hold: the parts never exceed the budget, and a budget that is refused is refused with the true minimum, which is
+the cheapest option's.
+Tried otherwise: staging in proportion to its wishes made pages so small that Python's time per chunk was the larger loss, so
+pages come first and each chunk has a price (`_CHUNK_COST_BYTES`). Leaving some updates for the next forward, in memory taken
+from here, gained nothing that could be measured, and is gone.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Timeline:
     """
 
     def __init__(self, max_spans: int = _MAX_SPANS) -> None:
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._ring: npt.NDArray[Any] = np.zeros(max_spans, dtype=_SPAN)  # the system backs it as it is used
         self._num_added = 0
         self._names: dict[str, int] = {}

@@ -3,19 +3,31 @@
 Knows threads; must not know units or modules.
 
 [Note: turns]
-Which memory a parameter is bound to is the same for all threads, and so is what moves in and out. So one thread at a time
-has its turn: for a whole forward, a backward, a call of the engine, gathered weights, or one operation on a parameter outside
-of those. Others wait. Between a forward and its backward nobody has a turn: weights are whole then, and may be read.
-A forward may compute in threads of its own, and wait for them. So inside a forward, and while weights are gathered, others
-may call modules below the model itself and operate on parameters: they are its *guests*. What they use stays where it is
-until they have done with it, and no update begins before that.
-Threads that a turn lends itself to are its *deputies*: autograd's own (backward on a GPU runs in one) and the lanes of a
-vertical step. Whoever has a turn waits for them.
-Nobody waits for ever: who waits sees whether the other's Python code still moves. A thread that has ended has no turn, and
-one that was cut off (torch runs no hook after a KeyboardInterrupt, or any other exception that is no Exception) has none
-either as soon as it has left the function that it took it for.
-A thread that takes part computes with open parameters as with any. From all others, parameters are guarded (`trusts`), so
-that nobody reads memory that is about to serve something else.
+Which memory a parameter is bound to is the same for all threads, and so is what moves in and out. A second thread could free
+what the first computes with. So one thread at a time has its turn: for a whole forward, a backward, a call of the engine,
+gathered weights, or one operation on a parameter outside of those. Others wait, first come, first served. Between a forward
+and its backward nobody has a turn: weights are whole then, and may be read. But a lock alone would not do:
+  * A forward may compute in threads of its own, and wait for them. So inside a forward, and while weights are gathered, others
+    may call modules below the model itself and operate on parameters: they are its *guests*. What they use stays where it is
+    until they have done with it, and no update begins before that (`be_alone`).
+  * Autograd's own threads (backward on a GPU runs in one) and the lanes of a vertical step act for whoever has the turn, and he
+    waits for them: they are his *deputies*.
+  * Nobody may wait for ever. Who waits sees whether the other's Python code still moves; if not for a minute, and no drive is
+    waited for, it is a `TurnError`. A thread that has ended has no turn, and one that was cut off (torch runs no hook after a
+    KeyboardInterrupt, or any other exception that is no Exception) has none either as soon as it has left the function that it
+    took it for. The next one first cleans up after it (`TurnRules.lose_thread`).
+
+    seconds       0.0     0.2       0.4       0.5            1.0                          1.5
+    A    begins a forward  --------------------------------- changes weights: be_alone .. alone; end
+    G                     guest: a module of it ----------------------------------------- end
+    C                               engine.step(): waits ................................ begins
+    D                                         `lent`: a deputy of A, computes
+
+What must hold: a thread that takes part, as owner, guest or deputy, computes with open parameters as with any, and from all
+others, D before it was lent the turn, they are guarded (`trusts`), so that nobody reads memory that is about to serve
+something else. Who waits takes no lock that who has the turn may need, and touches nothing of the model: looking for newly
+compiled blocks before the turn once took away the hooks that a vertical step beside it needed to end its calls.
+After a fork no other thread is there: the child has no turn to wait for, and may not use the parent's memory (`ForkedError`).
 """
 
 from __future__ import annotations

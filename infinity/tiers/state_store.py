@@ -105,7 +105,7 @@ class _PagedLease:
         self._read = read
         self._store = store
         self._remaining = 0
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
 
     def wait(self) -> None:
         if self._read is not None:

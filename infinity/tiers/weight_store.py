@@ -205,7 +205,7 @@ class Uploader:
         self._copying: deque[tuple[Page, Any]] = deque()
         self._current: _Upload | None = None
         """The upload of which the next page is to be read."""
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._end: BaseException | None = None
         """Why nothing is served any more."""
         self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)

@@ -44,7 +44,7 @@ class Arrival(Protocol):
 
 
 class PendingUpdate(Protocol):
-    """An optimizer update of a unit that is queued or running (see ``infinity.update``)."""
+    """An optimizer update of a unit that is queued or running (see ``infinity.updates.job``)."""
 
     def wait(self) -> None: ...
 

@@ -1,7 +1,7 @@
 """One optimizer update of one unit, as the training thread and the update stream see it.
 
 [Note: who may touch a unit's weights]
-A job is created by the training thread, and only for a unit that no backward needs any more (`Unit.is_quiescent`). From
+A job is created by the training thread, and only for a unit that no backward needs any more (`Unit.settle`). From
 then on the weights belong to the job until it is done: the pager waits for it before it opens or fetches the unit. If the
 unit is resident, the job writes its new weights into the flat buffer as well; if it is not, the pager may hand it an empty
 buffer until it begins (`attach`), and the job fills it. That saves reading what was just written.
@@ -85,7 +85,7 @@ class UpdateJob:
         """Whether ``flat`` holds the present weights (else the job fills it)."""
         segments = unit.layout.segments
         self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._has_begun = False
         self._finished = Latch()
         self._fence: Fence = None

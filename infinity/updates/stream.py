@@ -86,7 +86,7 @@ class UpdateStream:
         self._states_window = window or StateWindow(StateFormat.FP32)
         self._pending: dict[UpdateJob, None] = {}
         """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held by either thread while it changes or goes through `_pending`."""
         self._work, self._progress = Bell(), Bell()
         """What the background thread waits for, and what the training thread does; each is rung by the other."""

@@ -1,6 +1,25 @@
 """One call of one unit by one micro-batch: its forward, and the same once more for backward.
 
 Knows a module's forward, its inputs and results; must not know threads, or the order in which calls are made.
+
+[Note: calls]
+In a vertical step a unit's weights have to come twice, whatever the number of micro-batches: once when all of them call
+it, and once for all their backwards. Two blocks and two micro-batches compute 1 1 2 2, and backward 2 2 1 1 once more. Between
+those, nothing of the inside of a call may be left: its activations would fill the memory that the weights have left.
+
+    forward     inputs -> kept (`Boundary`), detached -> `Entered` -> the module -> results -> detached -> `Returned` -> caller
+    backward    kept -> leaves -> the module again -> results <- gradients that `Returned` has received
+                gradients of the leaves -> to the edges where the inputs came from (see [Note: glue] in
+                ``infinity.vertical.glue``); gradients of the parameters -> accumulated, as ever
+
+Both times the module sees what it would see in plain torch: the same values, gradient mode, autocast, random numbers and
+buffers. Then both have the same bits, and the gradients are those of the first. What
+must hold is looked at, and raises `Refusal` before anything has been updated:
+  * nothing outlives the call but what it returns: all that autograd saved inside keeps a `_Trail` alive, and the trail has to
+    be gone, after garbage was collected if need be;
+  * inputs are not written to (`Entered` makes them no leaves, so that it can be tried, and is seen), results are no views of
+    inputs or of each other, objects given are unchanged;
+  * in the first step (``is_trial``) the second results have the checksums of the first.
 """
 
 from __future__ import annotations

@@ -2,13 +2,35 @@
 
 Knows nodes, edges and gradients; must not know modules or parameters.
 
-[Note: glue] A unit's call is a node (`Returned`) at which backward stops: it hands the gradients of the call's results
-over and goes no further. So the graph of a micro-batch falls into pieces, one before each call and one behind the last.
-A node belongs to the piece in which it was *made*, which its number tells: autograd runs nodes from the highest number to
-the lowest, so it would run those of a piece after the call behind it and before the call in front of it. By then all
-gradients have come that meet in a node. So each node runs once, and adds up what meets in it in the order in which
-autograd would have done that in one go. Where a piece borders on a node of an earlier one, the gradient is caught there
-and waits.
+[Note: glue]
+In a vertical step the backward of a unit is run for all micro-batches before that of the unit below. But a loss knows only
+one backward, which runs through everything. What lies between the units (embedding, residual paths, masks, the loss) has to
+be run in parts, each at its time, and still give the bits of one single backward.
+A unit's call is a node (`Returned`) at which backward stops: it hands the gradients of the call's results over and goes no
+further. So the graph of a micro-batch falls into pieces, one before each call and one behind the last:
+
+    forward     x = e * 3  ->  call 1: y1 = 5 * x  ->  call 2: y2 = 7 * y1  ->  loss = y2 + x
+    piece         1: x                                 2: empty                 3: the sum
+    backward    run(3): 1 for y2, which call 2 receives, and 1 for x, which is of piece 1: it is caught at the *border*
+                        and waits                                                                    waiting: x: 1
+                call 2 computes again, gives 7 for y1; run(2): nothing                               waiting: x: 1, y1: 7
+                call 1 receives 7, gives 35 for x, which adds to what waits                          waiting: x: 1 + 35
+                run(1): x runs, once, with 36                                                        e.grad = 108
+
+What must hold:
+  * Each node runs once, when all gradients that meet in it have come. Were x run in `run(3)` as well, e would get 3 + 105
+    instead of 3 * 36, which is rounded differently, and a hook would see two gradients.
+  * What meets in a node is added up in autograd's order. Autograd runs nodes from the highest number to the lowest,
+    and they are numbered as they are made. So a node belongs to the piece in which it was *made*, not to the first call that
+    needs it, as in an earlier version: s = 2 * x, made before call 2 and needed by the loss alone, is of piece 2. In
+    ``run(3)`` it would come before call 2, and where that uses x as well, the sum at x would begin with another term.
+  * What waits at a border goes first into the next sum there, for it came first.
+  * Calls without a gradient have a position and no node: they cut nothing (`note_call`).
+A piece that can reach what it catches also *through* a border (it *crosses*: in ``loss = y2 + x + e``, e is an end of piece
+3 and lies behind x as well) would be run on into the earlier piece, to find all that comes for e. There, nothing is let
+through the nodes at borders, and the graph is kept for their own time: e gets 1 now and 108 later.
+Refused (`Refusal`, then the step goes in the ordinary order) is what would see gradients in parts: hooks on what is caught
+or on what comes from several pieces, and the user's own functions behind a crossing, which may give gradients for nothing.
 """
 
 from __future__ import annotations

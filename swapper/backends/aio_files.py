@@ -178,7 +178,7 @@ class AiofilesBackend(VolumeBackend):
         super().__init__(volume)
         self.num_threads = num_threads
         self.concurrency = num_threads * len(volume.files)
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._is_closed = False
         self._loop = _Loop(self._transfer, len(volume.files), num_threads)
         self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())

@@ -182,7 +182,7 @@ class GdsBackend(BackendWrapper):
         super().__init__(self.threads)
         self.volume = volume
         self._driver = driver
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._handles: dict[int, Any] = {}
         try:
             for file in volume.files:

@@ -104,7 +104,7 @@ class AlignedRegion(Uncopyable):
             raise ArgumentError(f"a region needs at least one byte, got {num_bytes}")
         self.num_bytes = num_bytes
         self._mapping: _Mapping | None = _Mapping(round_up(num_bytes, ALIGNMENT))
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self.registrations: set[object] = set()
         """Who knows its pages and would go on with these: rings of the kernel, a device's driver."""
 

@@ -119,8 +119,8 @@ class StagingArena(Uncopyable):
     """Knows equal pages of one aligned region and who holds them; must not know what is in them. Thread safe.
 
     A page is lent again when nobody holds it: neither who leased it, nor a read or write that was started with it and that
-    the backend has not let go of, whatever became of whoever waited (see [Note: whose memory it is]). One that nobody can
-    give back any more, because an interrupt came between the lease and its use, counts as given back.
+    the backend has not let go of, whatever became of whoever waited (see [Note: whose memory it is] in
+    ``swapper.memory.held``). One that nobody can give back any more, because an interrupt came between the lease and its use, counts as given back.
 
     Args:
         page_bytes: Size of a page, a multiple of 4096.
@@ -154,8 +154,8 @@ class StagingArena(Uncopyable):
         self._free = list(range(num_pages - 1, -1, -1))
         self._leased: dict[int, _Lease] = {}
         self._unregister: list[Callable[[], None]] = []
-        self._lock = threading.RLock()  # see [Note: coming in between]
-        self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._is_refusing = self._is_closed = False
         self._most_leased = 0
         self._num_leases = 0
@@ -172,7 +172,7 @@ class StagingArena(Uncopyable):
         return self._unpin is not None
 
     def register_with(self, register: Callable[[AlignedRegion], Callable[[], None]]) -> None:
-        """Let somebody know the memory, until the arena is closed; for example ``swapper.register_memory``.
+        """Let somebody know the memory, until the arena is closed; for example `Swapper.register_memory`.
 
         Args:
             register: Gets the region and returns what undoes it.

@@ -28,7 +28,7 @@ class BusyTimes:
 
     def __init__(self, total: BusyTimes | None = None) -> None:
         self._total = total
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         # Who is at work, by direction: sets and not numbers, so that a call cut off by a signal can be repeated.
         self._workers: tuple[set[int], ...] = tuple(set() for _ in Direction)
         self._since = [0.0] * (_EITHER + 1)

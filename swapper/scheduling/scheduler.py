@@ -4,13 +4,14 @@
 A transfer that misses its deadline ends its operation for everybody who waits (``StallError``), but the kernel may
 still move the bytes later. So a stalled operation stays among the active ones of its extent until the backend lets go
 of it: operations on the same bytes fail at once, the extent's space is not given to anybody else, and neither is its
-memory (see [Note: whose memory it is]).
+memory (see [Note: whose memory it is] in ``swapper.memory.held``).
 
 [Note: signals]
 A ``KeyboardInterrupt`` can surface between any two calls on the main thread, also in here. ``with`` gives the lock
 back, a half-made admission is undone, and transfers that were taken from a lane but not handed over go back. Only the
 single transfer that is being handed over at that very moment may be lost: then its deadline or ``close`` ends it. The same
-holds for whatever else a signal handler raises. What a handler may call, and what is refused, says [Note: coming in between].
+holds for whatever else a signal handler raises. What a handler may call, and what is refused, says [Note: coming in between] in
+``swapper.sync.reentry``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class IOScheduler(Uncopyable):
         self._backend = backend
         self._give_back = give_back
         self._config = config
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         limit = min(config.max_inflight, backend.concurrency)
         self.observers = Observers()
         shared = (limit, backend.boundary_bytes, self._on_complete, BusyTimes(busy), self.observers)

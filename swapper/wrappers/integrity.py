@@ -106,7 +106,7 @@ class IntegrityBackend(BackendWrapper):
         # A page is read back in one request, which must not cross a boundary.
         self._table = ChecksumTable(inner.capacity_bytes, math.gcd(page_bytes, inner.boundary_bytes))
         self._lock = threading.RLock()  # guards all that follows, and the table
-        self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells]
+        self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._num_requests: Counter[int] = Counter()  # by page, of which they cover a part
         self._joiners: dict[int, _Job] = {}  # by page, the write that will join its segments if it stays alone
         self._preparing: set[_Job] = set()  # what is still read back for

@@ -41,7 +41,7 @@ class RateLimitBackend(BackendWrapper):
             if not rate > 0:
                 raise ArgumentError(f"{direction.name.lower()}_bytes_per_second must be positive, got {rate}")
         self._free_at = dict.fromkeys(Direction, 0.0)
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._delays = DelayLine()
 
     def describe(self) -> str:

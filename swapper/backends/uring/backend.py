@@ -42,7 +42,7 @@ class UringBackend(VolumeBackend):
         super().__init__(volume)
         self.concurrency = queue_depth
         self._files = {file: index for index, file in enumerate(volume.files)}
-        self._lock = threading.RLock()  # see [Note: coming in between]
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._pool: WorkerPool | None = None
         self._has_complained = False
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
@@ -58,7 +58,7 @@ class UringBackend(VolumeBackend):
         return f"uring: {self.volume.describe()}, {self.concurrency} reads and {self.concurrency} writes in flight"
 
     def submit(self, request: IORequest) -> None:
-        """Hand the request to the ring; see [Note: bounced transfers] for what it does not take."""
+        """Hand the request to the ring; see [Note: bounced transfers] in `FileTransfer` for what it does not take."""
         if self.block_bytes > 1 and (request.offset | request.address | len(request.memory)) % ALIGNMENT:
             self._bounce_pool().submit(request)
         else:
