@@ -16,7 +16,8 @@ fast. All constants follow from the levels. A size between 0 and 1 lies in octav
 
 A float32 with the exponent field E is in 2**(E-127) .. 2**(E-126), and ``(E << 23)`` as a float is 2**(E-127). So
   * octave: sizes of octave 0 have E = 126, 125, 124: three fields each, d = (126 - E) // 3. With 11/32 for
-    a third, ``* 11 >> 5``, that holds below 32; from 18 on (roots: 21) it is clamped. A size of 1 has E = 127 and gives -1, clamped to 0.
+    a third, ``* 11 >> 5``, that holds below 32; from 18 on (roots: 21) it is clamped. A size of 1 has E = 127 and gives -1,
+    clamped to 0.
   * start = 8**-(d+1) = 2**(-3-3d): field 127 - 3 - 3d = 124 - 3d.
   * step = (8**-d - start) / 2**(6-d) = 7 * 2**(-9-2d): field 118 - 2d, and 117 for roots, which have twice as many steps.
   * per_unit = 1 / step: a seventh, field 127 + 9 + 2d = 136 + 2d, and 137 for roots.

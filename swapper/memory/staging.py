@@ -120,7 +120,8 @@ class StagingArena(Uncopyable):
 
     A page is lent again when nobody holds it: neither who leased it, nor a read or write that was started with it and that
     the backend has not let go of, whatever became of whoever waited (see [Note: whose memory it is] in
-    ``swapper.memory.held``). One that nobody can give back any more, because an interrupt came between the lease and its use, counts as given back.
+    ``swapper.memory.held``). One that nobody can give back any more, because an interrupt came between the
+    lease and its use, counts as given back.
 
     Args:
         page_bytes: Size of a page, a multiple of 4096.
