@@ -257,16 +257,19 @@ class UnitCall:
         return [item for item in self._inputs if isinstance(item, Kept)]
 
     def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the results have come at its node; they add to those that came before."""
+        """Gradients of the results have come at its node: the sums of all that came so far."""
         if not self._owner.is_forward_over:
             self._owner.refuse(Refusal("the model's forward differentiates through its blocks itself"))
         if self.is_over:
             raise RuntimeError(f"a gradient of {self.site.name} came after its backward")
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                # What waits came earlier: so the sum has the order of one single backward.
-                parts = [self._gradients[index], self._owner.glue.take(node, index), gradient]
-                self._gradients[index] = functools.reduce(torch.add, [part for part in parts if part is not None])
+                self._gradients[index] = gradient
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """What has come for a result so far. It comes again, as part of a sum."""
+        gradient, self._gradients[number] = self._gradients[number], None
+        return gradient
 
     @property
     def has_gradient(self) -> bool:

@@ -61,7 +61,11 @@ class Receiver(Protocol):
         ...
 
     def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the results have come at its node; they add to those that came before."""
+        """Gradients of the results have come at its node: the sums of all that came so far."""
+        ...
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """What has come for a result so far. It comes again, as part of a sum."""
         ...
 
 
@@ -263,12 +267,15 @@ class Glue:
 
     def add(self, edge: Edge, gradient: torch.Tensor) -> None:
         """A gradient has come for ``edge``."""
-        before = self._waiting.get(edge)
+        before = self.take(edge)
         self._waiting[edge] = gradient if before is None else before + gradient
 
-    def take(self, node: Any, number: int) -> torch.Tensor | None:
-        """The gradient that waits for an edge."""
-        return self._waiting.pop((node, number), None)
+    def take(self, edge: Edge) -> torch.Tensor | None:
+        """What has come for ``edge`` so far. What comes next is added to it, part by part, as in one single backward."""
+        if edge not in self._waiting and self._is_call(edge[0]):
+            call: Receiver = edge[0].call
+            return call.take(edge[1])
+        return self._waiting.pop(edge, None)
 
     def deliver(self, call: Receiver) -> None:
         """All gradients of the call's results have come: what still waits for them is given to it.
@@ -287,6 +294,11 @@ class Glue:
         piece = self._pieces.pop(position)
         starts = [edge for edge in self._waiting if self._piece_of.get(edge[0]) == position]
         gradients = [self._waiting.pop(edge) for edge in starts]
+        for edge in (*piece.borders, *piece.ends) if starts else ():
+            before = self.take(edge)
+            if before is not None:
+                starts.append(edge)
+                gradients.append(before)
         if starts and piece.borders:
             self._run_to_borders(piece, starts, gradients)
         elif starts:
@@ -295,11 +307,6 @@ class Glue:
             del self._piece_of[node]
 
     def _run_to_borders(self, piece: _Piece, starts: list[Edge], gradients: list[torch.Tensor]) -> None:
-        # What waits at a border goes first: then the sum there has the order of one single backward.
-        for edge in piece.borders:
-            if edge in self._waiting:
-                starts.append(edge)
-                gradients.append(self._waiting.pop(edge))
         wanted = [*piece.borders, *piece.ends]
         with contextlib.ExitStack() as stack:
             for node in {edge[0] for edge in piece.borders} if piece.crosses else ():

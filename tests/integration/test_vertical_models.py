@@ -105,6 +105,28 @@ def test_autocast_around_a_block(tmp_path: Path) -> None:
         _train(both)
 
 
+class Bare(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)) @ self.down.weight.T
+
+
+class FansOut(Net):
+    """One result goes into two blocks, and past both: of the three parts of its gradient, the last one comes first."""
+
+    def __init__(self) -> None:
+        super().__init__("none", make_block=Bare)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[1](x) + self.blocks[2](x) + x
+
+
+def test_a_result_that_goes_several_ways(tmp_path: Path) -> None:
+    case = Case("fans out", lambda _: FansOut(), token_batch)
+    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
+        _train(both)
+
+
 _scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
 
