@@ -30,7 +30,7 @@ from swapper.volumes.scratch_file import ScratchFile
 from swapper.volumes.volume import Volume
 from tests.waiting import wait_until
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[4]
 _READ, _WRITE = Direction.READ, Direction.WRITE
 
 

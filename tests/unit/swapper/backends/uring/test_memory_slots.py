@@ -26,7 +26,7 @@ from swapper.testing.conformance import aligned_bytes, random_bytes, read, write
 from swapper.wrappers.base import LoggingBackend
 from tests.uring import needs_uring
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[5]
 _SECONDS = 20.0
 pytestmark = needs_uring
 

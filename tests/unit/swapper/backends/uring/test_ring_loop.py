@@ -28,7 +28,7 @@ from tests.open_files import open_files
 from tests.uring import needs_uring
 from tests.waiting import wait_until
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[5]
 _READ, _WRITE = Direction.READ, Direction.WRITE
 _SECONDS = 20.0
 pytestmark = needs_uring
