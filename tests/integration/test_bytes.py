@@ -41,7 +41,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "int8-states": {"bf16": {"enabled": True}, "infinity": {"state_dtype": "int8"}},
 }
 # Of 16 bytes per parameter, beyond the least: what stays in memory.
-_SHARES = {"few": 0.15, "most": 0.8}
+_SHARES = {"few": 0.15, "some": 0.4, "most": 0.8, "all": 2.0}
 _AXES = {
     "case": tuple(_CASES),
     "changes": tuple(_CHANGES),

@@ -207,7 +207,7 @@ _OPEN = """
     from swapper.backends import AiofilesBackend, Direction
     from swapper.backends.file_transfer import FileTransfer
     from swapper.testing.conformance import aligned_bytes, start
-    from swapper.volume import Volume
+    from swapper.volumes.volume import Volume
     backend = AiofilesBackend(Volume([sys.argv[1]], 1 << 20, direct=False), 2)
     data = aligned_bytes(4096)
     start(backend, Direction.WRITE, 0, data).require_whole(4096)
