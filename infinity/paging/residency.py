@@ -112,14 +112,17 @@ class Residency:
         """Of the pool, what the units that come and go share."""
 
     def make_resident(self, unit: Unit) -> None:
+        """Return when the unit's weights are in its flat buffer, and no update of it is pending."""
         with self.lock:
-            if unit.flat is None and not self._attach(unit, is_demand=True):
+            # A signal handler that comes while something is waited for uses units, too, and may take this one's buffer.
+            while unit.flat is None or unit.arrival is not None or unit.update is not None:
+                if unit.flat is None and not self._attach(unit, is_demand=True):
+                    self.await_update(unit)
+                    flat = self._allocate_now(unit)
+                    if flat is not None:
+                        self._begin_fetch(unit, flat, is_demand=True)
+                self._take_arrival(unit)
                 self.await_update(unit)
-                flat = self._allocate_now(unit)
-                if flat is not None:
-                    self._begin_fetch(unit, flat, is_demand=True)
-            self._take_arrival(unit)
-            self.await_update(unit)
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
@@ -219,10 +222,11 @@ class Residency:
                 else:
                     arrival.wait()
             except Exception:
-                if arrival is not unit.update:
+                if arrival is unit.arrival and arrival is not unit.update:
                     self._displace(unit)  # what came is not the weights
                 raise
-            unit.land()
+            if arrival is unit.arrival:  # else a signal handler came while it was waited for, and has seen to that
+                unit.land()
 
     def await_update(self, unit: Unit) -> None:
         """Return when no update of ``unit`` is pending."""
@@ -234,7 +238,8 @@ class Residency:
                     update.wait()
             else:
                 update.wait()
-            unit.end_update()
+            if update is unit.update:  # see `_take_arrival`
+                unit.end_update()
 
     def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
         """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
@@ -321,8 +326,7 @@ class Residency:
         if unit.arrival is not None and unit.arrival.done():
             self._take_arrival(unit)
         if unit.update is not None and unit.update.done():
-            unit.update.wait()
-            unit.end_update()
+            self.await_update(unit)
 
     def _allocate(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> FlatBuffer | None:
         while True:
