@@ -46,7 +46,9 @@ from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from infinity.errors import ForkedError, TurnError
+from infinity.threads.interrupts import refuse_in_between
 from infinity.torch_internals.names import backward_number, no_override
+from swapper.sync.reentry import resting
 
 PATIENCE_SECONDS = 60.0
 """How long to wait for a thread that does not move."""
@@ -332,7 +334,11 @@ class Turn:
         with self._changed:
             self._changed.notify_all()
 
+    @resting
     def _wait(self, is_due: Callable[[], bool], on_whom: Callable[[], int | None], what: str) -> None:
+        if is_due():
+            return
+        refuse_in_between(what)  # a finalizer, say, on the very thread that the one who has the turn is waiting for
         seen: Any = None
         since = time.monotonic()
         me = get_ident()
