@@ -123,7 +123,10 @@ class Backwards:
     def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         gradients = self._as_parts(unit, gradients)
         # Without a history it is not known whether backward will still need the weights: see `infinity.gradients.collector`.
-        self._stepper.deliver(unit, gradients, updates_now=self._updates_now() and self.collector.has_history)
+        updates_now = self._updates_now() and self.collector.has_history
+        if updates_now:  # what has gradients of earlier micro-batches, and none of this one yet, may still get one
+            updates_now = all(slot in gradients for slot in self._stepper.gradients.slots_with_gradient(unit))
+        self._stepper.deliver(unit, gradients, updates_now=updates_now)
 
     def _keep(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 import infinity
 from infinity.errors import BudgetTooSmallError
-from tests.exactness.lockstep import BF16, Lockstep
+from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
 from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
 
 _MODES = ("in_backward", "deferred", "step")
@@ -194,3 +195,47 @@ def test_the_state_of_a_first_update_that_is_pending_is_not_missed(update: str, 
         both.optimizer.load_state_dict(both.optimizer.state_dict())
         both.engine_step(1)
         both.require_equal()
+
+
+class _Routed(torch.nn.Module):
+    """Two experts that lie in one unit; a micro-batch goes through those it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, names: list[int]) -> torch.Tensor:
+        for name in names:
+            x = x + (self.first, self.second)[name](x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("routes", [([1, 0], [0], [1, 0]), ([1], [0], [1, 0]), ([0, 1], [0, 1], [1])])
+@pytest.mark.parametrize("max_norm", [0.0, 0.1])
+def test_a_gradient_that_was_not_expected_is_part_of_the_same_update(
+    routes: tuple[list[int], ...], max_norm: float, tmp_path: Path
+) -> None:
+    # A unit is updated when what fired in the micro-batch before has fired: gradients of earlier ones must not go before.
+    torch.manual_seed(0)
+    plain, batches = _Routed(), [torch.randn(3, 6) for _ in routes]
+    paged = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    config = everything_on_nvme(
+        tmp_path, {"gradient_accumulation_steps": len(routes), "gradient_clipping": max_norm, "infinity": {}}
+    )
+    engine, *_ = infinity.initialize(
+        model=paged, optimizer=torch.optim.AdamW(paged.parameters(), lr=0.1, fused=True), config=config
+    )
+    with engine:
+        for _ in range(3):
+            for x, names in zip(batches, routes, strict=True):
+                (plain(x, names) / len(routes)).backward()
+                engine.backward(engine(x, names))
+                engine.step()
+            grads = [p for p in plain.parameters() if p.grad is not None]
+            norm = torch.nn.utils.clip_grad_norm_(grads, max_norm or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(torch.tensor(engine.get_global_grad_norm()), norm)
+    for (name, ours), theirs in zip(paged.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
