@@ -98,7 +98,7 @@ def build(
         budget_bytes=budget if budget is not None else share.budget_bytes,
         shares_host_memory=device.shares_host_memory,
     )
-    guess = guessed_order(len(units))
+    guess = guessed_order(len(units), is_trained=bool(template.param_groups))
     placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
     if budget is not None:
         share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in model.parameters()))

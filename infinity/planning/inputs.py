@@ -165,10 +165,10 @@ def make_units(model: nn.Module, config: InfinityConfig, *, is_trained: bool) ->
     return units
 
 
-def guessed_order(num_units: int) -> list[int]:
-    """Before the first micro-batch is recorded: forward in the order of registration, backward in reverse."""
+def guessed_order(num_units: int, *, is_trained: bool = True) -> list[int]:
+    """Before the first micro-batch is recorded: forward in the order of registration, backward (if any) in reverse."""
     forward = list(range(num_units))
-    return [*forward, *reversed(forward)]
+    return [*forward, *reversed(forward)] if is_trained else forward
 
 
 def needed_together(units: Sequence[UnitSize], request: Request, moving: Iterable[int]) -> int:

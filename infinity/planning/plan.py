@@ -106,15 +106,21 @@ class Plan:
         ]
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
-        rows.append(("optimizer update", self.update.replace("_", " ")))
-        if self.num_micro_batches > 1:
+        is_trained = self.num_trainable > 0
+        if is_trained:
+            rows.append(("optimizer update", self.update.replace("_", " ")))
+        if is_trained and self.num_micro_batches > 1:
             order = "all through a unit before the next" if self.traffic.is_vertical else "one after the other"
             rows.append(("micro-batches", f"{self.num_micro_batches}, {order}"))
         rows += [
             (
-                "predicted read per step",
+                f"predicted read per {'step' if is_trained else 'forward'}",
                 f"{_size(self.predicted_read_bytes_per_step)} ({self.predicted_read_bytes_per_step / per:.2f} B per parameter)",
             ),
+        ]
+        if not is_trained:
+            return rows
+        rows += [
             (
                 "predicted written per step",
                 f"{_size(self.predicted_write_bytes_per_step)} ({self.predicted_write_bytes_per_step / per:.2f} B per parameter)",

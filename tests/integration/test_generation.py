@@ -1,0 +1,169 @@
+"""Models that only compute: Hugging Face's ``generate`` with weights from a drive, and adapters that are merged there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import BudgetTooSmallError
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.unit import Unit
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+_SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+_ROOMY = {**_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+_NUM_TOKENS = 12
+
+
+def _llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_ROOMY, num_hidden_layers=6))
+
+
+def _mixtral() -> Any:
+    config = transformers.MixtralConfig(**_ROOMY, num_hidden_layers=3, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def _gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=4, n_head=4, n_positions=64, pad_token_id=0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+def _engine(model: Any, directory: Path, *, is_bf16: bool = False, **more: Any) -> Any:
+    """With the least budget there is."""
+    tier = {"device": "nvme", "nvme_path": str(directory)}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": is_bf16},
+        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
+        "infinity": {"host_memory_budget": 1, "keep_in_memory": False},
+        **more,
+    }
+    with pytest.raises(BudgetTooSmallError) as refused:
+        infinity.initialize(model=model, config=config)
+    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def _prompt() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, 250, (2, 7), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}],
+    ids=["greedy", "sampled", "beams"],
+)
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", [_llama, _mixtral, _gpt2, _t5])
+def test_generated_tokens_are_those_of_the_model_in_memory(
+    make: Callable[[], Any], is_bf16: bool, how: dict[str, Any], tmp_path: Path
+) -> None:
+    model = _made(make)
+    plain = copy.deepcopy(model)
+    if is_bf16:
+        for parameter in plain.parameters():  # buffers keep their dtype
+            parameter.data = parameter.data.bfloat16()
+    with _engine(model, tmp_path, is_bf16=is_bf16) as engine:
+        engine.eval()
+        found = []
+        for generator in (plain, engine):
+            torch.manual_seed(3)
+            found.append(generator.generate(**_prompt(), max_new_tokens=_NUM_TOKENS, **how))
+    assert torch.equal(*found)
+
+
+def test_a_token_reads_each_weight_once_and_ahead_of_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[tuple[str, bool]] = []
+    fetch = WeightStore.fetch
+
+    def watched(self: WeightStore, unit: Unit, *, is_demand: bool) -> Any:
+        fetched.append((unit.name, is_demand))
+        return fetch(self, unit, is_demand=is_demand)
+
+    monkeypatch.setattr(WeightStore, "fetch", watched)
+    with _engine(_made(_llama), tmp_path) as engine:
+        engine.eval()
+        num_units = len(engine._pager.units)
+        fetched.clear()
+        engine.generate(**_prompt(), max_new_tokens=_NUM_TOKENS, min_new_tokens=_NUM_TOKENS, do_sample=False)
+        assert _NUM_TOKENS * num_units <= len(fetched) < (_NUM_TOKENS + 1) * num_units
+        assert sum(is_demand for _, is_demand in fetched) == 1  # the very first
+        steady = [name for name, _ in fetched[num_units:]]
+        assert all(name == steady[index % num_units] for index, name in enumerate(steady))  # across tokens, too
+
+
+def test_without_training_there_are_weights_and_nothing_else(tmp_path: Path) -> None:
+    with _engine(_made(_llama), tmp_path) as engine:
+        plan = dict(engine.plan.rows())
+        num_bytes = sum(size for _, size in engine.plan.units)
+        assert engine.plan.predicted_read_bytes_per_step == num_bytes
+        assert sum(engine.plan.states_bytes.values()) == num_bytes
+        assert engine.plan.placement.gradient_bytes == 0
+        assert "predicted read per forward" in plan
+        assert not {"optimizer update", "predicted written per step"} & set(plan)
+
+
+def _adapted() -> Any:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(_llama(), config)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize("how", ["merge", "merge and unmerge", "unload"])
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
+def test_merged_adapters_are_those_of_plain_torch(how: str, is_bf16: bool, tmp_path: Path) -> None:
+    def merged(model: Any) -> Any:
+        if how == "unload":
+            return model.merge_and_unload()
+        model.merge_adapter()
+        if how != "merge":
+            model.unmerge_adapter()
+        return model
+
+    model = _made(_adapted)
+    plain = copy.deepcopy(model)
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    with _engine(model, tmp_path, is_bf16=is_bf16, optimizer=optimizer) as engine:
+        tokens = _prompt()["input_ids"]
+        if is_bf16:
+            for parameter in plain.parameters():
+                parameter.data = parameter.data.bfloat16()
+        else:  # after a step of training
+            adapters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+            decay = engine.optimizer.param_groups[0]["weight_decay"]
+            torch_optimizer = torch.optim.AdamW(adapters, lr=0.01, weight_decay=decay, fused=True)
+            plain(input_ids=tokens, labels=tokens).loss.backward()
+            torch_optimizer.step()
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        engine.eval()
+        ours, theirs = merged(model), merged(plain)
+        with torch.no_grad():
+            assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+        expected = theirs.state_dict()
+        found = ours.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
