@@ -45,6 +45,15 @@ functional_call: Any = torch.nn.utils.stateless._functional_call
 """What ``torch.func.functional_call`` runs in: a frame of it says that a model has other parameters for a moment."""
 
 
+_storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and the like look at a storage, without the Python object that is passed: without it, nobody could tell
+    whether a tensor's memory may be exchanged."""
+    return _storage_holders(storage._cdata) - 1
+
+
 def has_transforms() -> bool:
     """Whether a transform of torch.func runs in this thread: tensors are then wrapped, and have no memory of their own."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 _FILL_BYTES = 8 << 20
 _FILL_CHECK_BYTES = 64 << 20
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
@@ -96,13 +96,13 @@ class ScratchFile(Uncopyable):
         if stat.f_blocks and free_bytes < num_bytes:
             raise VolumeTooSmallError(directory, num_bytes, free_bytes)
         if not self.num_bytes and self.drive.file_system == "btrfs":
-            _write_in_place(self.fd)
+            write_in_place(self.fd)
         try:
             try:
                 fallocate(self.fd, num_bytes)
                 return
             except OSError as refusal:
-                if refusal.errno not in _CANNOT_RESERVE:
+                if refusal.errno not in CANNOT_RESERVE:
                     raise
             if self._fill(num_bytes):
                 return
@@ -117,7 +117,7 @@ class ScratchFile(Uncopyable):
                 num_bytes,
             )
             return
-        if error.errno in _FULL:
+        if error.errno in FULL:
             os.ftruncate(self.fd, self.num_bytes)
             raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
         raise VolumeError(
@@ -230,7 +230,7 @@ def open_nameless(directory: Path) -> int:
             raise
         return fd
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
         raise UnwritableDirectoryError(directory, error_words(error)) from error
 
@@ -240,7 +240,7 @@ def _free_bytes(directory: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _write_in_place(fd: int) -> None:
+def write_in_place(fd: int) -> None:
     """Turn copy-on-write off for an empty file: its reserved space would not hold a second copy of what is rewritten."""
     with contextlib.suppress(OSError):
         flags = struct.unpack("i", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(4)))[0]

@@ -1,0 +1,180 @@
+"""Tensors on drives: ordinary torch tensors whose memory is `swapper.volumes.mapped_memory`.
+
+Knows tensors and parameters; must not know who builds a model, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity.errors import StorageError
+from infinity.torch_internals.foreign_writes import plain_address, plain_storage
+from infinity.torch_internals.modes import outside_modes
+from infinity.torch_internals.names import num_holders
+from swapper.errors import VolumeError, VolumeTooSmallError
+from swapper.volumes import mapped_memory
+from swapper.volumes.mapped_memory import MappedMemory
+
+_LEAST_BYTES = 16 << 10
+"""Smaller tensors stay in memory: a few pages of a drive would cost more than they save."""
+
+
+class DriveTensors:
+    """Makes tensors in files of some directories. Their space goes back when nothing looks at them any more."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        """``directories``: on the drives of the config; they must exist."""
+        self._memory = MappedMemory(directories)
+
+    @outside_modes
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stride: Sequence[int] | None = None) -> torch.Tensor:
+        """A CPU tensor of a shape and dtype, on a drive if it is large, without defined values.
+
+        Args:
+            shape: of the tensor.
+            dtype: any.
+            stride: of a dense tensor in any order of dimensions, in elements. None: row-major.
+
+        Raises:
+            StorageError: the directory has too little room, or the drive fails; the message names directory and bytes.
+        """
+        size = torch.Size(shape)
+        num_bytes = size.numel() * dtype.itemsize
+        steps = tuple(stride) if stride is not None else _row_major(size)
+        if num_bytes < _LEAST_BYTES:
+            return torch.empty_strided(size, steps, dtype=dtype, device="cpu")
+        with explained():
+            array = self._memory.allocate(num_bytes)
+        storage = torch.from_numpy(array).untyped_storage()
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, size, steps)
+
+    def like(self, source: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape, dtype and (if dense) strides of ``source`` (on any device), without defined values."""
+        return self.empty(source.shape, source.dtype, stride=source.stride() if is_dense(source) else None)
+
+    @outside_modes
+    @torch.no_grad()
+    def move(self, tensor: torch.Tensor) -> bool:
+        """Bring the memory of a CPU tensor to a drive; it stays the same object with the same values.
+
+        Returns:
+            False if somebody else looks at that memory, too: it stays where it is, and may be tried again later. True
+            otherwise, also if there is nothing to move (small, on a drive already, on another device, not dense).
+        """
+        if tensor.device.type != "cpu" or not is_dense(tensor) or tensor.is_inference():
+            return True
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes < _LEAST_BYTES or on_drive(tensor):
+            return True
+        storage = plain_storage(tensor)
+        # What NumPy, a file or another process has made is not resizable: others may look at it uncounted.
+        if not storage.resizable() or num_holders(storage) > 1:
+            return False
+        made = self.like(tensor)
+        source, place = _bytes_of(tensor), _bytes_of(made)
+        for start, stop in mapped_memory.touched(plain_address(tensor), num_bytes):
+            place[start:stop].copy_(source[start:stop])
+        del storage, source
+        tensor.data = made
+        return True
+
+
+@outside_modes
+def on_drive(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is that of a `DriveTensors`."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return mapped_memory.is_mapped(plain_address(tensor))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's elements lie without gaps, each once, in any order of dimensions."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+@outside_modes
+def give_memory(model: nn.Module, tensors: DriveTensors) -> list[str]:
+    """Replace what a model has on ``meta``, parameters and buffers, by tensors on drives without defined values.
+
+    A parameter that is at several places is one there again. Parameters become new objects, as in ``Module.to_empty``.
+
+    Returns:
+        The FQNs, of each parameter and buffer the first: whoever calls this gives them values.
+
+    Raises:
+        StorageError: see `DriveTensors.empty`.
+    """
+    made: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # so that no id is used twice
+    names: list[str] = []
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    new = tensors.like(tensor)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                        new.__dict__.update(tensor.__dict__)
+                    made[id(tensor)] = new
+                    kept.append(tensor)
+                    names.append(f"{prefix}.{name}" if prefix else name)
+                held[name] = made[id(tensor)]
+    return names
+
+
+def write_out() -> None:
+    """Bring what is new in tensors on drives there, and let their pages go.
+
+    Raises:
+        StorageError: a drive fails.
+    """
+    with explained():
+        mapped_memory.write_out()
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Volume errors inside the ``with`` block become the `StorageError` that users know."""
+    try:
+        yield
+    except VolumeTooSmallError as error:
+        raise StorageError(
+            error.directory,
+            f"is too small for the model's parameters: {error.needed_bytes} bytes are needed for the next one, and "
+            f"{error.free_bytes} are free",
+            cure="Free some space, or choose another nvme_path",
+        ) from error
+    except VolumeError as error:
+        raise StorageError(
+            error.directory,
+            f"cannot hold the model's parameters: {error}",
+            cure="Look at the drive, or choose another one",
+        ) from error
+
+
+def _row_major(size: torch.Size) -> tuple[int, ...]:
+    steps, step = [], 1
+    for length in reversed(size):
+        steps.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(steps))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory, in its order."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,309 @@
+"""Memory that lies on drives: arrays over nameless files, written out and dropped behind whoever fills them.
+
+Such an array is read and written like any other (a shared mapping), so whatever computes with memory computes with it; but
+it needs hardly any memory of its own. One thread per process looks how much of all arrays is in memory, and writes them out
+and lets their pages go when that exceeds `WINDOW_BYTES`. A page that is used again is read again by the kernel.
+
+[Note: who waits] Pages can be made faster than a drive takes them. A writer that is far ahead waits: the thread then keeps
+the interpreter's lock while it writes, so that nobody begins another operation.
+[Note: nothing is lost] What a mapping shows and what the page cache holds is one memory. Only pages whose bytes have reached
+the file are dropped, so this may happen at any moment, while others write as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.errors import VolumeError, VolumeTooSmallError, error_words
+from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, open_nameless, write_in_place
+
+WINDOW_BYTES = 64 << 20
+"""Of all arrays together, what may be in memory before it is written out."""
+_AHEAD_BYTES = 2 * WINDOW_BYTES
+"""From here on whoever writes has to wait."""
+_SEGMENT_BYTES = 16 << 30
+_SECONDS_BETWEEN_LOOKS = 0.01
+_FILL_BYTES = 8 << 20
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*
+_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_*
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc_with_lock = ctypes.PyDLL(None, use_errno=True)
+"""The same functions, but nobody else's Python runs meanwhile."""
+for _library in (_libc, _libc_with_lock):
+    _library.mmap.restype = ctypes.c_void_p
+    _library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+    _library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    _library.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+
+
+class MappedMemory:
+    """Gives out arrays in files of some directories, each in the next one that has room.
+
+    The space of an array goes back to the file system when nobody looks at the array any more. Nothing has a name, so
+    nothing is left after any kind of exit.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = list(directories)
+        self._open: dict[Path, weakref.ref[_Segment]] = {}
+        self._num_given = 0
+        self._lock = threading.RLock()
+
+    def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """An array of zeros, 1-D, at the beginning of a page.
+
+        Raises:
+            VolumeTooSmallError: no directory has so much room; the message names one, and the bytes.
+            VolumeError: none can be written to, or an earlier array could not be written out.
+        """
+        check_written()
+        with self._lock:
+            first = self._num_given
+            self._num_given += 1
+            failure: VolumeError | None = None
+            for turn in range(len(self._directories)):
+                directory = self._directories[(first + turn) % len(self._directories)]
+                try:
+                    return self._allocate_in(directory, num_bytes)
+                except VolumeError as error:
+                    failure = failure or error
+            raise failure or ValueError("no directory is given")
+
+    def _allocate_in(self, directory: Path, num_bytes: int) -> npt.NDArray[np.uint8]:
+        reference = self._open.get(directory)
+        segment = reference() if reference is not None else None
+        if segment is None or not segment.has_place(num_bytes):
+            segment = _Segment(directory, max(_SEGMENT_BYTES, num_bytes))
+            self._open[directory] = weakref.ref(segment)
+            _writer.add(segment)
+        return np.asarray(_Lent(segment, segment.take(num_bytes), num_bytes))
+
+
+class _Segment:
+    """One file and its mapping, given out from the beginning to the end. It goes when all of it has been given back."""
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        self._directory = directory
+        self._num_bytes = num_bytes
+        self._taken_bytes = 0
+        self._process = os.getpid()
+        self.address, self._fd = 0, -1
+        self._fd = open_nameless(directory)
+        try:
+            write_in_place(self._fd)
+            os.ftruncate(self._fd, num_bytes)
+            self.address = self._map(None, 0)
+        except OSError as error:
+            raise VolumeError(
+                directory, f"no file can be mapped in {str(directory)!r}: {error_words(error)}"
+            ) from error
+
+    def __del__(self) -> None:
+        if self.address:
+            _libc.munmap(self.address, self._num_bytes)
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def has_place(self, num_bytes: int) -> bool:
+        """Whether so much of it has not been given out yet."""
+        return self._taken_bytes + num_bytes <= self._num_bytes
+
+    def holds(self, address: int) -> bool:
+        """Whether this address lies in it."""
+        return self.address <= address < self.address + self._num_bytes
+
+    def take(self, num_bytes: int) -> int:
+        """The offset of a new part, whose space on the drive is reserved: a write to it cannot fail for want of room."""
+        offset = self._taken_bytes
+        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        stat = os.fstatvfs(self._fd)
+        free_bytes = stat.f_bavail * stat.f_frsize
+        if stat.f_blocks and free_bytes < length:
+            raise VolumeTooSmallError(self._directory, length, free_bytes)
+        try:
+            try:
+                _check(_libc.fallocate(self._fd, _KEEP_SIZE, offset, length))
+            except OSError as refusal:
+                if refusal.errno not in CANNOT_RESERVE:
+                    raise
+                self._fill(offset, length)
+        except OSError as error:
+            self.give_back(offset, num_bytes)
+            if error.errno in FULL:
+                raise VolumeTooSmallError(self._directory, length, free_bytes, error_words(error)) from error
+            problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
+            raise VolumeError(self._directory, problem) from error
+        self._taken_bytes = offset + length
+        return offset
+
+    def _fill(self, offset: int, length: int) -> None:
+        stop, zeros = offset + length, bytes(min(_FILL_BYTES, length))
+        while offset < stop:
+            offset += os.pwrite(self._fd, memoryview(zeros)[: stop - offset], offset)
+
+    def give_back(self, offset: int, num_bytes: int) -> None:
+        """Nobody looks at a part any more. Takes no lock: finalizers call this."""
+        if os.getpid() == self._process:  # a forked child has only let go of its own view
+            _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, offset, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+    def write_out(self, *, keeps_lock: bool) -> None:
+        """Write what is new, and let all pages go.
+
+        Raises:
+            VolumeError: the drive fails.
+        """
+        library = _libc_with_lock if keeps_lock else _libc
+        try:
+            _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))
+            self._map(self.address, _MAP_FIXED)  # page tables go, too: 2 MB per GB
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise VolumeError(
+                self._directory,
+                f"tensors in directory {str(self._directory)!r} cannot be written: {error_words(error)}",
+            ) from error
+
+    def _map(self, address: int | None, flags: int) -> int:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        found = _libc.mmap(address, self._num_bytes, protection, mmap.MAP_SHARED | flags, self._fd, 0)
+        if found is None or found == _MAP_FAILED:
+            _check(-1)
+        return int(found)
+
+
+class _Lent:
+    """Lends a part of a segment to NumPy, and gives it back when nobody looks at it any more."""
+
+    def __init__(self, segment: _Segment, offset: int, num_bytes: int) -> None:
+        self.__array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (segment.address + offset, False),
+            "version": 3,
+        }
+        weakref.finalize(self, segment.give_back, offset, num_bytes).atexit = False
+
+
+class _Writer:
+    """Writes all segments out whenever much of them is in memory; has a thread as long as there are any."""
+
+    def __init__(self) -> None:
+        self._segments: weakref.WeakSet[_Segment] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._floor_bytes = 0
+        self._failure: VolumeError | None = None
+
+    def add(self, segment: _Segment) -> None:
+        """A new one."""
+        with self._lock:
+            self._segments.add(segment)
+            if self._thread is None or not self._thread.is_alive():  # not after a fork
+                self._floor_bytes = _mapped_bytes()
+                self._thread = threading.Thread(target=self._run, name="infinity-mapped-memory", daemon=True)
+                self._thread.start()
+
+    def segments(self) -> list[_Segment]:
+        """Those that there are."""
+        with self._lock:
+            return list(self._segments)
+
+    def check(self) -> None:
+        """Raise what writing has met with."""
+        if self._failure is not None:
+            raise self._failure
+
+    def write_out(self, *, keeps_lock: bool = False) -> None:
+        """Write all of them, and let their pages go. A failure is noted, and stays."""
+        for segment in self.segments():
+            try:
+                segment.write_out(keeps_lock=keeps_lock)
+            except VolumeError as error:
+                self._failure = self._failure or error
+        self._floor_bytes = _mapped_bytes()
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while True:
+            pause.wait(_SECONDS_BETWEEN_LOOKS)
+            mapped_bytes = _mapped_bytes()
+            if mapped_bytes - self._floor_bytes >= WINDOW_BYTES:
+                self.write_out(keeps_lock=mapped_bytes - self._floor_bytes >= _AHEAD_BYTES)
+            self._floor_bytes = min(self._floor_bytes, mapped_bytes)
+            with self._lock:
+                if not self._segments:
+                    self._thread = None
+                    return
+
+
+_writer = _Writer()
+
+
+def write_out() -> None:
+    """Write all mapped memory of this process out, and let its pages go.
+
+    Raises:
+        VolumeError: a drive fails, now or since the beginning.
+    """
+    _writer.write_out()
+    _writer.check()
+
+
+def check_written() -> None:
+    """Raise the `VolumeError` of a drive to which mapped memory could not be written."""
+    _writer.check()
+
+
+def is_mapped(address: int) -> bool:
+    """Whether memory of a `MappedMemory` lies at an address."""
+    return any(segment.holds(address) for segment in _writer.segments())
+
+
+def touched(address: int, num_bytes: int, piece_bytes: int = 1 << 20) -> Iterator[tuple[int, int]]:
+    """The parts of ordinary memory that somebody has written to or read, as offsets; all where the kernel does not tell."""
+    with contextlib.ExitStack() as stack:
+        try:
+            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, pagemap)
+        except OSError:
+            pagemap = -1
+        for start in range(0, num_bytes, piece_bytes):
+            stop = min(start + piece_bytes, num_bytes)
+            if pagemap < 0 or _is_touched(pagemap, address + start, address + stop):
+                yield start, stop
+
+
+def _is_touched(pagemap: int, start: int, stop: int) -> bool:
+    first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
+    data = os.pread(pagemap, (last - first) * 8, first * 8)
+    entries = np.frombuffer(data, dtype=np.uint64)
+    return len(entries) < last - first or bool((entries >> np.uint64(62)).any())  # in memory, or swapped out
+
+
+def _mapped_bytes() -> int:
+    """Pages of files that this process has in its memory."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[2]) * mmap.PAGESIZE
+
+
+def _check(result: int) -> None:
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+__all__ = ["WINDOW_BYTES", "MappedMemory", "check_written", "is_mapped", "touched", "write_out"]
