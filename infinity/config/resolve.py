@@ -287,6 +287,7 @@ def _resolve_infinity(
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,
         schedule=block.schedule,
+        activation_checkpointing=block.activation_checkpointing,
         state_dtype=block.state_dtype,
         timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
     )

@@ -134,6 +134,7 @@ class InfinitySection:
         state_dtype: how the optimizer's element-wise states are stored; they are fp32 while they are worked on.
         timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
         schedule: in which order `Engine.train_batch` goes through units and micro-batches.
+        activation_checkpointing: whether blocks are computed once more in backward.
     """
 
     host_memory_budget: int | None
@@ -151,6 +152,7 @@ class InfinitySection:
     schedule: ScheduleMode
     state_dtype: StateDtype = "fp32"
     timeline: Path | None = None
+    activation_checkpointing: bool = False
 
 
 @dataclass(frozen=True)

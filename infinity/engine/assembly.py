@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
@@ -129,7 +130,8 @@ def build(
     ]
     states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
     blocks = tuple(find_blocks(model, config.infinity.units))
-    module_hooks = ModuleHooks(model, units, blocks)
+    recomputed = RecomputedForward if config.infinity.activation_checkpointing else None
+    module_hooks = ModuleHooks(model, units, blocks, recomputed)
     access = StateAccess(
         module_hooks, pager, storage.records, storage.weights, device, states, chunks, request.record_format, copies
     )

@@ -27,7 +27,7 @@ from infinity.errors import UnsupportedModelError
 _CURE = "Compile its blocks instead: engine.compile(...) after infinity.initialize does that for all of them"
 
 
-class _InPlaceOfMethod:
+class InPlaceOfMethod:
     """A callable in a module's ``__dict__`` that hides a method of its class. A copy of the module has the method again."""
 
     def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -101,7 +101,7 @@ class CompiledForwards:
                 )
             self._set(module, "_compiled_call_impl", None)
             for part in spanned if spans else [module]:
-                self._set(part, "forward", _InPlaceOfMethod(part, "forward", compile_function(part.forward)))
+                self._set(part, "forward", InPlaceOfMethod(part, "forward", compile_function(part.forward)))
 
     def compile_units(self, blocks: Callable[[], Sequence[nn.Module]]) -> None:
         """From now on ``model.compile(...)`` compiles each of the blocks that there are then."""
@@ -110,11 +110,15 @@ class CompiledForwards:
             for block in blocks():
                 block.compile(*args, **kwargs)
 
-        self._set(self._model, "compile", _InPlaceOfMethod(self._model, "compile", compile_each))
+        self._set(self._model, "compile", InPlaceOfMethod(self._model, "compile", compile_each))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._before.append((module, name, module.__dict__.get(name, self)))
         module.__dict__[name] = value
+
+    def replace(self, module: nn.Module, forward: Any) -> None:
+        """Put something in the place of a module's ``forward``, until `restore`."""
+        self._set(module, "forward", forward)
 
     def restore(self) -> None:
         """The modules are as they were. May be repeated."""

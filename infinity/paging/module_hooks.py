@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.errors import EngineBusyError, ModelError, UnsupportedModelError
-from infinity.paging.compiled_forwards import CompiledForwards, inside_compiled, refuse_tracing
+from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.threads.interrupts import refuse_in_between
 from infinity.torch_internals.modes import outside_modes, untraced
 from infinity.torch_internals.names import is_tracing
@@ -162,8 +162,20 @@ class _BoundHook:
 class ModuleHooks:
     """Where each parameter of a model lies, and the hooks that tell the pager what is needed. Answers for the parameters."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], blocks: Sequence[str] = ()) -> None:
-        """``blocks``: FQNs of the modules that were made units of their own."""
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        blocks: Sequence[str] = (),
+        recomputed: type[InPlaceOfMethod] | None = None,
+    ) -> None:
+        """
+        Args:
+            blocks: FQNs of the modules that were made units of their own.
+            recomputed: a class for their forwards, called with module, forward, pager and the units that it enters; None
+                leaves them as they are.
+        """
+        self._recomputed: Any = recomputed
         self.model = model
         self.units = list(units)
         self._places_of_blocks = [
@@ -264,6 +276,11 @@ class ModuleHooks:
 
     def _hook_each_call(self, pager: Pager, keep_alive: object) -> None:
         self._forwards.convert(self._blocks_now())
+        if self._recomputed is not None:
+            for block in self._blocks_now().values():
+                if not isinstance(block.__dict__.get("forward"), self._recomputed):
+                    forward = self._recomputed(block, block.forward, pager, self._entered_by(block))
+                    self._forwards.replace(block, forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self.model)
         abandon = functools.partial(self._abandon_calls, pager)
@@ -271,10 +288,7 @@ class ModuleHooks:
             if id(module) in self.covered:
                 continue
             own = self._own_slots(module)
-            reach = {self.locate(p)[0].index for p in module.parameters() if self.holds(p)}
-            entered = [unit for unit, _ in own if reach == {unit.index}]
-            if not entered and len(reach) == 1:
-                entered = [self.units[next(iter(reach))]]
+            entered = self._entered_by(module)
             is_root = module is self.model
             if is_root and self._hooks:
                 continue  # it may be in the midst of a call
@@ -315,6 +329,10 @@ class ModuleHooks:
             attributes = {} if block is None else block.__dict__
             present += [id(block), attributes.get("_compiled_call_impl"), attributes.get("forward")]
         return present
+
+    def _entered_by(self, module: nn.Module) -> list[Unit]:
+        reach = {self.locate(p)[0].index for p in module.parameters() if self.holds(p)}
+        return [self.units[index] for index in reach] if len(reach) == 1 else []
 
     def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
         own: dict[int, tuple[Unit, list[Slot]]] = {}

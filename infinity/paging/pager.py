@@ -330,6 +330,23 @@ class Pager(Residency):
             if self.is_computing and not self.turn.is_guest:
                 self.pump()
 
+    @contextmanager
+    def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
+        """What a module's hooks do around its forward, for one that is called without them. ``units``: those it enters."""
+        self.begin_forward(is_root=False)
+        entered: list[Unit] = []
+        try:
+            for unit in units:
+                self.enter(unit)
+                entered.append(unit)
+            yield
+        finally:
+            try:
+                for unit in reversed(entered):
+                    self.leave(unit)
+            finally:
+                self.end_forward()
+
     def check_touch(self, unit: Unit) -> None:
         """Raise if a signal handler is about to `touch` another unit in the midst of the engine's work."""
         if not self.trace.is_at(unit.index):

@@ -35,11 +35,11 @@ import torch
 from torch import nn
 
 from infinity.activations.boundary import Boundary, Kept
+from infinity.activations.caches import without_caches
 from infinity.activations.refusal import Refusal
 from infinity.units.unit import Unit
 from infinity.vertical.glue import Edge, Glue, Returned, edge_of
 from infinity.vertical.replay.ambient import Ambient, RandomState
-from infinity.vertical.replay.caches import without_caches
 from infinity.vertical.replay.effects import Buffers, BufferValues
 from infinity.vertical.replay.tree import Built, Tree
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.activations.recomputation import RecomputedForward
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.units.unit import Unit
 from infinity.vertical.call import Site
@@ -63,7 +64,7 @@ class Interception:
                     continue  # its forward is part of a compiled one
                 attributes = site.module.__dict__
                 self._before.append((site.module, attributes.get("forward", _ABSENT)))
-                attributes["forward"] = _wrap(handler, site, site.module.forward)
+                attributes["forward"] = _wrap(handler, site, _computing(site.module.forward))
             yield
         finally:
             self.restore()
@@ -80,6 +81,11 @@ class Interception:
         while self._relieved:
             _set_checkpointing(self._relieved[-1], is_on=True)
             del self._relieved[-1]
+
+
+def _computing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the engine's own checkpointing: units are recomputed anyway."""
+    return forward.forward if isinstance(forward, RecomputedForward) else forward
 
 
 def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,8 +29,8 @@ DEFAULT_GRADIENT_CLIPPING = 1.0
 
 _ONE_PROCESS = "no effect: it concerns communication between processes, and there is one process"
 _TORCH_CHECKPOINT = (
-    "no effect: it concerns deepspeed.checkpointing only; switch activation checkpointing on in the model "
-    "(model.gradient_checkpointing_enable() or torch.utils.checkpoint)"
+    "no effect: it concerns deepspeed.checkpointing only; switch activation checkpointing on with "
+    "infinity.activation_checkpointing or in the model (model.gradient_checkpointing_enable())"
 )
 _CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
 _PROFILING = "no effect: there is no such profiler here; engine.report and torch.profiler tell where time goes"
@@ -121,6 +121,11 @@ class InfinityBlock(Block):
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     """Order of `engine.train_batch`: `"vertical"` takes all micro-batches through a unit before the next, `"ordinary"`
     one micro-batch after the other; `"auto"` takes the one that moves fewer bytes."""
+    activation_checkpointing: Flag = False
+    """Compute each block (each module that is paged as one) once more in backward instead of keeping its activations, as
+    `torch.utils.checkpoint` around the blocks does, non-reentrant. Only in training; blocks that the model checkpoints by
+    itself are left to it, and the vertical schedule does so anyway. The block `activation_checkpointing` alone switches
+    nothing on, as in DeepSpeed."""
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
     """A read or write that takes longer is an error instead of a hang."""
     direct_io: Flag = True

@@ -1,0 +1,63 @@
+"""Blocks that keep their inputs only, and are computed once more in backward: activation checkpointing.
+
+Knows modules and torch's own checkpointing; must not know what becomes of the inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.activations.caches import without_caches
+from infinity.paging.compiled_forwards import InPlaceOfMethod
+from infinity.paging.pager import Pager
+from infinity.paging.saved_tensors import top_hooks
+from infinity.threads.turn import in_backward
+from infinity.units.unit import Unit
+
+_HOME = "torch.utils.checkpoint"
+
+
+class RecomputedForward(InPlaceOfMethod):
+    """The ``forward`` of a block under torch's non-reentrant checkpointing, where there is anything to gain by it."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], pager: Pager, units: Sequence[Unit]) -> None:
+        """
+        Args:
+            module: the block.
+            forward: its forward without checkpointing.
+            pager: of its weights.
+            units: which the block's own hooks enter: torch calls them in forward only.
+        """
+        super().__init__(module, "forward", forward)
+        self.forward = forward
+        self._pager = pager
+        self._units = list(units)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # What is compiled becomes a part of a forward that is checkpointed as a whole.
+        if torch.compiler.is_compiling() or not self._is_due():
+            return self.forward(*args, **kwargs)
+        args, kwargs = without_caches(args, kwargs)
+        return checkpoint(self._compute, *args, use_reentrant=False, **kwargs)
+
+    def _is_due(self) -> bool:
+        """Not in evaluation, and not inside a checkpoint of the model's own, nor in its recomputation."""
+        module = self._module()
+        if module is None or not module.training or not torch.is_grad_enabled() or in_backward():
+            return False
+        top = top_hooks()
+        return top is None or getattr(top[0], "__module__", None) != _HOME
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        with self._pager.inside_module(self._units) if in_backward() else nullcontext():
+            return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)

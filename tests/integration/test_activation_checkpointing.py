@@ -1,0 +1,247 @@
+"""``infinity.activation_checkpointing``: blocks are computed once more in backward, to the bits of torch's own checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.errors import BudgetTooSmallError
+from infinity.units.partition import find_blocks
+from tests.exactness import families
+from tests.exactness.lockstep import everything_on_nvme
+
+_ON = {"activation_checkpointing": True}
+_NUM_BLOCKS = 3
+_CALLS: Counter[str] = Counter()
+"""Of blocks; not in the model, whose attributes a vertical step looks at."""
+
+
+class Block(nn.Module):
+    """With dropout, a parameter of its own, and an argument by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.up = nn.Linear(8, 24)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.drop = nn.Dropout(0.3)
+        self.down = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> tuple[Tensor, str]:
+        if not torch.compiler.is_compiling():
+            _CALLS["forward"] += 1
+        hidden = self.drop(torch.relu(self.frozen(self.up(x * self.scale))))
+        return x + self.down(hidden) + shift, "and something that is no tensor"
+
+
+class Model(nn.Module):
+    def __init__(self, how: str = "none") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(_NUM_BLOCKS))
+        self.head = nn.Linear(8, 16)
+        self.how = how
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        shift = x.mean(dim=-1, keepdim=True)
+        if self.how == "reentrant":
+            shift = shift.detach()  # a partial function carries no gradient through it
+        for block in self.blocks:
+            if self.how == "none":
+                x, _ = block(x, shift=shift)
+            else:
+                call = functools.partial(block, shift=shift) if self.how == "reentrant" else block
+                keywords = {} if self.how == "reentrant" else {"shift": shift}
+                x, _ = checkpoint(call, x, use_reentrant=self.how == "reentrant", **keywords)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@pytest.fixture(autouse=True)
+def _count_anew() -> None:
+    _CALLS.clear()
+
+
+def _model(how: str = "none") -> Model:
+    torch.manual_seed(3)
+    return Model(how)
+
+
+def _tokens(step: int) -> Tensor:
+    return torch.randint(16, (2, 5), generator=torch.Generator().manual_seed(step))
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _engine(model: nn.Module, directory: Path, changes: dict[str, Any] | None = None) -> Any:
+    """With the smallest budget that is accepted: no unit stays where it is."""
+    config = everything_on_nvme(directory, changes or {})
+    config |= {"optimizer": None, "infinity": config["infinity"] | _ON | {"host_memory_budget": 1, "page_bytes": None}}
+    optimizer = torch.optim.AdamW(_trainable(model), lr=1e-2)
+    with pytest.raises(BudgetTooSmallError) as refused:
+        infinity.initialize(model=model, optimizer=optimizer, config=config)
+    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
+    return infinity.initialize(model=model, optimizer=torch.optim.AdamW(_trainable(model), lr=1e-2), config=config)[0]
+
+
+def _train(
+    model: Any, call: Callable[[int], Tensor], backward: Callable[[Tensor], Any], step: Callable[[], Any]
+) -> list[Tensor]:
+    torch.manual_seed(11)
+    losses = []
+    for number in range(3):
+        losses.append(call(number))
+        backward(losses[-1])
+        step()
+    return losses
+
+
+def _train_plainly(model: nn.Module, call: Callable[[int], Tensor]) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(_trainable(model), lr=1e-2)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _train(model, call, lambda loss: loss.backward(), step)
+
+
+def _require_equal(model: nn.Module, losses: list[Tensor], plain: nn.Module, expected: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    for (fqn, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        with infinity.GatheredParameters(parameter):
+            assert torch.equal(parameter, other), fqn
+
+
+@pytest.mark.parametrize("with_autocast", [False, True])
+def test_the_bits_are_those_of_torchs_checkpointing(with_autocast: bool, tmp_path: Path) -> None:
+    plain = _model("non-reentrant")
+
+    def call(number: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=with_autocast):
+            return plain(_tokens(number))
+
+    expected = _train_plainly(plain, call)
+    model = _model()
+    changes = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if with_autocast else {}
+    with _engine(model, tmp_path, changes) as engine:
+        losses = _train(model, lambda n: engine(_tokens(n)), engine.backward, engine.step)
+        assert _CALLS == {"forward": 2 * 3 * 2 * _NUM_BLOCKS}  # of both models
+        _require_equal(model, losses, plain, expected)
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_what_the_model_checkpoints_by_itself_is_computed_twice_only(how: str, tmp_path: Path) -> None:
+    plain = _model(how)
+    expected = _train_plainly(plain, lambda n: plain(_tokens(n)))
+    num_calls = _CALLS["forward"]
+    model = _model(how)
+    with _engine(model, tmp_path) as engine:
+        losses = _train(model, lambda n: engine(_tokens(n)), engine.backward, engine.step)
+        assert {"forward": 2 * num_calls} == _CALLS
+        _require_equal(model, losses, plain, expected)
+
+
+def test_evaluation_keeps_nothing_and_computes_once(tmp_path: Path) -> None:
+    model = _model()
+    with _engine(model, tmp_path) as engine:
+        with torch.no_grad():
+            engine(_tokens(0))
+        assert _CALLS == {"forward": _NUM_BLOCKS}
+        engine.eval()
+        engine.backward(engine(_tokens(0)))
+        assert _CALLS == {"forward": 2 * _NUM_BLOCKS}
+
+
+def test_a_vertical_step_computes_units_twice_only(tmp_path: Path) -> None:
+    model = _model()
+    changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}}
+    with _engine(model, tmp_path, changes) as engine:
+        data = iter([(_tokens(number),) for number in range(4)])
+        for _ in range(2):
+            engine.train_batch(data)
+        assert engine.report.schedule == "vertical"
+        assert _CALLS == {"forward": 2 * 2 * 2 * _NUM_BLOCKS}
+
+
+def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
+    model = _model()
+    config = everything_on_nvme(tmp_path, {"infinity": _ON})
+    with infinity.initialize(model=model, config=config)[0] as engine, infinity.GatheredParameters(model.parameters()):
+        alone = copy.deepcopy(engine.module)
+    alone(_tokens(0)).backward()
+    assert _CALLS == {"forward": _NUM_BLOCKS}
+
+
+@pytest.mark.parametrize("make", [families.llama, families.gpt2, families.t5], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_transformers(make: Callable[[], Any], use_cache: bool, tmp_path: Path) -> None:
+    """Caches that layers would fill twice are left out, as the library leaves them out."""
+
+    def build() -> Any:
+        torch.manual_seed(5)
+        model = make()
+        model.config.use_cache = use_cache
+        return model
+
+    def batch(number: int) -> dict[str, Tensor]:
+        tokens = torch.randint(3, families.VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens, "labels": tokens}
+
+    plain = build()
+    plain.config.use_cache = False
+    for fqn in find_blocks(plain):
+        block = plain.get_submodule(fqn)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    expected = _train_plainly(plain, lambda n: plain(**batch(n)).loss)
+    model = build()
+    with _engine(model, tmp_path) as engine:
+        losses = _train(model, lambda n: engine(**batch(n)).loss, engine.backward, engine.step)
+        _require_equal(model, losses, plain, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "compile"])
+def test_compiled_blocks(is_before: bool, wraps: bool, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+
+    def compile_blocks(model: Model) -> None:
+        for index, block in enumerate(model.blocks):
+            if wraps:
+                model.blocks[index] = torch.compile(block, backend="aot_eager")
+            else:
+                block.compile(backend="aot_eager")
+
+    def build(how: str) -> Model:
+        model = _model(how)
+        for block in model.blocks:
+            block.drop.p = 0.0
+        return model
+
+    plain = build("non-reentrant")
+    compile_blocks(plain)
+    expected = _train_plainly(plain, lambda n: plain(_tokens(n)))
+    torch._dynamo.reset()
+    model = build("none")
+    if is_before:
+        compile_blocks(model)
+    with _engine(model, tmp_path) as engine:
+        if not is_before:
+            compile_blocks(model)
+        losses = _train(model, lambda n: engine(_tokens(n)), engine.backward, engine.step)
+        _require_equal(model, losses, plain, expected)
+    torch._dynamo.reset()
