@@ -28,6 +28,7 @@ from infinity.distributed.collectives import init_distributed
 from infinity.engine.engine import Engine
 from infinity.errors import InfinityError
 from infinity.initialize import initialize
+from infinity.loading.load_pretrained import load_pretrained
 from infinity.optim import lr_schedules as schedules
 from infinity.paging.gathered_parameters import GatheredParameters
 from infinity.planning.plan import Plan
@@ -65,6 +66,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_config",
+    "load_pretrained",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

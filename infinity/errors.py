@@ -15,7 +15,9 @@
     │   ├── ModelInUseError                    another engine holds it
     │   ├── UnsupportedModelError              e.g. scripted, or compiled as a whole
     │   ├── ParameterGroupError                a trainable parameter in no group or in two
-    │   └── UnpreparedParameterError           a parameter is to be trained in a way that `initialize` did not know of
+    │   ├── UnpreparedParameterError           a parameter is to be trained in a way that `initialize` did not know of
+    │   └── WeightsMismatchError               files hold other tensors than the model has
+    ├── WeightFileError (ValueError)           a file with weights is missing, cut off or broken
     ├── OptimizerNotPageableError (ValueError) the optimizer mixes elements or needs a closure
     ├── StaleStateError (RuntimeError)         a copy of an optimizer state was changed too late
     ├── NotResidentError (RuntimeError)        something was read while its memory is elsewhere
@@ -229,6 +231,49 @@ class UnpreparedParameterError(ModelError):
 
 
 # ------------------------------------------------------------------------------------------------------------ optimizer
+
+
+class WeightsMismatchError(ModelError):
+    """Files hold other tensors than the model has. Names are the model's where it has them, else the files'.
+
+    Attributes:
+        missing: names that the model has and the files have not.
+        unexpected: names that the files have and the model has not.
+        mismatched: name, shape in the files, shape in the model.
+        of_another_kind: names of floating-point tensors of the model for which the files hold something else.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]] = (),
+        of_another_kind: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.path = Path(path)
+        self.missing, self.unexpected, self.mismatched = tuple(missing), tuple(unexpected), tuple(mismatched)
+        self.of_another_kind = tuple(of_another_kind)
+        lines = [f"missing: {name} (ignore_missing_keys=True makes it anew)" for name in missing]
+        lines += [f"not in the model: {name} (ignore_unexpected_keys=True leaves it out)" for name in unexpected]
+        lines += [
+            f"of another shape: {name} is {there}, the model's is {here} (ignore_mismatched_sizes=True makes it anew)"
+            for name, there, here in mismatched
+        ]
+        lines += [f"not floating-point, or only with scales: {name} is {dtype}" for name, dtype in of_another_kind]
+        super().__init__(
+            f"the weights in '{path}' are not the model's:\n  " + "\n  ".join(lines),
+            fqn=[*missing, *(name for name, *_ in mismatched), *unexpected, *(name for name, _ in of_another_kind)][0],
+        )
+
+
+class WeightFileError(InfinityError, ValueError):
+    """A file with weights, or a directory of such files, cannot be read. `path` is the one to blame."""
+
+    def __init__(self, path: Path | str, problem: str, *, cure: str) -> None:
+        self.path = Path(path)
+        super().__init__(f"'{path}' {problem}. {cure}")
 
 
 class OptimizerNotPageableError(InfinityError, ValueError):

@@ -20,7 +20,7 @@ from swapper.errors import VolumeError, VolumeTooSmallError
 from swapper.volumes import mapped_memory
 from swapper.volumes.mapped_memory import MappedMemory
 
-_LEAST_BYTES = 16 << 10
+LEAST_BYTES = 16 << 10
 """Smaller tensors stay in memory: a few pages of a drive would cost more than they save."""
 
 
@@ -46,7 +46,7 @@ class DriveTensors:
         size = torch.Size(shape)
         num_bytes = size.numel() * dtype.itemsize
         steps = tuple(stride) if stride is not None else _row_major(size)
-        if num_bytes < _LEAST_BYTES:
+        if num_bytes < LEAST_BYTES:
             return torch.empty_strided(size, steps, dtype=dtype, device="cpu")
         with explained():
             array = self._memory.allocate(num_bytes)
@@ -69,7 +69,7 @@ class DriveTensors:
         if tensor.device.type != "cpu" or not is_dense(tensor) or tensor.is_inference():
             return True
         num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes < _LEAST_BYTES or on_drive(tensor):
+        if num_bytes < LEAST_BYTES or on_drive(tensor):
             return True
         storage = plain_storage(tensor)
         # What NumPy, a file or another process has made is not resizable: others may look at it uncounted.

@@ -1,7 +1,8 @@
-"""Large copies that need no memory of their own: bytes in nameless files, looked at through the page cache.
+"""Large arrays that need no memory of their own: bytes of files, looked at through the page cache.
 
 What is written to such an array stays in this process (a private mapping), so it behaves like any array. Its pages can be
-dropped and read again by the kernel, as those of a program's code: they are no part of what a process cannot do without.
+dropped and read again by the kernel, as those of a program's code: they are no part of what a process cannot do without. Nor is
+memory set aside for them: else the kernel would refuse a file that is larger than all of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE = 0x4000  # on all of Linux but Alpha, MIPS and PA-RISC
 
 
 class MappedFile:
@@ -58,13 +60,9 @@ class MappedFile:
 
     def array(self) -> npt.NDArray[np.uint8]:
         """All bytes, 1-D and writable; what is written reaches nobody else. To be called once, in the end."""
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, self._num_bytes, protection, mmap.MAP_PRIVATE, self._fd, 0)
-        if address is None or address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        address = _map(self._fd, self._num_bytes)
         self.close()  # the mapping keeps the file
-        return np.asarray(_Mapping(int(address), self._num_bytes))
+        return np.asarray(_Mapping(address, self._num_bytes))
 
     def close(self) -> None:
         """Give the file up, unless an array looks at it."""
@@ -79,6 +77,27 @@ class _Mapping:
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
         weakref.finalize(self, _libc.munmap, address, num_bytes).atexit = False
+
+
+def map_file(path: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of a file that somebody else wrote, 1-D and writable; what is written reaches nobody else, nor the file.
+
+    Raises:
+        OSError: it cannot be opened or looked at.
+    """
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if not num_bytes:
+            return np.empty(0, dtype=np.uint8)
+        return np.asarray(_Mapping(_map(file.fileno(), num_bytes), num_bytes))
+
+
+def _map(fd: int, num_bytes: int) -> int:
+    found = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
+    if found is None or found == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)
 
 
 @contextmanager
@@ -98,4 +117,4 @@ def mapped_file(directories: Sequence[Path], num_bytes: int) -> Iterator[MappedF
             found.close()
 
 
-__all__ = ["MappedFile", "mapped_file"]
+__all__ = ["MappedFile", "map_file", "mapped_file"]

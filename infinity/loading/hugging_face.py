@@ -1,0 +1,235 @@
+"""transformers' own loading, given tensors that are not in memory.
+
+Knows transformers from version 5 on: its conversions of names and layouts, its ties, and how it makes what files lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedModelError, WeightFileError
+from infinity.loading.outcome import Outcome
+
+_MADE_ELSEWHERE = {
+    "device_map": "infinity.initialize places it",
+    "state_dict": "the files have one",
+    "quantization_config": "quantized weights cannot be paged",
+    **dict.fromkeys(
+        ("gguf_file", "variant", "subfolder", "revision", "trust_remote_code"), "name the files themselves"
+    ),
+    **dict.fromkeys(("distributed_config", "tp_plan", "device_mesh"), "there is one process"),
+}
+_SCALED = ("float8", "float4")
+
+
+def is_ours(model_or_class: Any) -> bool:
+    """Whether it is transformers' model, class, or Auto class."""
+    return hasattr(model_or_class, "from_pretrained") and (
+        hasattr(model_or_class, "_finalize_model_loading") or hasattr(model_or_class, "_model_mapping")
+    )
+
+
+def load_class(
+    model_class: Any, path: Path, tensors: Mapping[str, torch.Tensor], options: Mapping[str, Any]
+) -> tuple[nn.Module, Outcome]:
+    """A new model.
+
+    Args:
+        model_class: of transformers, or an Auto class.
+        path: a directory with a config.
+        tensors: the files'.
+        options: for ``from_pretrained``.
+    """
+    for name in options.keys() & _MADE_ELSEWHERE.keys():
+        raise TypeError(f"{name} has no meaning in load_pretrained: {_MADE_ELSEWHERE[name]}")
+    if not (path / "config.json").is_file():
+        raise WeightFileError(
+            path, "has no config.json", cure="Pass a module instead of a class, or the directory that has one"
+        )
+    model_config, rest = _read_config(model_class, path, dict(options))
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"the model in '{path}' is quantized, and quantized weights cannot be trained or paged",
+            cure="Load it with transformers, dequantize it and save it",
+        )
+    chosen = _choose(model_class, model_config, path)
+    with _one_after_the_other(), _told_of(path):
+        model, info = chosen.from_pretrained(
+            None,
+            config=model_config,
+            state_dict=dict(tensors),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **rest,
+        )
+    model.config._name_or_path = str(path)
+    if model.can_generate():
+        nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision", "trust_remote_code"))
+        model.adjust_generation_fn(
+            rest.get("generation_config"),
+            *(False, None, str(path)),
+            **nothing,
+            force_download=False,
+            local_files_only=True,
+            subfolder="",
+        )
+    outcome = Outcome(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), _shapes(info["mismatched_keys"]))
+    return model, outcome.and_kinds(_of_another_kind(model, tensors))
+
+
+def load_module(
+    model: Any, path: Path, tensors: Mapping[str, torch.Tensor], key_mapping: Mapping[str, str] | None
+) -> Outcome:
+    """Weights for a model that is there; see `infinity.loading.load_pretrained`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    before = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers())
+    has_values = {name for name, value in (*before.items(), *buffers.items()) if not value.is_meta}
+    mapping: Any = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
+    load_config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(path),
+        ignore_mismatched_sizes=True,
+        dtype=model.dtype,
+        weight_mapping=mapping,
+    )
+    with _one_after_the_other(), _told_of(path):
+        info, _ = model._load_pretrained_model(model, dict(tensors), None, load_config)
+        mismatched = _shapes(info.mismatched_keys)
+        kept = info.missing_and_mismatched() & has_values
+        for name in kept:
+            model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        if has_values >= before.keys():
+            model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+            model._adjust_missing_and_unexpected_keys(info)
+            missing = info.missing_keys
+        else:
+            info.missing_keys.difference_update(kept)
+            info.mismatched_keys.difference_update({each for each in info.mismatched_keys if each[0] in kept})
+            values = {name: value for name, value in buffers.items() if name in has_values}
+            model._finalize_model_loading(model, load_config, info)
+            _put_back_buffers(model, values, set(info.missing_keys))
+            missing = info.missing_keys | (kept - {name for name, *_ in mismatched})
+    _keep_objects(model, before)
+    outcome = Outcome(sorted(missing), sorted(info.unexpected_keys), mismatched)
+    return outcome.and_kinds(_of_another_kind(model, tensors))
+
+
+def _read_config(model_class: Any, path: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoConfig
+
+    given = options.pop("model_config", None)
+    if given is not None:
+        return given, options
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    found, rest = config_class.from_pretrained(
+        path, return_unused_kwargs=True, **{name: value for name, value in options.items() if name != "dtype"}
+    )
+    return found, {**rest, **({"dtype": options["dtype"]} if "dtype" in options else {})}
+
+
+def _choose(model_class: Any, model_config: Any, path: Path) -> Any:
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is None:
+        return model_class
+    from transformers.models.auto import auto_factory
+
+    if type(model_config) not in mapping:
+        raise UnsupportedModelError(
+            f"{model_class.__name__} has no class for '{path}', whose model type is '{model_config.model_type}'",
+            cure="Pass the class itself, or a module made on the meta device",
+        )
+    factory: Any = auto_factory
+    return factory._get_model_class(model_config, mapping)
+
+
+@contextlib.contextmanager
+def _one_after_the_other() -> Iterator[None]:
+    """transformers converts one parameter after the other, in this thread: its own threads would run ahead of memory."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """transformers' own errors of conversions, with our name."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "conversion" not in str(error):
+            raise
+        raise WeightFileError(
+            path, "holds tensors that do not fit together", cure=f"transformers says: {error}"
+        ) from error
+
+
+def _shapes(mismatched: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return sorted((name, tuple(there), tuple(here)) for name, there, here in mismatched)
+
+
+def _of_another_kind(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    """Floating-point parameters that the files have as integers, or in a format that is nothing without its scales."""
+    odd = {name: value.dtype for name, value in tensors.items() if not _is_ordinary(value.dtype)}
+    if not odd:
+        return []
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    used = getattr(model, "_weight_conversions", None) or []
+    renamings = [each for each in used if isinstance(each, WeightRenaming)]
+    converters = [each for each in used if isinstance(each, WeightConverter)]
+    there = model.state_dict(keep_vars=True)
+    found = []
+    for name, dtype in odd.items():
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        target = there.get(renamed)
+        if target is not None and target.dtype != dtype and _is_ordinary(target.dtype):
+            found.append((renamed, str(dtype).removeprefix("torch.")))
+    return sorted(found)
+
+
+def _is_ordinary(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and not any(name in str(dtype) for name in _SCALED)
+
+
+def _keep_objects(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Parameters that had values are the same objects, with the new ones; all train as they did."""
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in list(module._parameters.items()):
+            old = before.get(f"{prefix}.{name}" if prefix else name)
+            if parameter is None or old is None or parameter is old:
+                continue
+            if old.is_meta:
+                parameter.requires_grad_(old.requires_grad)
+                continue
+            if made.get(id(old)) is not parameter:
+                old.data = parameter.data
+                made[id(old)] = parameter
+            module._parameters[name] = old
+
+
+def _put_back_buffers(model: Any, values: Mapping[str, torch.Tensor], missing: set[str]) -> None:
+    for name, value in values.items():
+        module, _, last = name.rpartition(".")
+        owner = model.get_submodule(module)
+        if last in owner._non_persistent_buffers_set:
+            owner._buffers[last] = value
+
+
+__all__ = ["is_ours", "load_class", "load_module"]

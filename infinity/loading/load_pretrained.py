@@ -1,0 +1,115 @@
+"""`load_pretrained`: a model with the weights of some files, which are nowhere in memory yet.
+
+[Note: no copies] A tensor that the files hold as the model wants it becomes a parameter as it is, over a private mapping of
+the file. What has to be cast, merged, split or transposed first goes through transformers' own conversions, one parameter
+after the other, and their results lie in nameless files beside the states. So whatever becomes of names and layouts is
+transformers' business, and what memory is needed is the kernel's: pages that it can drop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import InfinityConfig, load_config, make_directories
+from infinity.loading import hugging_face, plain_module
+from infinity.loading.drive_tensors import LEAST_BYTES, DriveTensors
+from infinity.loading.weight_files import open_weights
+from infinity.torch_internals.large_results import LargeResults
+
+
+def load_pretrained(
+    model_or_class: Any,
+    path: str | Path,
+    *,
+    config: str | Path | dict[str, Any] | InfinityConfig | None = None,
+    dtype: torch.dtype | str | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+    ignore_missing_keys: bool = False,
+    ignore_unexpected_keys: bool = False,
+    ignore_mismatched_sizes: bool = False,
+    output_loading_info: bool = False,
+    **options: Any,
+) -> Any:
+    """A model with weights from files, bit for bit as ``from_pretrained`` gives it, without memory for them.
+
+    What comes back is an ordinary model: it can be looked at, run, and given to `infinity.initialize`, which moves unit
+    after unit to where the config says. Until then the files must stay as they are (a save that replaces them does no harm).
+
+    Args:
+        model_or_class: a transformers class or Auto class; its config is read from the directory, and the model comes
+            back in evaluation mode. Or any ``torch.nn.Module``, with its parameters on the meta device or with values;
+            those that had values stay the same objects. All keep their ``requires_grad``.
+        path: a directory with safetensors or ``pytorch_model.bin``, one file or shards with an index; or one such file,
+            or one with a state dict that ``torch.save`` wrote, for a module.
+        config: where large results lie that are not in the files as they are (its ``nvme_path``). Without one, or with
+            none in it, they lie in memory.
+        dtype: for a class, as in ``from_pretrained``: "auto" (the default) is the config's or else the files'. A module's
+            parameters keep theirs.
+        key_mapping: for transformers, names in the files -> names in the model (regular expressions).
+        ignore_missing_keys: what the files lack is not an error. A parameter on the meta device is then made anew as
+            transformers does it; one that has values keeps them.
+        ignore_unexpected_keys: what only the files have is not an error.
+        ignore_mismatched_sizes: what has another shape in the files is not an error, and is treated as missing.
+        output_loading_info: whether to return, besides, a dict with the names that were missing, unexpected, mismatched.
+        options: for a class, what ``from_pretrained`` takes besides for the model and its config.
+
+    Returns:
+        The model; with ``output_loading_info``, the model and that dict.
+
+    Raises:
+        WeightFileError: a file is missing, cut off or broken.
+        WeightsMismatchError: names and shapes of all tensors that do not fit. A module with values may be changed in part.
+        UnsupportedModelError: it is quantized, or no class for it is known.
+        StorageError: there is no room on the drives.
+    """
+    place = Path(os.fspath(path)).expanduser()
+    is_module = isinstance(model_or_class, nn.Module)
+    if not is_module and not hugging_face.is_ours(model_or_class):
+        raise TypeError(f"model_or_class must be a torch.nn.Module or a class of transformers, not {model_or_class!r}")
+    if is_module and (options or dtype is not None):
+        named = ", ".join(sorted([*options, *([] if dtype is None else ["dtype"])]))
+        raise TypeError(f"{named}: for a class only. The module that was given is made already")
+    resolved = load_config(config) if config is not None else None
+    directories = resolved.nvme_paths if resolved is not None else ()
+    make_directories(directories)
+    tensors = open_weights(place).tensors
+    with _large_results_on_drives(directories):
+        if not is_module:
+            extra = {"dtype": dtype} if dtype is not None else {}
+            mapped = {"key_mapping": dict(key_mapping)} if key_mapping is not None else {}
+            model, outcome = hugging_face.load_class(model_or_class, place, tensors, {**options, **extra, **mapped})
+        elif hugging_face.is_ours(model_or_class):
+            model, outcome = model_or_class, hugging_face.load_module(model_or_class, place, tensors, key_mapping)
+        elif key_mapping is not None:
+            raise TypeError("key_mapping is for transformers' models only")
+        else:
+            model, outcome = model_or_class, plain_module.load_module(model_or_class, tensors)
+    info = outcome.check(
+        place,
+        ignore_missing=ignore_missing_keys,
+        ignore_unexpected=ignore_unexpected_keys,
+        ignore_mismatched=ignore_mismatched_sizes,
+    )
+    return (model, info) if output_loading_info else model
+
+
+@contextlib.contextmanager
+def _large_results_on_drives(directories: Sequence[Path]) -> Iterator[None]:
+    """What torch makes on the CPU inside the ``with`` block, in this thread, lies on drives if there are any."""
+    with contextlib.ExitStack() as stack:
+        if directories:
+            tensors = DriveTensors(directories)
+            new = functools.partial(tensors.empty, dtype=torch.uint8)
+            stack.enter_context(LargeResults(LEAST_BYTES, lambda num_bytes: new((num_bytes,))))
+        yield
+
+
+__all__ = ["load_pretrained"]

@@ -1,0 +1,93 @@
+"""Weights for a module that is not transformers': its own names, its own shapes.
+
+Knows `nn.Module` and what ``load_state_dict`` means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedModelError
+from infinity.loading.outcome import Outcome
+
+
+def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcome:
+    """Let parameters and buffers have these values, cast to their dtypes.
+
+    A tied parameter needs to be there under one of its names only. Modules' own ways to load (``_load_from_state_dict``,
+    extra states) are not used.
+
+    Raises:
+        UnsupportedModelError: a buffer on the meta device is not in the files, and nobody knows its values.
+    """
+    places = _places(model)
+    wanted = {name: _value(module, last) for name, (module, last) in places.items()}
+    mismatched = sorted(
+        (name, tuple(tensors[name].shape), tuple(value.shape))
+        for name, value in wanted.items()
+        if name in tensors and tensors[name].shape != value.shape
+    )
+    unfit = {name for name, *_ in mismatched}
+    odd = [
+        (name, str(tensors[name].dtype).removeprefix("torch."))
+        for name, value in wanted.items()
+        if name in tensors
+        and (tensors[name].is_floating_point() or tensors[name].is_complex())
+        != (value.is_floating_point() or value.is_complex())
+    ]
+    made: dict[int, nn.Parameter] = {}
+    loaded: set[int] = set()
+    for name, value in wanted.items():
+        if name in tensors and name not in unfit:
+            loaded.add(id(value))
+            _set(*places[name], value, tensors[name].to(value.dtype), made)
+    for name, value in wanted.items():  # the other names of tied ones
+        if id(value) in made:
+            module, last = places[name]
+            module._parameters[last] = made[id(value)]
+    _refuse_unknown_buffers(model)
+    missing = sorted(name for name, value in wanted.items() if name not in unfit and id(value) not in loaded)
+    return Outcome(missing, sorted(tensors.keys() - wanted.keys()), mismatched, sorted(odd))
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        buffers = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        for last in (*module._parameters, *buffers):
+            if (module._parameters | module._buffers)[last] is not None:
+                found[f"{prefix}.{last}" if prefix else last] = module, last
+    return found
+
+
+def _value(module: nn.Module, last: str) -> torch.Tensor:
+    value = module._parameters.get(last)
+    return value if value is not None else module._buffers[last]  # type: ignore[return-value]
+
+
+def _set(module: nn.Module, last: str, value: torch.Tensor, new: torch.Tensor, made: dict[int, nn.Parameter]) -> None:
+    if last in module._buffers:
+        module._buffers[last] = new
+    elif value.is_meta:
+        if id(value) not in made:
+            made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+        module._parameters[last] = made[id(value)]
+    else:
+        value.data = new
+
+
+def _refuse_unknown_buffers(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        module, _, last = name.rpartition(".")
+        if buffer.is_meta and last in model.get_submodule(module)._non_persistent_buffers_set:
+            raise UnsupportedModelError(
+                f"buffer '{name}' is on the meta device and in no state dict, so nobody knows its values",
+                cure="Make the module's buffers with values (accelerate.init_empty_weights(include_buffers=False))",
+                fqn=name,
+            )
+
+
+__all__ = ["load_module"]

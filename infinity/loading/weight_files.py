@@ -1,0 +1,190 @@
+"""Files with weights, as Hugging Face and torch lay them out: found, checked, and looked at without being read.
+
+Knows names of files and the format's rules; must not know models. Nothing in a file is trusted: names in an index cannot
+lead out of the directory, lengths and offsets are checked by the library before a byte is looked at, and pickles are loaded
+with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from infinity.errors import WeightFileError
+from swapper.volumes.mapped import map_file
+
+_SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_WHOLE = "Fetch it again, or save it again"
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """All tensors of some files by name. They lie in the files, and become memory page by page as they are looked at.
+
+    Attributes:
+        path: what was asked for.
+        tensors: on the CPU. What is written to one stays in this process.
+    """
+
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+
+
+def open_weights(path: Path) -> WeightFiles:
+    """Look at a directory, as transformers does, or at one file.
+
+    Args:
+        path: a directory with ``model.safetensors`` or ``pytorch_model.bin``, or shards and their index; or a file with
+            tensors by name, as ``safetensors.torch.save_file`` or ``torch.save(model.state_dict(), ...)`` writes it.
+
+    Raises:
+        WeightFileError: a file is missing, cut off or broken; it is named.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    files: dict[str, Path] = {}
+    try:
+        for file, names in _files(path):
+            found = _open(file)
+            lacking = sorted(set(names) - found.keys())
+            if lacking:
+                raise WeightFileError(file, f"lacks '{lacking[0]}', which the index says is there", cure=_WHOLE)
+            for name in found:
+                if name in files:
+                    raise WeightFileError(file, f"has '{name}', and so has '{files[name]}'", cure="Remove one of them")
+                files[name] = file
+            tensors.update(found)
+    except OSError as error:
+        file = Path(error.filename) if error.filename else path
+        raise WeightFileError(file, f"cannot be read: {error.strerror or error}", cure="See that it can be") from error
+    return WeightFiles(path, tensors)
+
+
+def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Files, and the names that are known to be in each."""
+    if path.is_file():
+        yield path, ()
+        return
+    if not path.is_dir():
+        raise WeightFileError(path, "is not there", cure="Name a directory on this machine, or a file, with weights")
+    for name in (_SAFETENSORS, _PICKLES):
+        if (path / name).is_file():
+            yield path / name, ()
+            return
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            yield from _sharded(index)
+            return
+    there = sorted(each.name for each in path.iterdir())
+    shown = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
+    raise WeightFileError(
+        path,
+        f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {shown or 'nothing'}",
+        cure="Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors",
+    )
+
+
+def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        shards: dict[Any, list[str]] = {}
+        for name, file in weight_map.items():
+            shards.setdefault(file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightFileError(index, "is not an index of shards", cure=_WHOLE) from error
+    for file in shards:
+        place = PurePosixPath(file) if isinstance(file, str) and "\0" not in file else None
+        if place is None or not place.parts or place.is_absolute() or ".." in place.parts:
+            raise WeightFileError(index, f"names {file!r}, which is not in its directory", cure="Do not trust it")
+    missing = [file for file in shards if not (index.parent / file).is_file()]
+    if missing:
+        raise WeightFileError(
+            index, f"names shards that are not there: {', '.join(sorted(missing))}", cure="Fetch them"
+        )
+    for file, names in shards.items():
+        yield index.parent / file, names
+
+
+def _open(file: Path) -> dict[str, torch.Tensor]:
+    with file.open("rb") as opened:
+        magic = opened.read(9)
+    if file.suffix == ".safetensors" or magic[8:] == b"{":
+        return _open_safetensors(file)
+    return _open_pickle(file)
+
+
+def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        # It looks at the header only, and checks all of it. With "pt" it would map the file in a way that the kernel
+        # refuses where the file is larger than memory.
+        with safe_open(file, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise WeightFileError(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
+    data = map_file(file)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise WeightFileError(
+                file, f"has '{name}' of dtype {entry['dtype']}, which torch lacks", cure="Convert it first"
+            )
+        first, last = entry["data_offsets"]
+        if first == last:
+            tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="cpu")
+            continue
+        flat = torch.from_numpy(data[start + first : start + last])
+        if flat.data_ptr() % dtype.itemsize:
+            flat = flat.clone()
+        tensors[name] = flat.view(dtype).view(entry["shape"])
+    return tensors
+
+
+def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        loaded: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WeightFileError(
+            file,
+            f"cannot be looked at: {first}",
+            cure="It must be what torch.save(model.state_dict(), ...) writes, with tensors only, and smaller than memory; "
+            "else save it as safetensors",
+        ) from error
+    with contextlib.suppress(AttributeError):
+        if all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
+            return dict(loaded)
+    raise WeightFileError(
+        file, "holds something else than tensors by name", cure="Save the state dict alone: torch.save(state_dict, ...)"
+    )
+
+
+__all__ = ["WeightFiles", "open_weights"]

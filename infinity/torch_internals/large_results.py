@@ -1,0 +1,138 @@
+"""The memory of large results of torch's operations, given by somebody else.
+
+Knows which operations make new tensors, and how to fill given memory with the same bits; must not know where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_aten: Any = torch.ops.aten
+_CPU = torch.device("cpu")
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _copy(out: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+    out.copy_(source)
+
+
+def _cat(out: torch.Tensor, tensors: Any, dim: int = 0) -> None:
+    torch.cat(tensors, dim, out=out)
+
+
+def _stack(out: torch.Tensor, tensors: Any, dim: int = 0) -> None:
+    torch.stack(tensors, dim, out=out)
+
+
+def _leave(out: torch.Tensor, *args: Any, **options: Any) -> None:
+    """It is zeros, which is what was asked for, or as good as any."""
+
+
+# What other operations make is copied when it is there.
+_FILLS: dict[Any, Callable[..., None]] = {
+    _aten._to_copy.default: _copy,
+    _aten.clone.default: _copy,
+    _aten.cat.default: _cat,
+    _aten.stack.default: _stack,
+    **{
+        each: _leave
+        for each in (
+            _aten.empty.memory_format,
+            _aten.empty_like.default,
+            _aten.empty_strided.default,
+            _aten.new_empty.default,
+            _aten.new_empty_strided.default,
+            _aten.new_zeros.default,
+            _aten.zeros.default,
+            _aten.zeros_like.default,
+        )
+    },
+}
+
+
+class LargeResults(TorchDispatchMode):
+    """Inside a ``with`` block, what this thread computes on the CPU lies in given memory if it is large.
+
+    The bits are those that torch gives without it.
+    """
+
+    def __init__(self, least_bytes: int, new: Callable[[int], torch.Tensor]) -> None:
+        """
+        Args:
+            least_bytes: what is large.
+            new: so many bytes, uint8, 1-D, zeros.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._least_bytes = least_bytes
+        self._new = new
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fill = _FILLS.get(func)
+        if fill is None:
+            return self._moved(func(*args, **kwargs), func, args, kwargs)
+        result = _described(func, args, kwargs)
+        if result is None or result.untyped_storage().nbytes() < self._least_bytes:
+            return func(*args, **kwargs)
+        out = self._place(result)
+        fill(out, *args, **kwargs)
+        return out
+
+    def _place(self, like: torch.Tensor) -> torch.Tensor:
+        memory = self._new(like.untyped_storage().nbytes())
+        return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+    def _moved(self, results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an operation, what is large and new among them in other memory."""
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return results
+        known = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+
+        def move(result: torch.Tensor) -> torch.Tensor:
+            if not _is_plain(result) or _address(result) in known:
+                return result
+            if result.untyped_storage().nbytes() < self._least_bytes:
+                return result
+            return self._place(result).copy_(result)
+
+        return tree_map_only(torch.Tensor, move, results)
+
+
+def _described(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The result without values; None if it does not lie on the CPU, or is none that fits into plain memory."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    device = kwargs.get("device") or (tensors[0].device if tensors else _CPU)
+    needs_values = _FILLS[func] is not _leave
+    if torch.device(device) != _CPU or kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
+        return None
+    if any(type(each) not in _PLAIN_TYPES or (needs_values and not _is_plain(each)) for each in tensors):
+        return None
+    if any(each.layout is not torch.strided for each in tensors):
+        return None
+    args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+    result: torch.Tensor = func(*args, **{**kwargs, **({"device": "meta"} if _takes_device(func) else {})})
+    return result
+
+
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device == _CPU and not tensor.is_quantized
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if _is_plain(tensor) else 0
+
+
+__all__ = ["LargeResults"]

@@ -1,0 +1,431 @@
+"""Models from files: the same as transformers' `from_pretrained` to the bit, and nothing in memory that is in the files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import infinity
+from infinity.errors import UnsupportedModelError, WeightFileError, WeightsMismatchError
+from tests.exactness.lockstep import everything_on_nvme
+
+_SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+_GATED = {**_SMALL, "intermediate_size": 96, "num_key_value_heads": 2}
+_EXPERTS = {**_GATED, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def _make(name: str, **options: Any) -> Any:
+    config = getattr(transformers, f"{name.split('For')[0].removesuffix('Model').removesuffix('LMHead')}Config")(
+        **options
+    )
+    return getattr(transformers, name)(config)
+
+
+_MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: _make("GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, vocab_size=300),
+    "llama": lambda: _make("LlamaForCausalLM", **_GATED),
+    "llama-tied": lambda: _make("LlamaForCausalLM", **_GATED, tie_word_embeddings=True),
+    "mixtral": lambda: _make("MixtralForCausalLM", **_GATED, num_local_experts=4),
+    "qwen2-moe": lambda: _make("Qwen2MoeForCausalLM", **_EXPERTS, shared_expert_intermediate_size=48),
+    "qwen3-moe": lambda: _make("Qwen3MoeForCausalLM", **_EXPERTS, head_dim=16),
+    "t5": lambda: _make("T5ForConditionalGeneration", d_model=64, d_kv=16, d_ff=96, num_layers=2, vocab_size=300),
+    "bert": lambda: _make("BertForMaskedLM", **_SMALL, intermediate_size=96),
+    "vit": lambda: _make("ViTForImageClassification", hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+    "neox": lambda: _make("GPTNeoXForCausalLM", **_SMALL, intermediate_size=96),
+    "phi3": lambda: _make("Phi3ForCausalLM", **_GATED, pad_token_id=0),
+    "gemma2": lambda: _make("Gemma2ForCausalLM", **_GATED, head_dim=16),
+    "mamba": lambda: _make("MambaForCausalLM", hidden_size=64, num_hidden_layers=2, vocab_size=300),
+}
+
+
+@pytest.fixture
+def large_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors of these models are large."""
+    monkeypatch.setattr("infinity.loading.drive_tensors.LEAST_BYTES", 64)
+    monkeypatch.setattr("infinity.loading.load_pretrained.LEAST_BYTES", 64)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "drive").mkdir()
+    return everything_on_nvme(tmp_path / "drive")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    _MODELS["llama"]().save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    return tmp_path / "model"
+
+
+def _everything(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under all of their names."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return dict(named)
+
+
+def _assert_equal(one: nn.Module, other: nn.Module) -> None:
+    ours, theirs = _everything(one), _everything(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype, name
+        assert ours[name].requires_grad == value.requires_grad, name
+        assert type(ours[name]) is type(value), name
+        assert torch.equal(ours[name], value), name
+    ties = [{name: id(value) for name, value in each.items()} for each in (ours, theirs)]
+    groups = [{frozenset(n for n in tie if tie[n] == tie[name]) for name in tie} for tie in ties]
+    assert groups[0] == groups[1]
+
+
+def _mapped(model: nn.Module) -> dict[str, str]:
+    """Parameter -> path of the file over which it lies, "" without one."""
+    areas = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *path = line.split(maxsplit=5)
+        start, stop = (int(each, 16) for each in span.split("-"))
+        areas.append((start, stop, path[0] if path and inode != "0" else ""))
+    return {
+        name: next(path for start, stop, path in areas if start <= value.data_ptr() < stop)
+        for name, value in model.named_parameters()
+    }
+
+
+@pytest.mark.usefixtures("large_is_small")
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", _MODELS)
+def test_a_class_gives_what_from_pretrained_gives(
+    name: str, dtype: torch.dtype | str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    made = _MODELS[name]().to(torch.float16 if dtype == "auto" else torch.float32)
+    made.save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    before = torch.get_rng_state()
+    expected = type(made).from_pretrained(tmp_path / "model", dtype=dtype)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    model = infinity.load_pretrained(type(made), tmp_path / "model", config=config, dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), after)
+    _assert_equal(model, expected)
+    assert model.config.to_dict() == expected.config.to_dict()
+    assert model.training == expected.training
+    if expected.can_generate():
+        assert model.generation_config == expected.generation_config
+    large = {name for name, value in model.named_parameters() if value.nbytes >= 64}
+    assert all(path for name, path in _mapped(model).items() if name in large)
+
+
+@pytest.mark.usefixtures("large_is_small")
+@pytest.mark.parametrize("name", _MODELS)
+def test_a_model_on_meta_gets_values(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = _MODELS[name]()
+    made.save_pretrained(tmp_path / "model")
+    expected = type(made).from_pretrained(tmp_path / "model").train()
+    with torch.device("meta"):
+        model = type(made)(copy.deepcopy(made.config))
+    next(model.parameters()).requires_grad_(False)
+    next(expected.parameters()).requires_grad_(False)
+    assert infinity.load_pretrained(model, tmp_path / "model", config=config) is model
+    _assert_equal(model, expected)
+    assert all(path for path in _mapped(model).values())
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "bert"])
+def test_a_model_with_values_keeps_its_parameters(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = _MODELS[name]()
+    made.save_pretrained(tmp_path / "model")
+    model = _MODELS[name]()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    infinity.load_pretrained(model, tmp_path / "model", config=config)
+    _assert_equal(model, made)
+    assert all(value is before[fqn] for fqn, value in model.named_parameters(remove_duplicate=False))
+
+
+def test_what_the_files_hold_as_it_is_wanted_is_not_copied(llama: Path, config: dict[str, Any]) -> None:
+    model = infinity.load_pretrained(transformers.AutoModelForCausalLM, llama, config=config)
+    assert all(path.startswith(str(llama)) for path in _mapped(model).values())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # reaches no file
+    again = infinity.load_pretrained(transformers.AutoModelForCausalLM, llama, config=config)
+    assert again.lm_head.weight.any()
+
+
+def test_the_engine_trains_it(llama: Path, config: dict[str, Any]) -> None:
+    losses = []
+    for load in (
+        lambda: infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config),
+        lambda: transformers.LlamaForCausalLM.from_pretrained(llama),
+    ):
+        engine, *_ = infinity.initialize(model=load().train(), config=config)
+        with engine:
+            tokens = torch.arange(32).reshape(2, 16)
+            for _ in range(2):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+    assert losses[:2] == losses[2:]
+
+
+# ------------------------------------------------------------------------------------------------------ what does not fit
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    _make("BertModel", **_SMALL, intermediate_size=96).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_what_is_missing_is_named_or_made_as_transformers_does(bert: Path, config: dict[str, Any]) -> None:
+    head = transformers.BertForSequenceClassification
+    with pytest.raises(
+        WeightsMismatchError, match=r"missing: classifier\.bias .*\n.*missing: classifier\.weight"
+    ) as told:
+        infinity.load_pretrained(head, bert, config=config)
+    assert told.value.missing == ("classifier.bias", "classifier.weight")
+    torch.manual_seed(1)
+    expected = head.from_pretrained(bert)
+    torch.manual_seed(1)
+    model, info = infinity.load_pretrained(
+        head, bert, config=config, ignore_missing_keys=True, output_loading_info=True
+    )
+    _assert_equal(model, expected)
+    assert info["missing_keys"] == {"classifier.bias", "classifier.weight"}
+
+
+def test_what_is_missing_stays_as_it_was_in_a_model_with_values(bert: Path, config: dict[str, Any]) -> None:
+    model = _make("BertForSequenceClassification", **_SMALL, intermediate_size=96)
+    before = model.classifier.weight.detach().clone()
+    infinity.load_pretrained(model, bert, config=config, ignore_missing_keys=True)
+    assert torch.equal(model.classifier.weight, before)
+    assert torch.equal(model.bert.pooler.dense.weight, transformers.BertModel.from_pretrained(bert).pooler.dense.weight)
+
+
+def test_what_the_model_has_not_is_named(bert: Path, config: dict[str, Any], tmp_path: Path) -> None:
+    _make("BertForSequenceClassification", **_SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
+    with pytest.raises(WeightsMismatchError, match=r"not in the model: classifier\.bias"):
+        infinity.load_pretrained(transformers.BertModel, tmp_path / "head", config=config)
+    model = infinity.load_pretrained(
+        transformers.BertModel, tmp_path / "head", config=config, ignore_unexpected_keys=True
+    )
+    _assert_equal(model, transformers.BertModel.from_pretrained(tmp_path / "head"))
+
+
+def test_other_shapes_are_named_or_made_anew(tmp_path: Path, config: dict[str, Any]) -> None:
+    head = transformers.BertForSequenceClassification
+    _make("BertForSequenceClassification", **_SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
+    with pytest.raises(WeightsMismatchError, match=r"classifier\.weight is \(2, 64\), the model's is \(5, 64\)"):
+        infinity.load_pretrained(head, tmp_path / "head", config=config, num_labels=5)
+    torch.manual_seed(1)
+    expected = head.from_pretrained(tmp_path / "head", num_labels=5, ignore_mismatched_sizes=True)
+    torch.manual_seed(1)
+    model = infinity.load_pretrained(head, tmp_path / "head", config=config, num_labels=5, ignore_mismatched_sizes=True)
+    _assert_equal(model, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ other files
+
+
+@pytest.fixture
+def plain() -> Iterator[nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    yield model
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_a_file_with_a_state_dict_fills_any_module(
+    kind: str, on: str, plain: nn.Module, config: dict[str, Any], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_model
+
+    file = tmp_path / f"state.{kind}"
+    if kind == "pt":
+        torch.save(plain.state_dict(), file)
+    else:
+        save_model(plain, str(file))  # has one of the tied names only
+    model = copy.deepcopy(plain).to(on)
+    model[2].weight = model[0].weight
+    for value in model.parameters():
+        if on == "cpu":
+            value.data.zero_()
+    infinity.load_pretrained(model, file, config=config)
+    _assert_equal(model, plain)
+
+
+def test_a_buffer_that_nobody_knows_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = nn.Linear(4, 4)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    model.register_buffer("scale", torch.ones(4), persistent=False)
+    with pytest.raises(UnsupportedModelError, match="'scale' is on the meta device"):
+        infinity.load_pretrained(model.to("meta"), tmp_path / "state.pt", config=config)
+
+
+def test_pickled_shards_are_loaded(llama: Path, config: dict[str, Any], tmp_path: Path) -> None:
+    expected = transformers.LlamaForCausalLM.from_pretrained(llama)
+    values = expected.state_dict()
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text((llama / "config.json").read_text())
+    names = {name: f"pytorch_model-0000{1 + index % 2}-of-00002.bin" for index, name in enumerate(values)}
+    for file in sorted(set(names.values())):
+        torch.save({name: values[name] for name in values if names[name] == file}, old / file)
+    (old / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    _assert_equal(infinity.load_pretrained(transformers.LlamaForCausalLM, old, config=config), expected)
+
+
+def test_integers_for_a_floating_point_parameter_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    torch.save({"weight": torch.ones(4, 4, dtype=torch.int8), "bias": torch.ones(4)}, tmp_path / "state.pt")
+    with pytest.raises(WeightsMismatchError, match="weight is int8"):
+        infinity.load_pretrained(nn.Linear(4, 4), tmp_path / "state.pt", config=config)
+
+
+def test_integers_in_a_directory_are_refused(llama: Path, config: dict[str, Any]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = sorted(llama.glob("*.safetensors"))[0]
+    values = load_file(file)
+    name = next(iter(values))
+    save_file({**values, name: values[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    with pytest.raises(WeightsMismatchError, match=f"{name} is float8_e4m3fn"):
+        infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
+
+
+# ---------------------------------------------------------------------------------------------------------- hostile files
+
+
+def _header(entries: dict[str, Any], num_bytes: int = 64) -> bytes:
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+def _entry(first: int, last: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\x10\x00", id="no-header"),
+        pytest.param((1 << 60).to_bytes(8, "little") + b"{}", id="absurd-header"),
+        pytest.param(b"\xff" * 8 + b"{}", id="negative-header"),
+        pytest.param(_header({"weight": _entry(0, 64, [4, 4])}, 60), id="cut-off"),
+        pytest.param(_header({"weight": _entry(0, 64, [4, 4])}, 68), id="too-long"),
+        pytest.param(_header({"weight": _entry(0, 32, [4, 4])}, 32), id="wrong-size"),
+        pytest.param(_header({"weight": _entry(0, 64, [1 << 62, 1 << 62])}), id="absurd-shape"),
+        pytest.param(_header({"weight": _entry(0, 64, [-4, -4])}), id="negative-shape"),
+        pytest.param(_header({"weight": _entry(64, 0, [4, 4])}), id="backwards"),
+        pytest.param(_header({"weight": _entry(-64, 0, [4, 4])}), id="before-the-beginning"),
+        pytest.param(_header({"weight": _entry(0, 64, [4, 4]), "bias": _entry(48, 64, [4])}), id="overlapping"),
+        pytest.param(_header({"weight": _entry(0, 64, [4, 4]), "bias": _entry(68, 84, [4])}, 84), id="hole"),
+        pytest.param(_header({"weight": _entry(0, 64, [4, 4], "F99")}), id="unknown-dtype"),
+        pytest.param(_header({"weight": 3}), id="no-entry"),
+        pytest.param(len(b"[" * 4096).to_bytes(8, "little") + b"[" * 4096, id="deep"),
+        pytest.param(_header({"weight": _entry(0, 64, [4, 4])})[:30], id="cut-off-in-the-header"),
+    ],
+)
+def test_broken_safetensors_are_refused_by_name(content: bytes, config: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    model = nn.Linear(4, 4)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(WeightFileError, match=r"model\.safetensors"):
+        infinity.load_pretrained(model, file, config=config)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "..", "/etc/passwd", "a\0b", "", 3, "."])
+def test_an_index_cannot_name_what_is_elsewhere(name: Any, llama: Path, config: dict[str, Any]) -> None:
+    index = llama / "model.safetensors.index.json"
+    contents = json.loads(index.read_text())
+    contents["weight_map"]["lm_head.weight"] = name
+    index.write_text(json.dumps(contents))
+    with pytest.raises(WeightFileError, match=r"index\.json"):
+        infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
+
+
+def test_names_of_tensors_are_only_names(config: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(_header({"../../outside": _entry(0, 64, [4, 4])}))
+    with pytest.raises(WeightsMismatchError, match=r"not in the model: \.\./\.\./outside"):
+        infinity.load_pretrained(nn.Linear(4, 4), file, config=config)
+    assert not (tmp_path.parent.parent / "outside").exists()
+
+
+def test_broken_indexes_and_missing_shards_are_named(llama: Path, config: dict[str, Any]) -> None:
+    def load() -> None:
+        infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
+
+    index = llama / "model.safetensors.index.json"
+    contents = index.read_text()
+    shards = sorted(llama.glob("*.safetensors"))
+    kept = shards[1].read_bytes()
+    shards[1].unlink()
+    with pytest.raises(WeightFileError, match=f"shards that are not there: {shards[1].name}"):
+        load()
+    shards[1].write_bytes(shards[0].read_bytes())
+    with pytest.raises(WeightFileError, match=f"{shards[1].name}' (lacks|has)"):
+        load()
+    shards[1].write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(WeightFileError, match=f"{shards[1].name}' is not a whole"):
+        load()
+    for broken in ("{", "[]", '{"weight_map": 3}', "[" * 100_000):
+        index.write_text(broken)
+        with pytest.raises(WeightFileError, match="is not an index"):
+            load()
+    index.unlink()
+    with pytest.raises(WeightFileError, match=r"has neither model\.safetensors nor"):
+        load()
+    index.write_text(contents)
+
+
+def test_a_wrong_directory_is_named(llama: Path, config: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(WeightFileError, match="nowhere' is not there"):
+        infinity.load_pretrained(transformers.LlamaForCausalLM, tmp_path / "nowhere", config=config)
+    (llama / "config.json").unlink()
+    with pytest.raises(WeightFileError, match=r"has no config\.json"):
+        infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
+
+
+def test_pickles_with_code_and_other_things_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    for content in ({"weight": print}, [torch.ones(4)], {"model": {"weight": torch.ones(4, 4)}}):
+        torch.save(content, file)
+        with pytest.raises(WeightFileError, match=r"state\.pt"):
+            infinity.load_pretrained(nn.Linear(4, 4), file, config=config)
+
+
+def test_a_full_drive_is_an_error(llama: Path, small_tmpfs: Callable[[int], Path]) -> None:
+    drive = small_tmpfs(1 << 16)
+    with pytest.raises(infinity.errors.StorageError, match="small"):
+        infinity.load_pretrained(
+            transformers.LlamaForCausalLM, llama, config=everything_on_nvme(drive), dtype=torch.float64
+        )
+
+
+def test_a_file_larger_than_memory_can_be_looked_at(config: dict[str, Any], tmp_path: Path) -> None:
+    import psutil
+
+    rows = psutil.virtual_memory().total // 4096 + 4096
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(_header({"weight": _entry(0, rows * 4096, [rows, 1024])}, 0))
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size + rows * 4096)
+    with torch.device("meta"):
+        model = nn.Linear(1024, rows, bias=False)
+    infinity.load_pretrained(model, file, config=config)
+    assert model.weight[-1].sum() == 0
