@@ -66,6 +66,14 @@ class Accelerator:
 
     manual_seed_all = manual_seed
 
+    def get_rng_state(self) -> torch.Tensor:
+        """Of the current device's generator, uint8."""
+        return torch.cuda.get_rng_state() if self._name == "cuda" else torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor) -> None:
+        """What `get_rng_state` gave."""
+        torch.cuda.set_rng_state(new_state) if self._name == "cuda" else torch.set_rng_state(new_state)
+
     def empty_cache(self) -> None:
         """Give cached GPU memory back."""
         if self._name == "cuda":

@@ -29,8 +29,8 @@ DEFAULT_GRADIENT_CLIPPING = 1.0
 
 _ONE_PROCESS = "no effect: it concerns communication between processes, and there is one process"
 _TORCH_CHECKPOINT = (
-    "no effect: it concerns deepspeed.checkpointing only; switch activation checkpointing on with "
-    "infinity.activation_checkpointing or in the model (model.gradient_checkpointing_enable())"
+    "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
+    "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
 )
 _CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
 _PROFILING = "no effect: there is no such profiler here; engine.report and torch.profiler tell where time goes"
@@ -141,6 +141,22 @@ class InfinityBlock(Block):
     parameter, file and offset."""
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
     """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
+
+
+class ActivationCheckpointingBlock(Block):
+    """`activation_checkpointing`: as in DeepSpeed, how `checkpointing.checkpoint` works once a script has called
+    `checkpointing.configure(None, config)`. It switches nothing on; `infinity.activation_checkpointing` does."""
+
+    cpu_checkpointing: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
+    """Inputs of checkpointed functions wait for backward in pinned host memory. On a CPU they are there anyway."""
+    synchronize_checkpoint_boundary: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
+    """Wait for the device before and after each checkpointed function."""
+    profile: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
+    """Log how long each checkpointed function takes."""
+    partition_activations: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    contiguous_memory_optimization: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    number_checkpoints: Annotated[Count | None, NoEffect(_ONE_PROCESS)] = None
+    contiguous_checkpointing: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
 
 
 _OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
@@ -255,14 +271,7 @@ class RootBlock(Block):
 
     # ---- speed, memory, logging
 
-    activation_checkpointing: Annotated[
-        Untyped,
-        Keys.of(
-            "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "
-            "synchronize_checkpoint_boundary profile contiguous_checkpointing"
-        ),
-        NoEffect(_TORCH_CHECKPOINT),
-    ] = None
+    activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
     checkpoint: Annotated[
         Untyped,
         Keys.of(

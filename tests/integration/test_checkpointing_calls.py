@@ -1,0 +1,135 @@
+"""``infinity.checkpointing``: DeepSpeed's calls, to the bits of plain torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity import checkpointing
+from infinity.errors import ConfigError
+from tests.exactness.lockstep import everything_on_nvme
+
+BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.fixture(autouse=True)
+def _as_at_first() -> Iterator[None]:
+    yield
+    checkpointing.configure(None)
+    checkpointing.get_cuda_rng_tracker().reset()
+
+
+def _function(x: Tensor, number: int, *, scale: Tensor) -> tuple[Tensor, Tensor, str]:
+    hidden = nn.functional.dropout(x * scale, 0.5)
+    with checkpointing.get_cuda_rng_tracker().fork():
+        hidden = nn.functional.dropout(hidden, 0.5)
+    return hidden * number, (hidden > 0), "text"
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
+@pytest.mark.parametrize("in_cpu", [False, True])
+def test_arguments_results_and_random_numbers(name: str, in_cpu: bool) -> None:
+    checkpointing.configure(None, checkpoint_in_cpu=in_cpu, synchronize=True)
+    runs = []
+    for call in (lambda f, *a, **k: f(*a, **k), getattr(checkpointing, name)):
+        checkpointing.model_parallel_cuda_manual_seed(7)
+        x, scale = torch.ones(64, requires_grad=True), torch.full((64,), 2.0, requires_grad=True)
+        outputs = []
+        for _ in range(2):
+            value, mask, text = call(_function, x, 3, scale=scale)
+            assert text == "text" and mask.dtype == torch.bool
+            outputs.append(value)
+        torch.stack(outputs).square().sum().backward()
+        drawn = torch.rand(4)
+        with checkpointing.get_cuda_rng_tracker().fork():
+            tracked = torch.rand(4)
+        runs.append([*outputs, x.grad, scale.grad, drawn, tracked])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_the_tracker_keeps_states_apart() -> None:
+    tracker = checkpointing.get_cuda_rng_tracker()
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    tracker.add("other", 5)
+    with tracker.fork("other"):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), expected)
+    with tracker.fork("other"):
+        assert not torch.equal(torch.rand(3), first)
+    with pytest.raises(ValueError, match="seed 5"):
+        tracker.add("another", 5)
+    with pytest.raises(ValueError, match="other"):
+        tracker.add("other", 6)
+    with pytest.raises(KeyError, match="nobody"), tracker.fork("nobody"):
+        pass
+
+
+def test_the_function_itself() -> None:
+    x, outputs = torch.ones(3, requires_grad=True), []
+    result = checkpointing.CheckpointFunction.apply(lambda x: (x * 2, 5), outputs, x)
+    assert result[1] == outputs[1] == 5
+    outputs[0].sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_a_config_and_arguments_over_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(BASE | {"activation_checkpointing": {"profile": True, "number_checkpoints": 4}}))
+    caplog.set_level(logging.INFO, logger="infinity.checkpointing")
+    x = torch.ones(3, requires_grad=True)
+    checkpointing.configure(None, deepspeed_config=str(file))
+    checkpointing.checkpoint(torch.sin, x).sum().backward()
+    assert [record.message.split()[1] for record in caplog.records] == ["forward", "recomputation"]
+    caplog.clear()
+    checkpointing.configure(None, json.loads(file.read_text()), profile=False)
+    checkpointing.checkpoint(torch.sin, x).sum().backward()
+    assert not caplog.records and checkpointing.is_configured()
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ConfigError, match="partition_activations"):
+        checkpointing.configure(None, contiguous_checkpointing=True)
+    with pytest.raises(ConfigError, match="num_checkpoints"):
+        checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True)
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
+    checkpointing.reset()
+    with pytest.raises(ConfigError, match="profile"):
+        checkpointing.configure(None, BASE | {"activation_checkpointing": {"profile": "perhaps"}})
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
+def test_around_blocks_of_a_model(name: str, tmp_path: Path) -> None:
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+
+    class Model(nn.Module):
+        def __init__(self, call: Any) -> None:
+            super().__init__()
+            self.call = call
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.call(block, x)
+            return x.square().mean()
+
+    found = []
+    for call in (lambda block, x: block(x), getattr(checkpointing, name)):
+        torch.manual_seed(0)
+        model = Model(call)
+        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+        with engine:
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
+                engine.step()
+            found.append({name: value.clone() for name, value in engine.module.state_dict().items()})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
