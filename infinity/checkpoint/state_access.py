@@ -188,7 +188,7 @@ class StateAccess:
         unit, slot = self._module_hooks.locate(parameter)
         state = self._states.get((unit.index, slot.index))
         if state is not None and state.is_fresh:
-            self._pager.await_update(unit)  # its first may be pending
+            self._pager.residency.await_update(unit)  # its first may be pending
         return state is not None and not state.is_fresh
 
     def state_names(self, parameter: torch.Tensor) -> Sequence[str] | None:
@@ -400,7 +400,7 @@ class StateAccess:
         for parameter in parameters:
             unit, _ = self._module_hooks.locate_any(parameter)
             units[unit.index] = unit
-        self._pager.check_room(units.values())
+        self._pager.residency.check_room(units.values())
         gathering: list[Gathered] = []
         try:
             for unit in units.values():

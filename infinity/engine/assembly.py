@@ -32,10 +32,13 @@ from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.state_support import check_state_format
 from infinity.optim.template import Template
 from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
+from infinity.paging.residency import Residency
 from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
 from infinity.planning.plan_tracker import PlanTracker, first_plan
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
+from infinity.threads.turn import Turn
 from infinity.tiers.user_copies import UserCopies
 from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
 from infinity.units.originals import Originals
@@ -47,7 +50,6 @@ from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
 from infinity.vertical.eligibility import place_for_schedule
-from infinity.vertical.shared_pager import SharedPager
 from infinity.vertical.step import Surroundings
 
 
@@ -112,18 +114,21 @@ def build(
     clock = StepClock(device, timeline)
     upper = UpperParts()
     copies = UserCopies(dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths)))
-    pager = SharedPager(
-        units,
-        storage.pool,
-        storage.weights,
-        clock,
-        prefetches=config.infinity.prefetch,
-        guess=guess,
-        budget=placement.budget_of_weights(request),
-        writer=upper.writer,
-        copies=copies,
-        listener=upper.pager_listener,
-    )
+
+    def make_residency(turn: Turn) -> Residency:
+        return Residency(
+            turn,
+            units,
+            storage.pool,
+            storage.weights,
+            clock,
+            prefetches=config.infinity.prefetch,
+            guess=guess,
+            budget=placement.budget_of_weights(request),
+            writer=upper.writer,
+        )
+
+    pager = Pager(make_residency, copies, upper.pager_listener)
     chunks = [
         unit.layout.chunks(placement.chunk_numel, border)
         for unit, border in zip(units, placement.states_in_memory, strict=True)
@@ -187,7 +192,7 @@ def build(
     undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(module_hooks.uninstall)
-    _take_over(units, originals, access, pager, storage, parameter_handler, device)
+    _take_over(units, originals, access, pager.residency, storage, parameter_handler, device)
     step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names)
     stepper = Stepper(
         units,
@@ -269,7 +274,7 @@ def _take_over(
     units: Sequence[Unit],
     originals: Originals,
     access: StateAccess,
-    pager: SharedPager,
+    residency: Residency,
     storage: EngineResources,
     parameter_handler: ParameterHandler,
     device: ComputeDevice,
@@ -279,10 +284,10 @@ def _take_over(
         flat = storage.pool.allocate(unit.num_bytes)
         if flat is None:
             raise RuntimeError("the pool for flat buffers is smaller than a unit")
-        pager.place(unit, flat)
+        residency.place(unit, flat)
         originals.keep(unit)
         access.store(unit, [parameter.detach() for parameter in unit.parameters])
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             parameter.grad = None
             hold(parameter, parameter_handler, slot.spec.dtype, device.torch_device)
-        pager.evict(unit)
+        residency.evict(unit)

@@ -60,6 +60,7 @@ class Engine(CheckpointCalls):
         self.report: StepReport | None = None
         self._parts = parts
         self._pager = parts.pager
+        self._residency = parts.pager.residency
         self._stepper = parts.stepper
         self._reporter = parts.reporter
         self._is_in_step = False
@@ -80,14 +81,14 @@ class Engine(CheckpointCalls):
             parts.vertical, self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss
         )
         self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
-        self._gradients = GradAccess(parts.module_hooks, self._pager, self._stepper, self._backwards)
+        self._gradients = GradAccess(parts.module_hooks, self._residency, self._stepper, self._backwards)
         self._listener = EngineListener(parts, self._backwards, self._guard, self._paged.settle_states)
         parts.upper.pager_listener.connect(self._listener)
         parts.upper.gradient_listener.connect(self._gradients)
         parts.upper.gradient_host.connect(self._gradients)
         parts.upper.gatherer.connect(self)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
-        self._watched = WatchedMemory(self._pager)
+        self._watched = WatchedMemory(self._residency)
         watch(self._watched)
         parts.module_hooks.install(self._pager, self, self.gather, self.scatter)
 
@@ -332,10 +333,10 @@ class Engine(CheckpointCalls):
         self._guard.check_settled()
         self._parts.module_hooks.settle_loads()
         with self._parts.clock.waiting("update"):
-            self._parts.stream.drain(self._pager.attach_wanted)
+            self._parts.stream.drain(self._residency.attach_wanted)
         with self._parts.clock.waiting("write"):
             self._parts.storage.flush()
-        self._pager.collect_all()
+        self._residency.collect_all()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""
@@ -392,7 +393,7 @@ class Engine(CheckpointCalls):
     @property
     def plan(self) -> Plan:
         """What rests where and what a step moves; predictions follow the recorded trace."""
-        return self._parts.plan_tracker.plan(self._pager.training_trace, self._vertical.traffic)
+        return self._parts.plan_tracker.plan(self._residency.training_trace, self._vertical.traffic)
 
     @property
     def waiting_for(self) -> str:
@@ -446,7 +447,7 @@ class Engine(CheckpointCalls):
         with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
             rest.callback(self._shutdown.now)
             rest.callback(self._stepper.gradients.close)
-            rest.callback(self._pager.close)
+            rest.callback(self._residency.close)
             rest.callback(unwatch, self._watched)
             rest.callback(self._parts.stream.close)
             rest.callback(self._pager.abandon_forward)

@@ -13,13 +13,13 @@ from infinity.engine.resources import EngineResources
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.plan_tracker import PlanTracker
 from infinity.telemetry import Recording, Reporter, StepClock
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
-from infinity.vertical.shared_pager import SharedPager
 from infinity.vertical.step import Surroundings
 
 
@@ -29,7 +29,7 @@ class Parts:
 
     module_hooks: ModuleHooks
     parameter_handler: ParameterHandler
-    pager: SharedPager
+    pager: Pager
     storage: EngineResources
     stream: UpdateStream
     stepper: Stepper

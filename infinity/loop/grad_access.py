@@ -19,7 +19,7 @@ from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.backward import Backwards
 from infinity.numerics.stamp import contents_stamp
 from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
+from infinity.paging.residency import Residency
 from infinity.torch_internals.names import num_owners
 from infinity.units.layout import Slot
 from infinity.units.parameter import plain_grad, set_plain_grad
@@ -77,9 +77,9 @@ class GradAccess(GradientListener):
     parameter gets another gradient, or none.
     """
 
-    def __init__(self, module_hooks: ModuleHooks, pager: Pager, stepper: Stepper, backwards: Backwards) -> None:
+    def __init__(self, module_hooks: ModuleHooks, residency: Residency, stepper: Stepper, backwards: Backwards) -> None:
         self._module_hooks = module_hooks
-        self._pager = pager
+        self._residency = residency
         self._stepper = stepper
         self._gradients = stepper.gradients
         self._backwards = backwards
@@ -128,7 +128,7 @@ class GradAccess(GradientListener):
             return self._views[key].tensor
 
         def fetch() -> torch.Tensor:
-            self._pager.await_update(unit)
+            self._residency.await_update(unit)
             return self._gradients.show(unit).lend(slot)
 
         def replace(values: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class GradAccess(GradientListener):
             if isinstance(gradient, PagedGradient):
                 gradient = gradient.in_memory()
         self._take_in_last()
-        self._pager.await_update(unit)
+        self._residency.await_update(unit)
         self._gradients.set_gradient(unit, slot, None if gradient is None else gradient.detach())
         if gradient is None:
             self._backwards.note_drop()
@@ -206,7 +206,7 @@ class GradAccess(GradientListener):
     def _take_in(self, key: tuple[int, int]) -> None:
         own = self._own.pop(key)
         if own.has_changed:
-            self._pager.await_update(own.unit)
+            self._residency.await_update(own.unit)
             self._gradients.set_gradient(own.unit, own.slot, own.tensor.detach())
             own.note_taken()
         if own.is_shared:

@@ -9,7 +9,8 @@ of autograd) is told upwards through one listener per direction, which the lower
 |---|---|---|
 | ``Turn`` | `TurnRules`: the pager | who may have a turn; a thread has ended; the process was forked |
 | `Pager` | `PagerListener`: ``engine.listener`` | forward, reads, uses and backward begin or end |
-| `Pager` | `WeightWriter`: ``checkpoint.written_weights`` | weights were written to by others than the engine |
+| `Pager` | `Sharing`: ``vertical.shared_forward`` | units are needed in a step that micro-batches share |
+| `Residency` | `WeightWriter`: ``checkpoint.written_weights`` | weights were written to by others than the engine |
 | collector, ``MainGradStore``, ``Backwards`` | ``GradientListener``: ``loop.grad_access`` | gradients come, change, go |
 | ``ParameterHandler`` | ``GradientHost``: ``loop.grad_access``; ``Gatherer``: the engine | ``.grad``, full weights are wanted |
 
@@ -73,4 +74,20 @@ class WeightWriter(Protocol):
 
     def store_written(self, unit: Unit) -> None:
         """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
+        ...
+
+
+class Sharing(WeightWriter, Protocol):
+    """How the micro-batches of a step share one forward and one backward. It stands for the writer meanwhile."""
+
+    def defers(self, unit: Unit) -> bool:
+        """Whether the unit must not be fetched now though its module is called: all micro-batches have to arrive first."""
+        ...
+
+    def note_touch(self, unit: Unit) -> bool:
+        """The unit is needed now. Returns whether the step is in its backward, which is not always autograd's."""
+        ...
+
+    def undo_writes(self, unit: Unit) -> object:
+        """The step is cut off: what was written into the unit's weights is undone."""
         ...

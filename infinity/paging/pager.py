@@ -17,7 +17,6 @@ above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -26,11 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.device.flat_pool import FlatPool
-from infinity.paging.listener import PagerListener, WeightWriter
-from infinity.paging.residency import Residency, WeightSource
-from infinity.paging.saved_tensors import SavingHooks
-from infinity.telemetry.clock import StepClock
+from infinity.paging.listener import PagerListener, Sharing
+from infinity.paging.residency import Residency
+from infinity.paging.saved_tensors import SavedView, SavingHooks, as_saved
 from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import Turn, in_backward
 from infinity.tiers.user_copies import UserCopies
@@ -42,57 +39,25 @@ from infinity.units.unit import Unit
 _CALL = nn.Module._call_impl.__code__
 
 
-class _SavedView:
-    """Stands for a view of a unit's weights in autograd's graph."""
-
-    __slots__ = ("__weakref__", "count", "dtype", "offset", "shape", "stride", "unit", "version")
-
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
-        self.unit = unit
-        self.version = unit.version
-        self.count = tensor._version if tensor.requires_grad else None
-        """Of writes to the parameter, which torch would look at."""
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        unit.note_token(self)
-
-
-class Pager(Residency):
-    """`Residency` with a model in front of it: phases, page faults and saved tensors. The `TurnRules` of its turn."""
+class Pager:
+    """What a model in its phases asks of a `Residency`: page faults and saved tensors. The `TurnRules` of its turn."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        pool: FlatPool,
-        source: WeightSource | None,
-        clock: StepClock,
-        *,
-        prefetches: bool,
-        guess: Sequence[int],
-        budget: tuple[str, int],
-        writer: Callable[[], WeightWriter | None] = lambda: None,
+        residency: Callable[[Turn], Residency],
         copies: UserCopies | None = None,
         listener: Callable[[], PagerListener] = PagerListener,
     ) -> None:
         """
         Args:
-            units, pool, source, clock, prefetches, guess, budget, writer: see `Residency`.
+            residency: makes what decides which units are in memory, for threads that have the turn.
             copies: makes what ``state_dict`` gives.
             listener: gives who is told what happens.
         """
-        super().__init__(
-            units,
-            pool,
-            source,
-            clock,
-            prefetches=prefetches,
-            guess=guess,
-            budget=budget,
-            turn=Turn(self),
-            writer=writer,
-        )
+        self.turn = Turn(self)
+        """Taken by any thread that uses the model or its weights; what has no other word is touched in a turn only."""
+        self.residency = residency(self.turn)
+        self.clock = self.residency.clock
         self._depth = 0
         """How many forwards of modules are inside each other, of the thread that has the turn."""
         self.saving = SavingHooks(self.pack, self.unpack)
@@ -114,6 +79,8 @@ class Pager(Residency):
         """How many blocks hold weights gathered."""
         self._state_dict_by: int | None = None
         """The thread that collects a state dict."""
+        self._sharing: Sharing | None = None
+        """How micro-batches share the present step: from `share` until `end_sharing`."""
 
     # ------------------------------------------------------------------------------------------------ forward phases
 
@@ -129,13 +96,17 @@ class Pager(Residency):
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward of the calling thread has begun and not ended, and no backward runs."""
-        return self._depth > 0 and not in_backward() and self.turn.is_mine
+        """Whether a forward of the calling thread has begun and not ended, and no backward runs.
+
+        Where micro-batches share it, one's call of the model does not cut off another's: it is none of theirs.
+        """
+        return self._depth > 0 and not in_backward() and self.turn.is_mine and self._sharing is None
 
     @property
     def is_training_forward(self) -> bool:
         """Whether the model is inside a forward that will have a backward (and not inside a recomputation)."""
-        if self._depth == 0 or self.trace is not self.training_trace or in_backward():
+        residency = self.residency
+        if self._depth == 0 or residency.trace is not residency.training_trace or in_backward():
             return False
         return not self.turn.is_guest or torch.is_grad_enabled()
 
@@ -157,7 +128,7 @@ class Pager(Residency):
             self.turn.end()
 
     def admits_guests(self) -> bool:
-        return (self._depth > 0 or self.num_gathered > 0) and not self.lacks_room
+        return (self._depth > 0 or self.num_gathered > 0) and not self.residency.lacks_room
 
     def has_whole_weights(self) -> bool:
         return self._listener().has_whole_weights()
@@ -194,12 +165,9 @@ class Pager(Residency):
             self._close_backward()
             self._listener().check_usable()
             self._listener().begin_forward()
-            self.close_strays()
+            self._close_strays()
             self.saving.clear_top()
-            if self.trace is self.training_trace and self.trace.has_backward:
-                self.trace.commit()
-            self.trace = self.training_trace if torch.is_grad_enabled() else self.eval_trace
-            self.trace.begin()
+            self.residency.begin_trace(is_training=torch.is_grad_enabled())
             self.saving.push()
             self.clock.begin_compute("forward")
         elif self._depth == 0:
@@ -225,9 +193,13 @@ class Pager(Residency):
         if in_backward():
             return
         self.clock.end_compute()
-        self.close_strays()
-        if self.trace is self.eval_trace:
-            self.trace.commit()
+        self._close_strays()
+        if self.residency.trace is self.residency.eval_trace:
+            self.residency.trace.commit()
+
+    def _close_strays(self) -> None:
+        """Unbind the units that an operation opened and no module holds."""
+        self.residency.close_unused(self.residency.units)
 
     def _end_turn_of_forward(self) -> None:
         if self._num_turns_of_forward:
@@ -244,7 +216,7 @@ class Pager(Residency):
             self._has_turn_of_backward = True
             self._open_backward = True
             call_after_backward(self._backward_ended)
-        self.training_trace.begin_backward()
+        self.residency.training_trace.begin_backward()
         self.clock.begin_compute("backward")
 
     def _backward_ended(self) -> None:
@@ -275,21 +247,27 @@ class Pager(Residency):
         if not is_complete:
             self._close_backward()
         self.clock.end_compute()
-        self.close_strays()
+        self._close_strays()
         if is_complete:
-            self.training_trace.commit()
+            self.residency.training_trace.commit()
             if fetches:
-                self.pump()
+                self.residency.pump()
 
     def abandon_forward(self) -> None:
         """Forget modules that an exception left open, so that the next forward begins afresh."""
         self.turn.be_alone()
+        if self._sharing is not None:
+            for unit in self.residency.units:
+                unit.forget_uses()
+                unit.unbind()
+                self._sharing.undo_writes(unit)
+        self.end_sharing()
         self._depth = 0
         self.clock.end_compute()
         self.saving.clear()
-        for unit in self.units:
+        for unit in self.residency.units:
             unit.forget_uses(keeps_gathered=True)
-        self.close_strays()
+        self._close_strays()
         self._close_backward()
         while self._num_turns_of_forward:
             self._end_turn_of_forward()
@@ -297,38 +275,59 @@ class Pager(Residency):
     def lose_thread(self) -> None:
         self._has_turn_of_backward = False
         self._num_turns_of_forward = self.num_gathered = 0
-        self.lacks_room = False
+        self.residency.lose_thread()
         self._state_dict_by = None
         self.abandon_forward()
         self._listener().lose_thread()
 
     def leave_to_parent(self) -> None:
-        self.lock = threading.RLock()
-        self._room = threading.Condition(self.lock)
-        for unit in self.units:
-            unit.unbind()
+        self.residency.leave_to_parent()
+
+    # --------------------------------------------------------------------------------------------------- shared forwards
+
+    def share(self, sharing: Sharing) -> None:
+        """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_sharing` the step."""
+        self.begin_forward(is_root=False)  # no module's
+        for unit in self.residency.units:  # what was written before the step stays
+            self.residency.store_changes(unit)
+        self.residency.write_by(sharing)
+        self._sharing = sharing
+
+    def end_sharing(self) -> None:
+        """The step is over, or was cut off."""
+        self._sharing = None
+        self.residency.write_by(None)
+        self.residency.due.clear()
+
+    @contextmanager
+    def as_if_inside(self, is_inside: bool) -> Iterator[None]:
+        """In the ``with`` block modules of the model are inside their forward, or none is, however it is around it."""
+        depth, self._depth = self._depth, int(is_inside)
+        try:
+            yield
+        finally:
+            self._depth = depth
 
     # ------------------------------------------------------------------------------------------------------- touching
 
     def enter(self, unit: Unit) -> None:
         """A module that uses ``unit`` begins: open until the matching `leave`."""
-        with self.lock:
-            self.touch(unit)
-            unit.begin_use()
-            unit.bind()
+        if self._sharing is None or not self._sharing.defers(unit):
+            with self.residency.lock:
+                self.touch(unit)
+                unit.begin_use()
+                unit.bind()
 
     def leave(self, unit: Unit) -> None:
         """The counterpart of `enter`."""
-        with self.lock:
-            self._leave(unit)
-
-    def _leave(self, unit: Unit) -> None:
-        unit.end_use()
-        if unit.num_active == 0:
-            unit.unbind()
-            self.settle_changes(unit)
-            if self.is_computing and not self.turn.is_guest:
-                self.pump()
+        if self._sharing is not None and self._sharing.defers(unit):
+            return
+        with self.residency.lock:
+            unit.end_use()
+            if unit.num_active == 0:
+                self.residency.close_unused([unit])
+                if self.is_computing and not self.turn.is_guest:
+                    self.residency.pump()
 
     @contextmanager
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -347,36 +346,33 @@ class Pager(Residency):
             finally:
                 self.end_forward()
 
-    def check_touch(self, unit: Unit) -> None:
-        """Raise if a signal handler is about to `touch` another unit in the midst of the engine's work."""
-        if not self.trace.is_at(unit.index):
-            refuse_in_between(f"using weights of {unit.name}")
-
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
         """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way."""
+        residency = self.residency
         if self.turn.is_guest:
-            self.make_resident(unit)
+            residency.make_resident(unit)
             return
-        self.check_touch(unit)
+        if not residency.trace.is_at(unit.index):
+            refuse_in_between(f"using weights of {unit.name}")
+        is_backward = self._sharing is not None and self._sharing.note_touch(unit)
         if in_backward():
             self.note_backward()
+            is_backward = True
+        if is_backward:
             self._listener().note_backward_use(unit, is_saved=is_saved)
-        with self.lock:
-            self._touch(unit)
-
-    def _touch(self, unit: Unit) -> None:
-        unit.begin_use()  # whatever the trace says, it is needed now
-        try:
-            moved = self.trace.touch(unit.index)
-            if moved:
-                self.clock.pause_compute()
-            self.make_resident(unit)
-            if moved:
-                self.pump()
-                self.pause()
-                self.clock.resume_compute(unit.name)
-        finally:
-            unit.end_use()
+        with residency.lock:
+            unit.begin_use()  # whatever the trace says, it is needed now
+            try:
+                moved = residency.trace.touch(unit.index)
+                if moved:
+                    self.clock.pause_compute()
+                residency.make_resident(unit)
+                if moved:
+                    residency.pump()
+                    self.pause()
+                    self.clock.resume_compute(unit.name)
+            finally:
+                unit.end_use()
 
     def pause(self) -> None:
         """Between two pieces of a step."""
@@ -395,11 +391,11 @@ class Pager(Residency):
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return tensor, tensor._version
         try:
-            unit = self.unit_behind(tensor)
+            unit = self.residency.unit_behind(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory
             return tensor, tensor._version
         if unit is not None and unit.flat is not None:
-            return _SavedView(unit, tensor)
+            return SavedView(unit, tensor)
         # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
         return tensor.detach(), tensor._version
 
@@ -407,36 +403,15 @@ class Pager(Residency):
     @outside_modes
     def unpack(self, saved: Any) -> torch.Tensor:
         """Autograd needs what `pack` got."""
-        if isinstance(saved, _SavedView):
-            unit = saved.unit
-            if unit.version != saved.version:
-                raise RuntimeError(
-                    f"backward needs the weights of unit {unit.name} as they were in forward, but they have been changed by "
-                    "an optimizer step since. Run forward again"
-                )
-            if unit.has_been_written and saved.count is not None:
-                slot = unit.slot_at(int(saved.offset) * saved.dtype.itemsize)
-                if slot is not None and unit.parameters[slot.index]._version != saved.count:
-                    raise RuntimeError(
-                        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                        f"parameter '{slot.spec.fqn}', of shape {list(slot.spec.shape)}, after forward had used it"
-                    )
-            if in_backward() and not self.turn.is_guest:
-                self.note_backward()  # may wait for its turn, before the lock
-            with self.lock:
-                self.touch(unit, is_saved=True)
-                self._save_in_backward()
-                if unit.flat is None:
-                    raise RuntimeError(f"unit {unit.name} is not resident after a touch")
-                return unit.flat.tensor().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
-        tensor, version = saved
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}"
-            )
-        result: torch.Tensor = tensor
-        return result
+        if not isinstance(saved, SavedView):
+            return as_saved(*saved)
+        saved.check()
+        if in_backward() and not self.turn.is_guest:
+            self.note_backward()  # may wait for its turn, before the lock
+        with self.residency.lock:
+            self.touch(saved.unit, is_saved=True)
+            self._save_in_backward()
+            return saved.view()
 
     def _save_in_backward(self) -> None:
         """Where backward makes a graph of its own (``create_graph=True``), that holds no weights, either."""
@@ -454,7 +429,7 @@ class Pager(Residency):
             self._hold(units, entered)
             yield
         finally:
-            with self.lock:
+            with self.residency.lock:
                 for unit in entered:
                     unit.end_use()
 
@@ -490,12 +465,12 @@ class Pager(Residency):
 
     @outside_modes
     def _hold(self, units: Sequence[Unit], entered: list[Unit]) -> None:
-        with self.lock:
+        with self.residency.lock:
             for unit in units:
                 if self.is_computing:
                     self.touch(unit)
                 else:
-                    self.make_resident(unit)
+                    self.residency.make_resident(unit)
                 unit.begin_use()
                 entered.append(unit)
             for unit in entered:
@@ -508,7 +483,7 @@ class Pager(Residency):
         with self.held([unit]):
             yield
         if not was_bound:
-            self.close_unused([unit])
+            self.residency.close_unused([unit])
 
     def copy_for_user(self, unit: Unit, slot: Slot) -> torch.Tensor:
         """As `copy_of`, for a state dict: a large one in a file, see ``infinity.tiers.user_copies``."""

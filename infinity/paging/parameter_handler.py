@@ -87,7 +87,7 @@ class ParameterHandler:
         view = unit.hand_out(slot)
         if not unit.is_bound or not trusts():
             return make_view(view, self._whole(unit, slot))
-        self._pager.remember(unit, slot)
+        self._pager.residency.remember(unit, slot)
         return view
 
     def _whole(self, unit: Unit, slot: Slot) -> Place:
@@ -118,7 +118,7 @@ class ParameterHandler:
             parameter.data.copy_(values)
 
     def before_write(self, parameter: nn.Parameter) -> None:
-        self._pager.remember(*self._module_hooks.locate(parameter))
+        self._pager.residency.remember(*self._module_hooks.locate(parameter))
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, slot = self._module_hooks.locate(parameter)

@@ -68,7 +68,7 @@ class ParameterOperations:
                         if collected is not None:
                             return collected
                     pager.begin_outside_read()
-                    pager.check_room(units)
+                    pager.residency.check_room(units)
                 if pager.is_training_forward:
                     for unit, slot in (places[id(tensor)] for tensor in tensors if not isinstance(tensor, PagedView)):
                         pager.note_use(unit, [slot])
@@ -99,11 +99,7 @@ class ParameterOperations:
 
     @outside_modes
     def _end(self, units: Sequence[Unit]) -> None:
-        with self._pager.lock:
-            for unit in units:
-                if unit.num_active == 0:
-                    unit.unbind()
-                    self._pager.settle_changes(unit)
+        self._pager.residency.close_unused(units)
 
     def _run(
         self,
@@ -129,7 +125,7 @@ class ParameterOperations:
     @outside_modes
     def _begin(self, views: Sequence[PagedView], written: Iterable[tuple[Unit, Slot]]) -> None:
         for unit, slot in written:
-            self._pager.remember(unit, slot)
+            self._pager.residency.remember(unit, slot)
         for view in views:
             place = view.place
             base = _base_of(place.unit).view(place.dtype)
@@ -141,7 +137,7 @@ class ParameterOperations:
             return value
         if value.requires_grad and self._pager.is_computing and torch.is_grad_enabled():
             return value  # what it is used for is saved as tokens
-        unit = self._pager.unit_behind(value)
+        unit = self._pager.residency.unit_behind(value)
         slot = None if unit is None else unit.slot_at(int(value.storage_offset()) * value.itemsize)
         if unit is None or slot is None or type(value) is not torch.Tensor:
             return value.clone()
@@ -153,7 +149,7 @@ class ParameterOperations:
             return False
         if value.is_meta or not has_memory(value) or not value.numel():
             return False
-        return self._pager.unit_behind(value) in units
+        return self._pager.residency.unit_behind(value) in units
 
 
 def _base_of(unit: Unit) -> torch.Tensor:

@@ -22,7 +22,7 @@ from infinity.telemetry.clock import StepClock
 from infinity.threads.turn import Turn
 from infinity.torch_internals.foreign_writes import plain_storage
 from infinity.units.layout import Slot
-from infinity.units.unit import Arrival, Unit
+from infinity.units.unit import Arrival, PendingUpdate, Unit
 
 if TYPE_CHECKING:
     from infinity.device.compute import FlatBuffer
@@ -60,6 +60,7 @@ class Residency:
 
     def __init__(
         self,
+        turn: Turn,
         units: Sequence[Unit],
         pool: FlatPool,
         source: WeightSource | None,
@@ -68,11 +69,11 @@ class Residency:
         prefetches: bool,
         guess: Sequence[int],
         budget: tuple[str, int],
-        turn: Turn,
-        writer: Callable[[], WeightWriter | None],
+        writer: Callable[[], WeightWriter | None] = lambda: None,
     ) -> None:
         """
         Args:
+            turn: that of the thread that comes here.
             units: all units, by index.
             pool: memory for flat buffers, those of units that stay resident included.
             source: where weights come from; None if all units stay resident.
@@ -80,7 +81,6 @@ class Residency:
             prefetches: fetch ahead of need.
             guess: the order of need before the first micro-batch is recorded.
             budget: the config key that the pool is a part of, and its value, for messages.
-            turn: that of the thread that comes here.
             writer: gives what stores what was written into weights; without one, that is refused.
         """
         self.units = list(units)
@@ -97,7 +97,9 @@ class Residency:
         self.eval_trace = Trace(sorted(set(guess)))
         self.trace = self.training_trace
         """That of the present forward, or of the last one: from its beginning on."""
-        self._writer = writer
+        self._usual_writer = writer
+        self._present_writer: WeightWriter | None = None
+        """In place of the usual one: from `write_by` to the next."""
         self._source = source
         self._prefetches = prefetches
         self._budget_key, self._budget_bytes = budget
@@ -111,6 +113,24 @@ class Residency:
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
         """Of the pool, what the units that come and go share."""
 
+    def begin_trace(self, *, is_training: bool) -> None:
+        """A forward begins, whose units are recorded. What the last one needed is the forecast."""
+        if self.trace is self.training_trace and self.trace.has_backward:
+            self.trace.commit()
+        self.trace = self.training_trace if is_training else self.eval_trace
+        self.trace.begin()
+
+    def lose_thread(self) -> None:
+        """The thread that had the turn has ended: it waits for nothing any more."""
+        self.lacks_room = False
+
+    def leave_to_parent(self) -> None:
+        """This is a forked child, where memory of the parent's must not be touched, and no other thread holds the lock."""
+        self.lock = threading.RLock()
+        self._room = threading.Condition(self.lock)
+        for unit in self.units:
+            unit.unbind()
+
     def make_resident(self, unit: Unit) -> None:
         """Return when the unit's weights are in its flat buffer, and no update of it is pending."""
         with self.lock:
@@ -123,6 +143,13 @@ class Residency:
                         self._begin_fetch(unit, flat, is_demand=True)
                 self._take_arrival(unit)
                 self.await_update(unit)
+
+    def write_by(self, writer: WeightWriter | None) -> None:
+        """``writer`` stores what is written into weights from now on; None: the usual one."""
+        self._present_writer = writer
+
+    def _writer(self) -> WeightWriter | None:
+        return self._present_writer or self._usual_writer()
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
@@ -163,17 +190,6 @@ class Residency:
             self.evict(unit)
         return None
 
-    def settle_changes(self, unit: Unit) -> None:
-        """The use of ``unit`` has ended in which it may have been written to: see `store_changes`.
-
-        What can wait until the unit is paged out, updated or looked at is stored then.
-        """
-        writer = self._writer()
-        if unit.dirty and unit.num_active == 0 and (writer is None or writer.is_urgent(unit)):
-            self.store_changes(unit)
-        elif not unit.dirty:
-            unit.forget_changes()
-
     def remember(self, unit: Unit, slot: Slot) -> None:
         """The parameter may be written to from now on: keep what it is, if nobody could tell afterwards."""
         if slot.index in unit.before or slot.index in unit.dirty or unit.flat is None:
@@ -210,17 +226,20 @@ class Residency:
                 self.pool.give_back(unit.release())
         self._by_address.clear()
 
+    def _wait_for(self, awaited: Arrival | PendingUpdate, what: str) -> None:
+        if awaited.done():
+            awaited.wait()
+            return
+        awaited.promote()
+        with self.clock.waiting(what):
+            awaited.wait()
+
     def _take_arrival(self, unit: Unit) -> None:
         """Return when what is on its way into the unit's buffer is there."""
         arrival = unit.arrival
         if arrival is not None:
             try:
-                if not arrival.done():
-                    arrival.promote()
-                    with self.clock.waiting("update" if arrival is unit.update else "read"):
-                        arrival.wait()
-                else:
-                    arrival.wait()
+                self._wait_for(arrival, "update" if arrival is unit.update else "read")
             except Exception:
                 if arrival is unit.arrival and arrival is not unit.update:
                     self._displace(unit)  # what came is not the weights
@@ -232,12 +251,7 @@ class Residency:
         """Return when no update of ``unit`` is pending."""
         update = unit.update
         if update is not None:
-            if not update.done():
-                update.promote()
-                with self.clock.waiting("update"):
-                    update.wait()
-            else:
-                update.wait()
+            self._wait_for(update, "update")
             if update is unit.update:  # see `_take_arrival`
                 unit.end_update()
 
@@ -293,33 +307,27 @@ class Residency:
 
     def wanted(self) -> list[int]:
         """The units to hold now, next first."""
-        if self._source is None or not self._prefetches:
+        if not self.fills:
             return []
         return wanted(tuple(self.trace.upcoming()), 0, self._sizes, self._moving_bytes, self._staying)
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
-        if self._source is None or not self._prefetches:
-            return
         with self.lock:
-            self._pump()
-
-    def _pump(self) -> None:
-        targets = self.wanted()
-        for index in targets:
-            unit = self.units[index]
-            if unit.update is not None and unit.update.done():
-                self._collect(unit)
-            if unit.flat is not None:
-                continue
-            if unit.update is not None:
-                # Its stored weights are about to change: nothing may be read before the update has written them.
-                self._attach(unit, is_demand=False, keep=targets)
-                continue
-            flat = self._allocate(unit, is_demand=False, keep=targets)
-            if flat is None:
-                return
-            self._begin_fetch(unit, flat, is_demand=False)
+            targets = self.wanted()
+            for unit in (self.units[index] for index in targets):
+                if unit.update is not None and unit.update.done():
+                    self._collect(unit)
+                if unit.flat is not None:
+                    continue
+                if unit.update is not None:
+                    # Its stored weights are about to change: nothing may be read before the update has written them.
+                    self._attach(unit, is_demand=False, keep=targets)
+                    continue
+                flat = self._allocate(unit, is_demand=False, keep=targets)
+                if flat is None:
+                    return
+                self._begin_fetch(unit, flat, is_demand=False)
 
     def _collect(self, unit: Unit) -> None:
         """Take note of what has arrived at ``unit``; raises what went wrong on the way."""
@@ -438,17 +446,20 @@ class Residency:
                 "fewer parameters at a time",
             )
 
-    def close_strays(self) -> None:
-        """Unbind the units that an operation opened and no module holds."""
-        self.close_unused(self.units)
-
     def close_unused(self, units: Iterable[Unit]) -> None:
-        """Unbind those of the units that no module or operation holds."""
+        """Unbind those of the units that no module or operation holds.
+
+        What was written into them is stored (see `store_changes`), unless that can wait until they leave or are updated.
+        """
         with self.lock:
+            writer = self._writer()
             for unit in units:
-                if unit.is_bound and unit.num_active == 0:
+                if unit.num_active == 0:
                     unit.unbind()
-                    self.settle_changes(unit)
+                    if not unit.dirty:
+                        unit.forget_changes()
+                    elif writer is None or writer.is_urgent(unit):
+                        self.store_changes(unit)
 
     def forward_order(self) -> list[int]:
         """All units in the order in which the recorded forward needed them; units that it did not need come last."""

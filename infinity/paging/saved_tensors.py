@@ -1,6 +1,6 @@
 """Autograd's hooks for saved tensors, put up and taken down so that an interrupt at any point leaves none behind.
 
-Knows torch's stack of hooks; must not know what is saved.
+Knows torch's stack of hooks and what stands for a weight in a graph; must not know when a unit is in memory.
 
 [Note: interrupted hooks] A KeyboardInterrupt may come between any two steps: between pushing the hooks and noting that
 they are pushed, between popping them and noting that, or in the midst of leaving a ``with`` block. So nothing is noted:
@@ -20,6 +20,56 @@ import torch
 from torch import nn
 
 from infinity.torch_internals.names import saving_hooks
+from infinity.units.unit import Unit
+
+
+class SavedView:
+    """Stands for a view of a unit's weights in autograd's graph."""
+
+    __slots__ = ("__weakref__", "count", "dtype", "offset", "shape", "stride", "unit", "version")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.version = unit.version
+        self.count = tensor._version if tensor.requires_grad else None
+        """Of writes to the parameter, which torch would look at."""
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        unit.note_token(self)
+
+    def check(self) -> None:
+        """Raise if the weights are not those any more that forward used."""
+        unit = self.unit
+        if unit.version != self.version:
+            raise RuntimeError(
+                f"backward needs the weights of unit {unit.name} as they were in forward, but they have been changed by "
+                "an optimizer step since. Run forward again"
+            )
+        if unit.has_been_written and self.count is not None:
+            slot = unit.slot_at(int(self.offset) * self.dtype.itemsize)
+            if slot is not None and unit.parameters[slot.index]._version != self.count:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"parameter '{slot.spec.fqn}', of shape {list(slot.spec.shape)}, after forward had used it"
+                )
+
+    def view(self) -> torch.Tensor:
+        """The view itself, of a unit that is in memory."""
+        if self.unit.flat is None:
+            raise RuntimeError(f"unit {self.unit.name} is not resident after a touch")
+        return self.unit.flat.tensor().view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+def as_saved(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """``tensor``, unless it has been changed since it had this version."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}"
+        )
+    return tensor
 
 
 def top_hooks() -> tuple[Any, Any] | None:

@@ -95,6 +95,7 @@ class Stepper:
         self._chunks = chunks
         self._device = device
         self._pager = pager
+        self._residency = pager.residency
         self._stream = stream
         self._step_groups = groups
         self._gathered = gathered
@@ -131,7 +132,7 @@ class Stepper:
             gradients: of some or all of its parameters.
             updates_now: update the unit, as soon as no backward needs its weights any more.
         """
-        self._pager.await_update(unit)  # an earlier one may still read the unit's gradient memory
+        self._residency.await_update(unit)  # an earlier one may still read the unit's gradient memory
         if not updates_now:
             self.gradients.add(unit, gradients)
             return
@@ -144,7 +145,7 @@ class Stepper:
         if updates_now:
             for unit in self.units:
                 if unit.index not in self.updated and self.gradients.slots_with_gradient(unit):
-                    self._pager.prepare_update(unit)
+                    self._residency.prepare_update(unit)
                     self._waiting.append((unit, {}))
             self._update_waiting(only_settled=False)
 
@@ -154,7 +155,7 @@ class Stepper:
         waiting, self._waiting = self._waiting, []
         for place, (unit, gradients) in enumerate(waiting):
             if unit.settle() or not only_settled:
-                self._pager.await_update(unit)
+                self._residency.await_update(unit)
                 source = self.gradients.hand_over(unit, gradients, self._norms)
                 gradients.clear()
                 try:
@@ -178,9 +179,9 @@ class Stepper:
         if is_gathered:
             self._gathered.store_gathered(unit)
         elif not unit.num_active:
-            self._pager.store_changes(unit)
+            self._residency.store_changes(unit)
         is_seen = unit.flat is not None and unit.flat.has_views
-        rank = self._rank_of(unit) if self._pager.holds_all else 0  # see [Note: the order of updates]
+        rank = self._rank_of(unit) if self._residency.holds_all else 0  # see [Note: the order of updates]
         job = UpdateJob(
             unit,
             self._chunks[unit.index],
@@ -194,7 +195,7 @@ class Stepper:
         unit.begin_update(job)
         try:
             if self.rules.updates_in_backward:  # once it is submitted, it may be too late
-                self._pager.attach_wanted(unit)
+                self._residency.attach_wanted(unit)
             self._stream.submit(job)
         except BaseException as error:
             if not self._stream.has(job):  # else it was queued, and an interrupt came after that
@@ -205,7 +206,7 @@ class Stepper:
         if (
             source.is_lent or is_seen or is_gathered
         ):  # somebody looks at gradients or weights, and may do so at any time
-            self._pager.await_update(unit)
+            self._residency.await_update(unit)
         if is_gathered:  # the user may write to it next, on top of what the update gives
             self._gathered.note_updated(unit)
 
@@ -236,15 +237,15 @@ class Stepper:
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()
-            self._pager.pump()
+            self._residency.pump()
             return
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
-        is_held = self._pager.fills and not was_in_backward and self.rules.update != "step"
+        is_held = self._residency.fills and not was_in_backward and self.rules.update != "step"
         self._step_groups.update_loose(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
-            self._pager.prepare_update(unit)
+            self._residency.prepare_update(unit)
             factor = self._factor(coefficient, self.gradients.scale_of(unit))
             self._submit(unit, self.gradients.source(unit, keeps=keeps), factor, is_held=is_held)
             self.updated.add(unit.index)
@@ -253,7 +254,7 @@ class Stepper:
             with self._pager.clock.waiting("update"):
                 self._stream.drain()
         if not was_in_backward:
-            self._pager.pump()
+            self._residency.pump()
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
         """What gradients of that loss scale are multiplied with."""
@@ -274,11 +275,11 @@ class Stepper:
     def _rank_of(self, unit: Unit) -> int:
         """The unit's place in the next forward."""
         if not self._ranks:
-            self._ranks = {index: rank for rank, index in enumerate(self._pager.forward_order())}
+            self._ranks = {index: rank for rank, index in enumerate(self._residency.forward_order())}
         return self._ranks[unit.index]
 
     def _in_forward_order(self) -> list[Unit]:
-        return [self.units[index] for index in self._pager.forward_order()]
+        return [self.units[index] for index in self._residency.forward_order()]
 
     def _check_groups_unchanged(self, step: int) -> None:
         changed = self._step_groups.read().changed_since(self._groups) if self._groups is not None else []

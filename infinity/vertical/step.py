@@ -5,7 +5,8 @@ Knows the order of things; must not know how a call is computed or where gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from infinity.errors import ScheduleError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.pager import Pager
 from infinity.telemetry.clock import StepClock
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
@@ -30,7 +32,7 @@ from infinity.vertical.microbatch import Arrived, Computed, MicroBatch, Tools, p
 from infinity.vertical.replay.ambient import process_state
 from infinity.vertical.replay.buffer_watch import BufferWatch, Key, has_own_writers
 from infinity.vertical.replay.effects import StepStart
-from infinity.vertical.shared_pager import SharedPager
+from infinity.vertical.shared_forward import SharedForward
 from infinity.vertical.sums import UnitSums
 
 
@@ -39,7 +41,7 @@ class Surroundings:
     """The parts of an engine that vertical steps work with."""
 
     module_hooks: ModuleHooks
-    pager: SharedPager
+    pager: Pager
     stepper: Stepper
     clock: StepClock
     device: ComputeDevice
@@ -77,7 +79,6 @@ class VerticalStep:
     ) -> None:
         self._on = on
         self._loop = loop
-        self._interception = interception
         self._num_micro_batches = num_micro_batches
         self.is_trial = is_trial
         self.written: set[Key] = set()
@@ -88,6 +89,7 @@ class VerticalStep:
         )
         self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
         self._updates_now = on.stepper.rules.updates_in_backward and not is_trial
+        self._shared = SharedForward(on.pager, interception)
         self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=loop.step)
         self._batches: list[MicroBatch] = []
         self._sites: list[Site] = []
@@ -116,12 +118,13 @@ class VerticalStep:
         tools = Tools(self.boundary, on.device.torch_device, anchor, self.is_trial, self._watch, hooks, pager.turn)
         found = ((other, other.grad) for other in on.stepper.not_held())
         self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
-        pager.open_step(self._is_deferred)
+        pager.share(self._shared)
         self._loop.backwards.collector.begin_handing_out()
         for lane, compute_loss in zip(lanes.take(len(compute_losses)), compute_losses, strict=True):
             self._batches.append(MicroBatch(lane, compute_loss, tools))
         self._forward()
-        pager.close_forward()
+        self._shared.begin_moment(None)
+        pager.end_forward()
         self._check(start)
         self._backward()
         if self.is_trial:
@@ -131,10 +134,9 @@ class VerticalStep:
 
     def _forward(self) -> None:
         pager = self._on.pager
-        pager.begin_moment(0)
         while (site := self._advance()) is not None:
             self._sites.append(site)
-            pager.begin_moment(2 * len(self._sites) - 1)
+            self._shared.begin_moment(2 * len(self._sites) - 1)
             pager.enter(site.unit)
             try:
                 for batch in self._batches:
@@ -142,7 +144,7 @@ class VerticalStep:
                         raise Refusal(f"{site.name} raises an error, and the model goes on")
             finally:
                 pager.leave(site.unit)
-            pager.begin_moment(2 * len(self._sites))
+            self._shared.begin_moment(2 * len(self._sites))
 
     def _advance(self) -> Site | None:
         """All micro-batches go on to the next unit. Returns where they have arrived; None at the end of forward."""
@@ -181,7 +183,7 @@ class VerticalStep:
         del share, loss
         if self._loop.guard.phase is Phase.READY:
             self._loop.guard.move_to(Phase.BACKWARD)
-        with on.pager.in_between():
+        with self._shared.in_between():
             self._run_glue(batch, len(batch.calls) + 1)
 
     def _check(self, start: StepStart) -> None:
@@ -245,11 +247,17 @@ class VerticalStep:
                 if not call.has_gradient:
                     call.drop()
                     continue
-                for edge, gradient in call.backward(self._on.pager.recomputing):
+                for edge, gradient in call.backward(self._recomputing):
                     batch.glue.add(edge, gradient)
                 self._gather(batch)
         finally:
             self._on.pager.leave(unit)
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """A unit is computed once more, outside of autograd's backward."""
+        with self._on.pager.as_if_inside(True), torch.enable_grad(), self._on.pager.saving:
+            yield
 
     def _run_glue(self, batch: MicroBatch, position: int) -> None:
         self._runs_glue_backward = True
@@ -270,9 +278,9 @@ class VerticalStep:
         self._on.pager.pause()
 
     def _end_moment(self, moment: int) -> None:
-        firsts = self._on.pager.first_moments
+        firsts = self._shared.first_moments
         self._sums.end_moment({index: self._units[index] for index, first in firsts.items() if first == moment})
-        self._on.pager.due.clear()
+        self._on.pager.residency.due.clear()
 
     def _finish(self) -> None:
         on = self._on
@@ -280,7 +288,7 @@ class VerticalStep:
         self._loop.backwards.collector.end_handing_out()
         on.stepper.finish_backward(updates_now=updates)
         self._loop.guard.move_to(Phase.READY)
-        on.pager.close_step()
+        on.pager.end_sharing()
         # Before a step that changes all weights, nothing is worth fetching.
         on.pager.end_backward(is_complete=True, fetches=updates)
         self._clear()
@@ -298,10 +306,6 @@ class VerticalStep:
                 "recomputes blocks anyway)"
             )
         return forward(*args, **kwargs)
-
-    def _is_deferred(self, unit: Unit) -> bool:
-        batch = present()
-        return batch is not None and not batch.is_inside and self._interception.is_unit(unit)
 
     def undo(self, error: BaseException) -> None:
         """The step was cut off by ``error``: forget it, unless some units have been updated."""

@@ -332,7 +332,11 @@ def test_a_late_answer_changes_no_other_weights_and_gradients(
         def answer(backend: LateBackend) -> None:
             nonlocal num_answers
             num_answers += 1
-            units = [u for u in engine._pager.units if u.flat is not None and u.arrival is None and u.update is None]
+            units = [
+                u
+                for u in engine._pager.residency.units
+                if u.flat is not None and u.arrival is None and u.update is None
+            ]
             before = [unit.flat.tensor().clone() for unit in units]
             backend.answer(dice.randrange(len(backend.kept)))
             for unit, old in zip(units, before, strict=True):

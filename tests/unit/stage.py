@@ -14,7 +14,9 @@ from infinity.paging.listener import WeightWriter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
+from infinity.paging.residency import Residency
 from infinity.telemetry.clock import StepClock
+from infinity.threads.turn import Turn
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import hold
 from infinity.units.partition import partition
@@ -57,16 +59,21 @@ def make_pager(
     writer: Callable[[], WeightWriter | None] = lambda: None,
 ) -> Pager:
     """A pager over host memory. It guesses that units are needed in order, unless told otherwise."""
-    return Pager(
-        units,
-        FlatPool(ComputeDevice(), capacity_bytes),
-        source,
-        StepClock(),
-        prefetches=prefetches,
-        guess=[unit.index for unit in units] if guess is None else guess,
-        budget=("infinity.host_memory_budget", capacity_bytes),
-        writer=writer,
-    )
+
+    def make_residency(turn: Turn) -> Residency:
+        return Residency(
+            turn,
+            units,
+            FlatPool(ComputeDevice(), capacity_bytes),
+            source,
+            StepClock(),
+            prefetches=prefetches,
+            guess=[unit.index for unit in units] if guess is None else guess,
+            budget=("infinity.host_memory_budget", capacity_bytes),
+            writer=writer,
+        )
+
+    return Pager(make_residency)
 
 
 def frozen_unit(index: int, num_pages: int) -> Unit:
@@ -137,10 +144,10 @@ class Held:
                 unit.view(base, slot).copy_(self.values[slot.spec.fqn])
             self.source.stored[unit.index] = base
             if not is_paged:
-                flat = self.pager.pool.allocate(unit.num_bytes)
+                flat = self.pager.residency.pool.allocate(unit.num_bytes)
                 assert flat is not None
                 flat.tensor().copy_(base)
-                self.pager.place(unit, flat)
+                self.pager.residency.place(unit, flat)
             for parameter in unit.parameters:
                 hold(parameter, self.parameter_handler, dtype, torch.device("cpu"))
 
@@ -151,8 +158,8 @@ class Held:
     def stored(self, fqn: str) -> torch.Tensor:
         """A parameter as it rests."""
         unit, slot = self.module_hooks.locate(self.model.get_parameter(fqn))
-        self.pager.collect_all()
-        if self.pager._source is None:
+        self.pager.residency.collect_all()
+        if self.pager.residency._source is None:
             assert unit.flat is not None
             return unit.view(unit.flat.tensor(), slot).clone()
         return unit.view(self.source.stored[unit.index], slot).clone()

@@ -204,7 +204,7 @@ def test_simulated_fetches_are_those_of_the_pager(scan: tuple[list[int], list[in
         pager.end_forward()
         pager.end_backward(is_complete=True, fetches=True)
         note((cycle + 1) * len(order))  # already for the cycle to come
-    pager.close()
+    pager.residency.close()
     simulated = simulate(order, [u.num_bytes for u in units], room * 4096, prefetches=prefetches, num_cycles=3).fetches
     assert [fetch for fetch in fetches if 0 <= fetch[0] < 3 * len(order)] == simulated
 
@@ -233,17 +233,17 @@ def test_what_is_about_to_be_updated_makes_room_only_on_demand() -> None:
     pager = make_pager(units, source, 2 * 4096, prefetches=True)
     pager.touch(units[0])
     assert source.fetched == [0, 1]
-    pager.due.add(0)
+    pager.residency.due.add(0)
     pager.touch(units[1])
     assert source.fetched == [0, 1] and units[0].flat is not None
-    pager.due.clear()
-    pager.pump()
+    pager.residency.due.clear()
+    pager.residency.pump()
     assert source.fetched == [0, 1, 2] and units[0].flat is None
-    pager.due.update((1, 2))
+    pager.residency.due.update((1, 2))
     pager.touch(units[2])
     pager.touch(units[3])
     assert source.fetched == [0, 1, 2, 3] and units[3].flat is not None, "what is needed now comes all the same"
-    pager.close()
+    pager.residency.close()
 
 
 class _Update:
@@ -275,15 +275,15 @@ def test_an_update_of_what_is_needed_first_gets_a_buffer_as_soon_as_there_is_roo
     pager = make_pager(units, source, 2 * 4096, prefetches=True, guess=[0, 1, 2])
     first, second = _Update(), _Update()
     for unit, update in ((units[1], first), (units[2], second)):
-        pager.make_resident(unit)
+        pager.residency.make_resident(unit)
         unit.begin_update(update)
     wanted = _Update()
     units[0].begin_update(wanted)
-    pager.pump()
-    pager.attach_wanted()
+    pager.residency.pump()
+    pager.residency.attach_wanted()
     assert wanted.flat is None, "the units that are being updated fill all room"
     second.is_done = True
-    pager.attach_wanted()
+    pager.residency.attach_wanted()
     assert wanted.flat is not None and units[0].flat is wanted.flat
     assert units[2].flat is None
     assert source.fetched == [1, 2], "it fetches nothing"

@@ -236,7 +236,7 @@ def _require_written(held: Held, fqn: str, write: str) -> None:
     assert parameter.shape == (3, 3)
     _require_untouched(held)
     for unit in held.units:
-        held.pager.evict(unit)
+        held.pager.residency.evict(unit)
     _require_untouched(held)
 
 
@@ -364,7 +364,7 @@ def test_an_open_unit_has_ordinary_parameters_that_copy_truly(held: Held) -> Non
         assert type(duplicate) is nn.Parameter
         assert torch.equal(duplicate, held.values[_NAME])
         assert duplicate.data_ptr() != parameter.data_ptr()
-    held.pager.close_strays()
+    held.pager.residency.close_unused(held.units)
     assert type(held.model.get_parameter(_NAME)) is PagedParameter
 
 
