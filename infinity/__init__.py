@@ -28,6 +28,7 @@ from infinity.distributed.collectives import init_distributed
 from infinity.engine.engine import Engine
 from infinity.errors import InfinityError
 from infinity.initialize import initialize
+from infinity.loading.init import Init
 from infinity.loading.load_pretrained import load_pretrained
 from infinity.optim import lr_schedules as schedules
 from infinity.paging.gathered_parameters import GatheredParameters
@@ -56,6 +57,7 @@ __all__ = [
     "GatheredParameters",
     "InfinityConfig",
     "InfinityError",
+    "Init",
     "Plan",
     "StepReport",
     "__version__",

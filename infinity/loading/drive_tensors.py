@@ -27,9 +27,9 @@ LEAST_BYTES = 16 << 10
 class DriveTensors:
     """Makes tensors in files of some directories. Their space goes back when nothing looks at them any more."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        """``directories``: on the drives of the config; they must exist."""
-        self._memory = MappedMemory(directories)
+    def __init__(self, directories: Sequence[Path] | MappedMemory) -> None:
+        """``directories``: on the drives of the config; they must exist. Or the memory itself."""
+        self._memory = directories if isinstance(directories, MappedMemory) else MappedMemory(directories)
 
     @outside_modes
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -85,11 +85,22 @@ class DriveTensors:
 
 
 @outside_modes
+def drives_of(tensor: torch.Tensor) -> DriveTensors | None:
+    """The drives on which a tensor's memory lies; None if it lies elsewhere."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    memory = mapped_memory.owner_of(plain_address(tensor))
+    return DriveTensors(memory) if memory is not None else None
+
+
 def on_drive(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is that of a `DriveTensors`."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
-        return False
-    return mapped_memory.is_mapped(plain_address(tensor))
+    return drives_of(tensor) is not None
+
+
+def has_drive_tensors() -> bool:
+    """Whether there is any tensor on drives."""
+    return mapped_memory.is_in_use()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -107,7 +118,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 @outside_modes
 def give_memory(model: nn.Module, tensors: DriveTensors) -> list[str]:
-    """Replace what a model has on ``meta``, parameters and buffers, by tensors on drives without defined values.
+    """Replace what a model has on ``meta``, parameters by tensors on drives, buffers by those in memory, without defined values.
 
     A parameter that is at several places is one there again. Parameters become new objects, as in ``Module.to_empty``.
 
@@ -126,10 +137,11 @@ def give_memory(model: nn.Module, tensors: DriveTensors) -> list[str]:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if id(tensor) not in made:
-                    new = tensors.like(tensor)
                     if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                        new: torch.Tensor = nn.Parameter(tensors.like(tensor), requires_grad=tensor.requires_grad)
                         new.__dict__.update(tensor.__dict__)
+                    else:
+                        new = torch.empty_like(tensor, device="cpu")
                     made[id(tensor)] = new
                     kept.append(tensor)
                     names.append(f"{prefix}.{name}" if prefix else name)

@@ -87,7 +87,7 @@ class MappedMemory:
         reference = self._open.get(directory)
         segment = reference() if reference is not None else None
         if segment is None or not segment.has_place(num_bytes):
-            segment = _Segment(directory, max(_SEGMENT_BYTES, num_bytes))
+            segment = _Segment(self, directory, max(_SEGMENT_BYTES, num_bytes))
             self._open[directory] = weakref.ref(segment)
             _writer.add(segment)
         return np.asarray(_Lent(segment, segment.take(num_bytes), num_bytes))
@@ -96,7 +96,8 @@ class MappedMemory:
 class _Segment:
     """One file and its mapping, given out from the beginning to the end. It goes when all of it has been given back."""
 
-    def __init__(self, directory: Path, num_bytes: int) -> None:
+    def __init__(self, owner: MappedMemory, directory: Path, num_bytes: int) -> None:
+        self.owner = owner
         self._directory = directory
         self._num_bytes = num_bytes
         self._taken_bytes = 0
@@ -268,9 +269,14 @@ def check_written() -> None:
     _writer.check()
 
 
-def is_mapped(address: int) -> bool:
-    """Whether memory of a `MappedMemory` lies at an address."""
-    return any(segment.holds(address) for segment in _writer.segments())
+def owner_of(address: int) -> MappedMemory | None:
+    """The memory in which an address lies."""
+    return next((segment.owner for segment in _writer.segments() if segment.holds(address)), None)
+
+
+def is_in_use() -> bool:
+    """Whether anything looks at any mapped memory."""
+    return bool(_writer.segments())
 
 
 def touched(address: int, num_bytes: int, piece_bytes: int = 1 << 20) -> Iterator[tuple[int, int]]:
@@ -306,4 +312,4 @@ def _check(result: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-__all__ = ["WINDOW_BYTES", "MappedMemory", "check_written", "is_mapped", "touched", "write_out"]
+__all__ = ["WINDOW_BYTES", "MappedMemory", "check_written", "is_in_use", "owner_of", "touched", "write_out"]

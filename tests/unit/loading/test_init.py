@@ -1,0 +1,393 @@
+"""Modules that are built inside `infinity.Init` have the bits that they have without it, and their parameters on drives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrizations, skip_init
+
+import infinity
+from infinity.errors import ConfigError, StorageError
+from infinity.loading import drive_tensors, init
+from infinity.loading.drive_tensors import on_drive
+from swapper.volumes import mapped_memory
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every parameter goes to the drive."""
+    monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 1)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """One that puts everything on a drive."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": 200_000_000},
+    }
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    first, second = one.state_dict(), other.state_dict()
+    assert list(first) == list(second)
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype and value.stride() == second[name].stride(), name
+        assert torch.equal(value, second[name]), name
+    ties = [[id(p) for p in module.parameters(recurse=True)] for module in (one, other)]
+    assert len(set(ties[0])) == len(set(ties[1]))
+
+
+def built_both_ways(make: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:
+    """Build twice from one seed, and compare; the random numbers that come after are the same, too."""
+    torch.manual_seed(3)
+    plain = make()
+    plain_draw = torch.rand(4)
+    torch.manual_seed(3)
+    with infinity.Init(config=config):
+        model = make()
+        draw = torch.rand(4)
+    mapped_memory.write_out()
+    assert torch.equal(draw, plain_draw)
+    assert_same(plain, model)
+    return model
+
+
+class ReadsItsWeight(nn.Module):
+    """Looks at a weight that it has just made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        local = torch.randn(32, 32)
+        self.first = nn.Parameter(local)
+        local.mul_(2)  # the parameter is changed, too
+        self.second = nn.Parameter(torch.randn(32, 32).t())
+        with torch.no_grad():
+            self.second += self.first / self.first.std()
+        self.scale = float(self.second.abs().max())
+        self.third = nn.Parameter(torch.full((8, 8), self.scale))
+        self.register_buffer("norms", self.first.detach().norm(dim=1))
+
+
+class AssignsData(nn.Module):
+    """Gives a parameter other memory than it came with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.inner.weight.data = torch.randn(8, 8).t()
+        self.inner.bias.data = nn.functional.pad(self.inner.bias.data, (0, 4))
+
+
+def _embedding_of_given_weights() -> nn.Module:
+    weights = torch.randn(50, 16)
+    made = nn.Embedding(50, 16, _weight=weights)
+    weights[0] = 7.0
+    return made
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def _lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(32), nn.LazyConv1d(8, 3))
+    model[0](torch.zeros(2, 16))
+    model[1](torch.zeros(2, 4, 16))
+    return model
+
+
+def _applied() -> nn.Module:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_normal_(module.weight)
+            nn.init.orthogonal_(module.weight)
+
+    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)).apply(fill)
+
+
+def _parametrized(kind: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(kind(nn.Linear(16, 32)), kind(nn.Linear(32, 32)))
+
+
+def _assigned() -> nn.Module:
+    model = nn.Linear(16, 32)
+    model.load_state_dict({"weight": torch.randn(32, 16), "bias": torch.randn(32)}, assign=True)
+    return model
+
+
+def _in_lists() -> nn.Module:
+    model = nn.Module()
+    model.several = nn.ParameterList([torch.randn(4, 4), torch.randn(3)])
+    model.named = nn.ParameterDict({"a": torch.randn(4, 4)})
+    model.register_parameter("none", None)
+    return model
+
+
+_TORCH: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(16, 32),
+    "bilinear": lambda: nn.Bilinear(4, 5, 6),
+    "embedding": lambda: nn.Embedding(50, 16, padding_idx=3),
+    "embedding_bag": lambda: nn.EmbeddingBag(50, 16),
+    "embedding_given": _embedding_of_given_weights,
+    "conv": lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.Conv2d(4, 8, 3, groups=2), nn.ConvTranspose3d(4, 8, 3)),
+    "channels_last": lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last),
+    "norms": lambda: nn.Sequential(nn.LayerNorm(16), nn.GroupNorm(2, 16), nn.BatchNorm2d(16), nn.RMSNorm(16)),
+    "lstm": lambda: nn.LSTM(16, 32, num_layers=2, bidirectional=True, proj_size=8),
+    "gru_cell": lambda: nn.GRUCell(16, 32),
+    "attention": lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=8),
+    "transformer": lambda: nn.Transformer(16, 4, 2, 2, 32),
+    "prelu": lambda: nn.PReLU(16),
+    "softmax": lambda: nn.AdaptiveLogSoftmaxWithLoss(16, 100, [10, 50]),
+    "weight_norm": _parametrized(parametrizations.weight_norm),
+    "spectral_norm": _parametrized(parametrizations.spectral_norm),
+    "orthogonal": _parametrized(parametrizations.orthogonal),
+    "old_weight_norm": _parametrized(nn.utils.weight_norm),
+    "old_spectral_norm": _parametrized(nn.utils.spectral_norm),
+    "lazy": _lazy,
+    "applied": _applied,
+    "assigned": _assigned,
+    "lists": _in_lists,
+    "reads": ReadsItsWeight,
+    "assigns_data": AssignsData,
+    "tied": _tied,
+    "half": lambda: nn.Sequential(nn.Linear(16, 32), nn.LSTM(16, 16)).to(torch.bfloat16).half(),
+    "deep_copies": lambda: nn.ModuleList(copy.deepcopy(nn.Linear(16, 32)) for _ in range(3)),
+    "float64": lambda: nn.Linear(16, 32, dtype=torch.float64),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", _TORCH)
+def test_torch_modules_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
+    model = built_both_ways(_TORCH[name], config)
+    assert all(on_drive(parameter) for parameter in model.parameters())
+
+
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+_ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL)),
+    "llama_tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, tie_word_embeddings=True)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SMALL, num_key_value_heads=2)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**_SMALL, num_key_value_heads=2, head_dim=8)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**_SMALL, num_key_value_heads=2, num_local_experts=4)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
+    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96)
+    ),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL)),
+    "vit": lambda: transformers.ViTForImageClassification(
+        transformers.ViTConfig(**{k: v for k, v in _SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8)
+    ),
+    "wav2vec2": lambda: transformers.Wav2Vec2ForCTC(
+        transformers.Wav2Vec2Config(
+            **_SMALL, conv_dim=(16, 16), conv_kernel=(5, 3), conv_stride=(2, 2), num_feat_extract_layers=2
+        )
+    ),
+    "whisper": lambda: transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            vocab_size=96,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        )
+    ),
+    "mamba": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96)
+    ),
+    "from_config_bf16": lambda: transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**_SMALL), dtype=torch.bfloat16
+    ),
+}
+
+
+def _resized() -> nn.Module:
+    model = _ARCHITECTURES["llama_tied"]()
+    model.resize_token_embeddings(120)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*_ARCHITECTURES, "resized"])
+def test_transformers_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
+    model = built_both_ways(_resized if name == "resized" else _ARCHITECTURES[name], config)
+    assert all(on_drive(parameter) for parameter in model.parameters())
+
+
+def test_conversions_and_copies_after_the_block_stay_on_the_drive(config: dict[str, Any]) -> None:
+    with infinity.Init(config=config):
+        model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    model.bfloat16()
+    other = copy.deepcopy(model)
+    assert all(on_drive(parameter) for parameter in (*model.parameters(), *other.parameters()))
+    assert model[0].weight.dtype == torch.bfloat16
+    assert_same(model, other)
+
+
+def test_torch_is_as_it_was_when_nothing_lies_on_drives(config: dict[str, Any]) -> None:
+    gc.collect()  # models of other tests
+    with infinity.Init(config=config):
+        model: Any = nn.Linear(16, 32)
+    assert hasattr(nn.Module._apply, "__wrapped__")
+    del model
+    nn.Linear(2, 2).double()
+    assert not hasattr(nn.Module._apply, "__wrapped__")
+    assert not hasattr(nn.Parameter.__deepcopy__, "__wrapped__")
+
+
+def test_a_default_dtype_is_that_of_the_block(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    plain = nn.Linear(16, 32)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    with infinity.Init(config=config, dtype=torch.bfloat16):
+        model = nn.Linear(16, 32)
+    assert torch.get_default_dtype() == torch.float32
+    assert_same(plain, model)
+
+
+def test_an_existing_module_is_moved(config: dict[str, Any]) -> None:
+    model, before = nn.Linear(16, 32), nn.Linear(16, 32)
+    before.load_state_dict(model.state_dict())
+    parameters = list(model.parameters())
+    infinity.zero.Init(module=model, config_dict_or_path=config, remote_device="nvme")
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert all(on_drive(p) for p in parameters)
+    assert_same(model, before)
+    assert infinity.zero.Init is infinity.Init
+
+
+def test_blocks_nest_and_end_with_an_exception(config: dict[str, Any]) -> None:
+    with infinity.Init(config=config):
+        with pytest.raises(KeyError), infinity.Init(enabled=False):
+            assert on_drive(nn.Linear(4, 4).weight)
+            raise KeyError
+        with infinity.Init():
+            assert not on_drive(nn.Linear(4, 4).weight)
+        with torch.device("meta"):
+            assert nn.Linear(4, 4).weight.is_meta
+        assert on_drive(skip_init(nn.Linear, 4, 4).weight)
+    with pytest.raises(KeyError), infinity.Init(config=config, dtype=torch.float64):
+        raise KeyError
+    assert torch.get_default_dtype() == torch.float32
+    assert not on_drive(nn.Linear(4, 4).weight)
+
+
+def test_a_block_is_that_of_its_thread(config: dict[str, Any]) -> None:
+    found: list[bool] = []
+    with infinity.Init(config=config):
+        thread = threading.Thread(target=lambda: found.append(on_drive(nn.Linear(4, 4).weight)))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+def test_several_threads_build_at_once(config: dict[str, Any]) -> None:
+    found: list[bool] = []
+
+    def build() -> None:
+        with infinity.Init(config=config):
+            model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)])
+            for number, parameter in enumerate(model.parameters()):
+                nn.init.constant_(parameter, number)
+        mapped_memory.write_out()
+        found.extend(bool((p == number).all()) for number, p in enumerate(model.parameters()))
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 160 and all(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"remote_device": "tape"}, "remote_device"),
+        ({"remote_device": "nvme"}, "needs the config"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"module": 3}, "torch.nn.Module"),
+        ({"zero_quantized_nontrainable_weights": True}, "quantized"),
+        ({"config": {"zero_optimisation": {}}}, "zero_optimisation"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        infinity.Init(**arguments)
+
+
+@pytest.fixture
+def nothing_told() -> Iterator[None]:
+    """Messages that come once come again."""
+    before = set(init._told)
+    init._told.clear()
+    yield
+    init._told.update(before)
+
+
+@pytest.mark.usefixtures("nothing_told")
+def test_without_a_drive_models_are_built_in_memory_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        for _ in range(2):
+            with infinity.zero.Init(config={"zero_optimization": {"stage": 3}}, mpu=object(), pin_memory=True):
+                assert not on_drive(nn.Linear(4, 4).weight)
+    assert caplog.text.count("built in host memory") == 1
+    assert "without effect in one process: pin_memory, mpu" in caplog.text
+
+
+def test_a_drive_that_is_too_small_is_named(small_tmpfs: Callable[[int], Path], config: dict[str, Any]) -> None:
+    directory = str(small_tmpfs(4 << 20))
+    for key in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][key]["nvme_path"] = directory
+    with pytest.raises(StorageError, match=f"{directory}.*bytes are needed"), infinity.Init(config=config):
+        nn.Linear(1024, 4096)
+
+
+def test_a_forked_child_does_not_give_the_parents_space_back(config: dict[str, Any]) -> None:
+    with infinity.Init(config=config):
+        model = nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    child = os.fork()
+    if not child:
+        del model
+        os._exit(0)
+    os.waitpid(child, 0)
+    mapped_memory.write_out()
+    assert torch.equal(model.weight, before)
