@@ -1,65 +1,56 @@
 """Writes the trained weights as safetensors, tensor by tensor.
 
-[Note: streaming safetensors] The library's writer copies all tensors of a file before it writes the first. A file is eight
-bytes with the length of a header in JSON, the header, and the tensors one after the other (the format's description is
-part of https://github.com/huggingface/safetensors): that needs no copy of what lies in memory already.
+Knows an engine's units and how files appear; names and layouts of transformers are ``original_names``'.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from safetensors.torch import save
+from torch import nn
 
 from infinity.checkpoint.adapters import is_adapted, save_adapters
-from infinity.errors import StorageError, UnsupportedModelError, format_bytes
+from infinity.checkpoint.original_names import original_entries
+from infinity.checkpoint.safetensors_file import Entry, OpenSource, Source, check_entries, refuse, write_file
+from infinity.errors import StorageError, format_bytes
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.units.unit import Unit
 from swapper import SwapperError
 from swapper.volumes.publish import Staging, locked
 
-_ALIGNMENT_BYTES = 8
 _NAME_OF_PICKLES = "pytorch_model.bin"
 """DeepSpeed's default. Nobody looks for safetensors under that name."""
-_CONFIGS = ("config", "generation_config")
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """One tensor of a file."""
+class Weights:
+    """Where an engine's weights come from.
 
-    names: Sequence[str]
-    shape: Sequence[int]
-    dtype: torch.dtype
-    value: Callable[[], torch.Tensor]
-    """Called when it is written."""
+    Attributes:
+        module_hooks: know model and units.
+        pager: opens a unit's model weights.
+        main_weight: a copy of a parameter's fp32 main weight; of a frozen one, of its weight.
+        directories: for large tensors that are made on the way.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """The tensors of one file."""
-
-    entries: Sequence[_Entry]
-    unit: Unit | None
-    """Whose parameters they are; it has to be open while they are written."""
+    module_hooks: ModuleHooks
+    pager: Pager
+    main_weight: Callable[[nn.Parameter], torch.Tensor]
+    directories: Sequence[Path]
 
 
-def save_safetensors(
-    module_hooks: ModuleHooks, pager: Pager, directory: Path, filename: str, *, trained_only: bool = False
-) -> None:
+def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool = False) -> None:
     """One shard per unit, one for all that no unit holds, and an index; all at once, see ``swapper.volumes.publish``.
 
     What the model's modules have now is written: parameters that came later, too, and none that were removed. Older weights
@@ -78,23 +69,89 @@ def save_safetensors(
     stem = filename.removesuffix(".safetensors")
     if stem == _NAME_OF_PICKLES:
         stem = "model"
-    needed = sum(unit.num_bytes for unit in module_hooks.units)
-    with _told_of(directory, needed):
-        if is_adapted(module_hooks.model):
-            save_adapters(module_hooks.model, directory)
+    model = weights.module_hooks.model
+    with told_of(directory, sum(unit.num_bytes for unit in weights.module_hooks.units)):
+        if is_adapted(model):
+            save_adapters(model, directory)
             return
-        shards = _shards(module_hooks, trained_only=trained_only)
-        _check([entry for shard in shards for entry in shard.entries])
-        with Staging(directory, stem) as staging:
-            for number, shard in enumerate(shards, start=1):
-                opened = pager.opened(shard.unit) if shard.unit is not None else contextlib.nullcontext()
-                with opened, staging.file(f"shard-{number}") as file:
-                    _write(file, shard.entries)
-            _publish(staging, module_hooks.model, directory, stem, shards)
+        shards = [
+            list(group)
+            for _, group in itertools.groupby(_entries(weights, trained_only=trained_only), lambda e: e.source)
+        ]
+        write_shards(shards, directory, stem, functools.partial(_save_configs, model), has_index=True)
+
+
+def save_pretrained(
+    weights: Weights, directory: Path, *, max_shard_bytes: int, dtype: torch.dtype | None = None
+) -> None:
+    """Files as ``model.save_pretrained`` writes them: its names, one file or shards and an index, the configs.
+
+    Args:
+        max_shard_bytes: of a file, if it has more than one tensor.
+        dtype: None: the model weights; else the main weights, and buffers that are as wide as the weights, cast to it.
+
+    Raises:
+        UnsupportedModelError, StorageError: as `save_units`.
+    """
+    model = weights.module_hooks.model
+    with told_of(directory, sum(unit.num_bytes for unit in weights.module_hooks.units)):
+        if is_adapted(model):
+            save_adapters(model, directory)
+            return
+        entries = original_entries(model, _entries(weights, dtype=dtype), weights.directories)
+        shards = cut(entries, max_shard_bytes)
+        save_configs = functools.partial(_save_configs, model, dtype=dtype or _dtype_of(model))
+        write_shards(shards, directory, "model", save_configs, has_index=len(shards) > 1)
+
+
+def cut(entries: Sequence[Entry], max_shard_bytes: int) -> list[list[Entry]]:
+    """Shards of no more bytes, in the order of the entries; a larger tensor has one of its own."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        num_bytes = entry.num_bytes * len(entry.names)
+        if shards[-1] and size + num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += num_bytes
+    return shards
+
+
+def write_shards(
+    shards: Sequence[Sequence[Entry]],
+    directory: Path,
+    stem: str,
+    save_configs: Callable[[Staging], Sequence[str]],
+    *,
+    has_index: bool,
+    note: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write files, and let them appear all at once.
+
+    Args:
+        shards: the tensors of each file.
+        directory: made if it is missing.
+        stem: of the files' names.
+        save_configs: writes further files into a staging directory, and returns their names there.
+        has_index: else there is one file.
+        note: is told of bytes that were written.
+
+    Raises:
+        UnsupportedModelError: something cannot be written; nothing has been.
+        OSError: the directory cannot take them; what was there before is still there.
+    """
+    check_entries([entry for shard in shards for entry in shard])
+    with Staging(directory, stem) as staging, OpenSource() as opened:
+        for number, shard in enumerate(shards, start=1):
+            with staging.file(f"shard-{number}") as file:
+                write_file(file, shard, opened, note)
+        _publish(staging, save_configs(staging), directory, stem, shards, has_index=has_index)
 
 
 @contextlib.contextmanager
-def _told_of(directory: Path, num_bytes: int) -> Iterator[None]:
+def told_of(directory: Path, num_bytes: int) -> Iterator[None]:
+    """What the system says of a directory becomes a `StorageError`."""
     try:
         yield
     except SwapperError:  # some of them are OSErrors, too
@@ -107,31 +164,40 @@ def _told_of(directory: Path, num_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def _publish(staging: Staging, model: torch.nn.Module, directory: Path, stem: str, shards: Sequence[_Shard]) -> None:
-    configs = _save_configs(model, staging)
+def _publish(
+    staging: Staging,
+    configs: Sequence[str],
+    directory: Path,
+    stem: str,
+    shards: Sequence[Sequence[Entry]],
+    *,
+    has_index: bool,
+) -> None:
     with locked(directory):
         there = {path.name for path in directory.iterdir()}
-        names = _free_names(stem, len(shards), there)
-        index = {
-            name: file
-            for shard, file in zip(shards, names, strict=True)
-            for entry in shard.entries
-            for name in entry.names
-        }
-        total = sum(entry.num_bytes * len(entry.names) for shard in shards for entry in shard.entries)
-        contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
-        with staging.file("index") as file:
-            file.write((json.dumps(contents, indent=2) + "\n").encode())
+        names = _free_names(stem, len(shards), there) if has_index else []
         moves = [(f"shard-{number}", name) for number, name in enumerate(names, start=1)]
-        own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}}(\.\d+)?)?\.safetensors")
+        head = ("shard-1", f"{stem}.safetensors")
+        if has_index:
+            head = ("index", f"{stem}.safetensors.index.json")
+            with staging.file("index") as file:
+                file.write(_index(shards, names))
+        own = re.compile(rf"{re.escape(stem)}((-\d{{5}}-of-\d{{5}}(\.\d+)?)?\.safetensors|\.safetensors\.index\.json)")
         pickled = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?")
         staging.publish(
             moves,
             [(name, Path(name).name) for name in configs],
-            ("index", f"{stem}.safetensors.index.json"),
+            head,
             # A reader would take a single file before an index; and pickles where it is told to.
             lambda name: bool(own.fullmatch(name) or (stem == "model" and pickled.fullmatch(name))),
         )
+
+
+def _index(shards: Sequence[Sequence[Entry]], names: Sequence[str]) -> bytes:
+    index = {name: file for shard, file in zip(shards, names, strict=True) for entry in shard for name in entry.names}
+    total = sum(entry.num_bytes * len(entry.names) for shard in shards for entry in shard)
+    contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+    return (json.dumps(contents, indent=2) + "\n").encode()
 
 
 def _free_names(stem: str, num_shards: int, taken: set[str]) -> list[str]:
@@ -145,9 +211,10 @@ def _free_names(stem: str, num_shards: int, taken: set[str]) -> list[str]:
         suffix = f".{turn}"
 
 
-def _shards(module_hooks: ModuleHooks, *, trained_only: bool) -> list[_Shard]:
+def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype | None = None) -> list[Entry]:
+    module_hooks = weights.module_hooks
     names: dict[int, list[str]] = {}
-    others: dict[int, torch.nn.Parameter] = {}
+    others: dict[int, nn.Parameter] = {}
     for fqn, parameter in module_hooks.model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or not trained_only:
             names.setdefault(id(parameter), []).append(fqn)
@@ -156,89 +223,73 @@ def _shards(module_hooks: ModuleHooks, *, trained_only: bool) -> list[_Shard]:
     tied: Any = getattr(module_hooks.model, "all_tied_weights_keys", None) or {}
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
-    shards = [_Shard(_entries_of(unit, names), unit) for unit in module_hooks.units]
-    rest = [_Entry(names[key], p.shape, p.dtype, p.detach) for key, p in others.items()]
-    rest += [] if trained_only else _persistent_buffers(module_hooks.model)
-    return [shard for shard in (*shards, _Shard(rest, None)) if shard.entries]
+    found = [entry for unit in module_hooks.units for entry in _entries_of(unit, names, weights, dtype)]
+    rest: Source = contextlib.nullcontext
+    for key, parameter in others.items():
+        found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), rest, _always(parameter.detach)))
+    if not trained_only:
+        for fqn, buffer in persistent_buffers(module_hooks.model):
+            kept = dtype if dtype is not None and buffer.dtype == _dtype_of(module_hooks.model) else buffer.dtype
+            found.append(Entry((fqn,), buffer.shape, kept, rest, _always(buffer.detach)))
+    return found
 
 
-def _entries_of(unit: Unit, names: dict[int, list[str]]) -> list[_Entry]:
-    return [
-        _Entry(names[id(parameter)], slot.spec.shape, slot.spec.dtype, functools.partial(unit.weight, slot))
-        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-        if id(parameter) in names
-    ]
+def _entries_of(
+    unit: Unit, names: Mapping[int, list[str]], weights: Weights, dtype: torch.dtype | None
+) -> Iterator[Entry]:
+    source: Source = functools.partial(weights.pager.opened, unit)
+    if dtype is not None:
+        source = functools.partial(contextlib.nullcontext)  # one of its own
+    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+        if id(parameter) in names:
+            value = functools.partial(unit.weight, slot)
+            if dtype is not None:
+                value = functools.partial(weights.main_weight, parameter)
+            yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), source, _always(value))
 
 
-def _persistent_buffers(model: torch.nn.Module) -> list[_Entry]:
-    found: list[_Entry] = []
+def _always(value: Callable[[], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    return lambda given: value()
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    found = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each buffer that a state dict has.
+
+    Raises:
+        UnsupportedModelError: the format has no form for one.
+    """
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 fqn = f"{prefix}.{name}" if prefix else name
                 if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
-                    _refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
-                found.append(_Entry((fqn,), buffer.shape, buffer.dtype, buffer.detach))
-    return found
+                    refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
+                yield fqn, buffer
 
 
-def _check(entries: Sequence[_Entry]) -> None:
-    for entry in entries:
-        for name in entry.names:
-            if name == "__metadata__":
-                _refuse(name, "the format uses that name for itself")
-            try:
-                name.encode()
-            except UnicodeEncodeError:
-                _refuse(ascii(name), "its name is no text that can be encoded")
-        try:
-            _name_of(entry.dtype)
-        except Exception:
-            _refuse(entry.names[0], f"the format has no {entry.dtype}")
-
-
-def _refuse(name: str, why: str) -> None:
-    raise UnsupportedModelError(
-        f"'{name}' cannot be written as safetensors: {why}",
-        cure="Rename or convert it, or save engine.module.state_dict() with torch.save",
-        fqn=name,
-    )
-
-
-def _write(file: IO[bytes], entries: Sequence[_Entry]) -> None:
-    """See [Note: streaming safetensors]."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        for name in entry.names:
-            offsets = [end, end + entry.num_bytes]
-            described[name] = {"dtype": _name_of(entry.dtype), "shape": list(entry.shape), "data_offsets": offsets}
-            end += entry.num_bytes
-    header = json.dumps(described).encode()
-    header += b" " * (-len(header) % _ALIGNMENT_BYTES)
-    file.write(len(header).to_bytes(8, "little"))
-    file.write(header)
-    for entry in entries:
-        flat = entry.value().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-        for _ in entry.names:
-            file.write(flat.numpy().data)
-
-
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    """The format's name of a dtype, as the library itself writes it."""
-    written = save({"empty": torch.empty(0, dtype=dtype, device="cpu")})
-    return str(json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")])["empty"]["dtype"])
-
-
-def _save_configs(model: Any, staging: Staging) -> list[str]:
-    """Write a Hugging Face model's configs; returns their names."""
+def _save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None) -> list[str]:
+    """Write a Hugging Face model's configs; returns their names. ``dtype``: of the weights, if the config is to say it."""
     folder = staging.path / "configs"
     folder.mkdir()
-    for name in _CONFIGS:
-        config = getattr(model, name, None)
-        if config is not None and hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        if dtype is not None:
+            config = copy.deepcopy(config)
+            config.update({"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]})
+        config.save_pretrained(folder)
+    can_generate = not hasattr(model, "can_generate") or model.can_generate()
+    generation: Any = getattr(model, "generation_config", None)
+    if can_generate and hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)
     names = [f"configs/{path.name}" for path in sorted(folder.iterdir()) if path.is_file()]
     for name in names:
         staging.sync(name)

@@ -1,4 +1,4 @@
-"""What an engine saves and loads: ``save_16bit_model``, and checkpoints with DeepSpeed's arguments and results."""
+"""What an engine saves and loads: checkpoints with DeepSpeed's arguments and results."""
 
 from __future__ import annotations
 
@@ -11,46 +11,17 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import training_checkpoint as checkpoint
-from infinity.checkpoint.safetensors_export import save_safetensors
-from infinity.engine.deepspeed_names import DeepSpeedNames
+from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
 
 logger = logging.getLogger(__name__)
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
-class CheckpointCalls(DeepSpeedNames):
+class CheckpointCalls(ExportCalls):
     """Part of the engine. Knows what is needed of it; must not know formats."""
 
     _parts: Parts
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the trained weights (compute dtype) and buffers as sharded safetensors, in bounded memory; returns True.
-
-        The directory (made if missing) gets shards, ``model.safetensors.index.json`` and, for a Hugging Face model, its
-        config: ``from_pretrained(save_dir)`` loads it, and so does plain torch, shard by shard. ``save_filename`` gives the
-        shards' names; "pytorch_model.bin" means the default. Of a PEFT model, its adapters are written as PEFT does it.
-        The directory holds the old weights or the new ones, whole, whenever the process or the machine may go down.
-
-        Raises:
-            StorageError: the directory cannot take them; what was there before is still there.
-            UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
-        """
-        self.flush()
-        save_safetensors(
-            self._parts.module_hooks,
-            self._parts.pager,
-            Path(save_dir),
-            save_filename,
-            trained_only=exclude_frozen_parameters,
-        )
-        self._num_saved_steps = self.global_steps
-        return True
 
     def save_checkpoint(
         self,

@@ -16,34 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import UnsupportedModelError, WeightFileError, WeightsMismatchError
 from tests.exactness.lockstep import everything_on_nvme
-
-_SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
-_GATED = {**_SMALL, "intermediate_size": 96, "num_key_value_heads": 2}
-_EXPERTS = {**_GATED, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
-
-
-def _make(name: str, **options: Any) -> Any:
-    config = getattr(transformers, f"{name.split('For')[0].removesuffix('Model').removesuffix('LMHead')}Config")(
-        **options
-    )
-    return getattr(transformers, name)(config)
-
-
-_MODELS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: _make("GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, vocab_size=300),
-    "llama": lambda: _make("LlamaForCausalLM", **_GATED),
-    "llama-tied": lambda: _make("LlamaForCausalLM", **_GATED, tie_word_embeddings=True),
-    "mixtral": lambda: _make("MixtralForCausalLM", **_GATED, num_local_experts=4),
-    "qwen2-moe": lambda: _make("Qwen2MoeForCausalLM", **_EXPERTS, shared_expert_intermediate_size=48),
-    "qwen3-moe": lambda: _make("Qwen3MoeForCausalLM", **_EXPERTS, head_dim=16),
-    "t5": lambda: _make("T5ForConditionalGeneration", d_model=64, d_kv=16, d_ff=96, num_layers=2, vocab_size=300),
-    "bert": lambda: _make("BertForMaskedLM", **_SMALL, intermediate_size=96),
-    "vit": lambda: _make("ViTForImageClassification", hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
-    "neox": lambda: _make("GPTNeoXForCausalLM", **_SMALL, intermediate_size=96),
-    "phi3": lambda: _make("Phi3ForCausalLM", **_GATED, pad_token_id=0),
-    "gemma2": lambda: _make("Gemma2ForCausalLM", **_GATED, head_dim=16),
-    "mamba": lambda: _make("MambaForCausalLM", hidden_size=64, num_hidden_layers=2, vocab_size=300),
-}
+from tests.small_transformers import MODELS, SMALL, assert_equal, make
 
 
 @pytest.fixture
@@ -62,27 +35,8 @@ def config(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    _MODELS["llama"]().save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    MODELS["llama"]().save_pretrained(tmp_path / "model", max_shard_size="100KB")
     return tmp_path / "model"
-
-
-def _everything(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under all of their names."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return dict(named)
-
-
-def _assert_equal(one: nn.Module, other: nn.Module) -> None:
-    ours, theirs = _everything(one), _everything(other)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert ours[name].dtype == value.dtype, name
-        assert ours[name].requires_grad == value.requires_grad, name
-        assert type(ours[name]) is type(value), name
-        assert torch.equal(ours[name], value), name
-    ties = [{name: id(value) for name, value in each.items()} for each in (ours, theirs)]
-    groups = [{frozenset(n for n in tie if tie[n] == tie[name]) for name in tie} for tie in ties]
-    assert groups[0] == groups[1]
 
 
 def _mapped(model: nn.Module) -> dict[str, str]:
@@ -100,12 +54,12 @@ def _mapped(model: nn.Module) -> dict[str, str]:
 
 @pytest.mark.usefixtures("large_is_small")
 @pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_class_gives_what_from_pretrained_gives(
     name: str, dtype: torch.dtype | str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    made = _MODELS[name]().to(torch.float16 if dtype == "auto" else torch.float32)
+    made = MODELS[name]().to(torch.float16 if dtype == "auto" else torch.float32)
     made.save_pretrained(tmp_path / "model", max_shard_size="60KB")
     before = torch.get_rng_state()
     expected = type(made).from_pretrained(tmp_path / "model", dtype=dtype)
@@ -113,7 +67,7 @@ def test_a_class_gives_what_from_pretrained_gives(
     torch.set_rng_state(before)
     model = infinity.load_pretrained(type(made), tmp_path / "model", config=config, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), after)
-    _assert_equal(model, expected)
+    assert_equal(model, expected)
     assert model.config.to_dict() == expected.config.to_dict()
     assert model.training == expected.training
     if expected.can_generate():
@@ -123,10 +77,10 @@ def test_a_class_gives_what_from_pretrained_gives(
 
 
 @pytest.mark.usefixtures("large_is_small")
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_on_meta_gets_values(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    made = _MODELS[name]()
+    made = MODELS[name]()
     made.save_pretrained(tmp_path / "model")
     expected = type(made).from_pretrained(tmp_path / "model").train()
     with torch.device("meta"):
@@ -134,19 +88,19 @@ def test_a_model_on_meta_gets_values(name: str, config: dict[str, Any], tmp_path
     next(model.parameters()).requires_grad_(False)
     next(expected.parameters()).requires_grad_(False)
     assert infinity.load_pretrained(model, tmp_path / "model", config=config) is model
-    _assert_equal(model, expected)
+    assert_equal(model, expected)
     assert all(path for path in _mapped(model).values())
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "bert"])
 def test_a_model_with_values_keeps_its_parameters(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    made = _MODELS[name]()
+    made = MODELS[name]()
     made.save_pretrained(tmp_path / "model")
-    model = _MODELS[name]()
+    model = MODELS[name]()
     before = dict(model.named_parameters(remove_duplicate=False))
     infinity.load_pretrained(model, tmp_path / "model", config=config)
-    _assert_equal(model, made)
+    assert_equal(model, made)
     assert all(value is before[fqn] for fqn, value in model.named_parameters(remove_duplicate=False))
 
 
@@ -182,7 +136,7 @@ def test_the_engine_trains_it(llama: Path, config: dict[str, Any]) -> None:
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    _make("BertModel", **_SMALL, intermediate_size=96).save_pretrained(tmp_path / "bert")
+    make("BertModel", **SMALL, intermediate_size=96).save_pretrained(tmp_path / "bert")
     return tmp_path / "bert"
 
 
@@ -199,12 +153,12 @@ def test_what_is_missing_is_named_or_made_as_transformers_does(bert: Path, confi
     model, info = infinity.load_pretrained(
         head, bert, config=config, ignore_missing_keys=True, output_loading_info=True
     )
-    _assert_equal(model, expected)
+    assert_equal(model, expected)
     assert info["missing_keys"] == {"classifier.bias", "classifier.weight"}
 
 
 def test_what_is_missing_stays_as_it_was_in_a_model_with_values(bert: Path, config: dict[str, Any]) -> None:
-    model = _make("BertForSequenceClassification", **_SMALL, intermediate_size=96)
+    model = make("BertForSequenceClassification", **SMALL, intermediate_size=96)
     before = model.classifier.weight.detach().clone()
     infinity.load_pretrained(model, bert, config=config, ignore_missing_keys=True)
     assert torch.equal(model.classifier.weight, before)
@@ -212,25 +166,25 @@ def test_what_is_missing_stays_as_it_was_in_a_model_with_values(bert: Path, conf
 
 
 def test_what_the_model_has_not_is_named(bert: Path, config: dict[str, Any], tmp_path: Path) -> None:
-    _make("BertForSequenceClassification", **_SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
+    make("BertForSequenceClassification", **SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
     with pytest.raises(WeightsMismatchError, match=r"not in the model: classifier\.bias"):
         infinity.load_pretrained(transformers.BertModel, tmp_path / "head", config=config)
     model = infinity.load_pretrained(
         transformers.BertModel, tmp_path / "head", config=config, ignore_unexpected_keys=True
     )
-    _assert_equal(model, transformers.BertModel.from_pretrained(tmp_path / "head"))
+    assert_equal(model, transformers.BertModel.from_pretrained(tmp_path / "head"))
 
 
 def test_other_shapes_are_named_or_made_anew(tmp_path: Path, config: dict[str, Any]) -> None:
     head = transformers.BertForSequenceClassification
-    _make("BertForSequenceClassification", **_SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
+    make("BertForSequenceClassification", **SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
     with pytest.raises(WeightsMismatchError, match=r"classifier\.weight is \(2, 64\), the model's is \(5, 64\)"):
         infinity.load_pretrained(head, tmp_path / "head", config=config, num_labels=5)
     torch.manual_seed(1)
     expected = head.from_pretrained(tmp_path / "head", num_labels=5, ignore_mismatched_sizes=True)
     torch.manual_seed(1)
     model = infinity.load_pretrained(head, tmp_path / "head", config=config, num_labels=5, ignore_mismatched_sizes=True)
-    _assert_equal(model, expected)
+    assert_equal(model, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------ other files
@@ -262,7 +216,7 @@ def test_a_file_with_a_state_dict_fills_any_module(
         if on == "cpu":
             value.data.zero_()
     infinity.load_pretrained(model, file, config=config)
-    _assert_equal(model, plain)
+    assert_equal(model, plain)
 
 
 def test_a_buffer_that_nobody_knows_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -283,7 +237,7 @@ def test_pickled_shards_are_loaded(llama: Path, config: dict[str, Any], tmp_path
     for file in sorted(set(names.values())):
         torch.save({name: values[name] for name in values if names[name] == file}, old / file)
     (old / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    _assert_equal(infinity.load_pretrained(transformers.LlamaForCausalLM, old, config=config), expected)
+    assert_equal(infinity.load_pretrained(transformers.LlamaForCausalLM, old, config=config), expected)
 
 
 def test_integers_for_a_floating_point_parameter_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -1,0 +1,144 @@
+"""Files in the format of safetensors, written tensor by tensor.
+
+[Note: streaming safetensors] The library's writer copies all tensors of a file before it writes the first. A file is eight
+bytes with the length of a header in JSON, the header, and the tensors one after the other (the format's description is
+part of https://github.com/huggingface/safetensors): that needs no copy of what lies in memory already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from safetensors.torch import save
+
+from infinity.errors import UnsupportedModelError
+
+_ALIGNMENT_BYTES = 8
+_PIECE_BYTES = 16 << 20
+Source = Callable[[], AbstractContextManager[Any]]
+"""Opened while tensors that come from it are written, one after the other."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        names: it is written under each of them.
+        shape: of the tensor.
+        dtype: in the file; values of another one are cast piece by piece.
+        source: what has to be open.
+        value: called when it is written, with what the source gave.
+    """
+
+    names: Sequence[str]
+    shape: Sequence[int]
+    dtype: torch.dtype
+    source: Source
+    value: Callable[[Any], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Under one name."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class OpenSource:
+    """The source of the tensor that is being written; it stays open for those of the next that come from it as well."""
+
+    def __init__(self) -> None:
+        self._source: Source | None = None
+        self._given: Any = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> OpenSource:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._stack.close()
+
+    def value(self, entry: Entry) -> torch.Tensor:
+        """An entry's tensor, valid until the next call."""
+        if self._source is not entry.source:
+            self._source, self._given = None, None
+            self._stack.close()
+            self._given = self._stack.enter_context(entry.source())
+            self._source = entry.source
+        return entry.value(self._given)
+
+
+def write_file(
+    file: IO[bytes], entries: Sequence[Entry], opened: OpenSource, note: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Write all tensors. See [Note: streaming safetensors]. ``note`` is told of bytes that were written."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        for name in entry.names:
+            offsets = [end, end + entry.num_bytes]
+            described[name] = {"dtype": name_of(entry.dtype), "shape": list(entry.shape), "data_offsets": offsets}
+            end += entry.num_bytes
+    header = json.dumps(described).encode()
+    header += b" " * (-len(header) % _ALIGNMENT_BYTES)
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    for entry in entries:
+        for piece in _pieces(entry, opened):
+            file.write(piece.numpy().data)
+            note(piece.numel())
+
+
+def _pieces(entry: Entry, opened: OpenSource) -> Iterator[torch.Tensor]:
+    if not entry.num_bytes:
+        return
+    value = opened.value(entry).detach()
+    if tuple(value.shape) != tuple(entry.shape):
+        raise RuntimeError(f"'{entry.names[0]}' has shape {tuple(value.shape)}, and not {tuple(entry.shape)}")
+    flat = value.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
+    step = _PIECE_BYTES // entry.dtype.itemsize
+    for _ in entry.names:
+        for start in range(0, flat.numel(), step):
+            yield flat[start : start + step].to(entry.dtype).view(torch.uint8)
+
+
+def check_entries(entries: Sequence[Entry]) -> None:
+    """See that the format has a form for all of them.
+
+    Raises:
+        UnsupportedModelError: it has none; the tensor is named.
+    """
+    for entry in entries:
+        for name in entry.names:
+            if name == "__metadata__":
+                refuse(name, "the format uses that name for itself")
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                refuse(ascii(name), "its name is no text that can be encoded")
+        try:
+            name_of(entry.dtype)
+        except Exception:
+            refuse(entry.names[0], f"the format has no {entry.dtype}")
+
+
+def refuse(name: str, why: str) -> None:
+    """Raise an `UnsupportedModelError` for one tensor."""
+    raise UnsupportedModelError(
+        f"'{name}' cannot be written as safetensors: {why}",
+        cure="Rename or convert it, or save engine.module.state_dict() with torch.save",
+        fqn=name,
+    )
+
+
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """The format's name of a dtype, as the library itself writes it."""
+    written = save({"empty": torch.empty(0, dtype=dtype, device="cpu")})
+    return str(json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")])["empty"]["dtype"])

@@ -1,0 +1,80 @@
+"""What an engine exports: its weights in files that transformers and plain torch read, without the engine's states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from infinity.checkpoint.safetensors_export import Weights, save_pretrained, save_units
+from infinity.config.schema.quantities import parse_bytes
+from infinity.engine.deepspeed_names import DeepSpeedNames
+from infinity.engine.parts import Parts
+
+
+class ExportCalls(DeepSpeedNames):
+    """Part of the engine. Knows what is needed of it; must not know formats.
+
+    Each of these makes the directory if it is missing; it holds the old weights or the new ones, whole, whenever the process
+    or the machine may go down. Of a PEFT model, its adapters are written as PEFT does it.
+    """
+
+    _parts: Parts
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the trained weights (compute dtype) and buffers as sharded safetensors, in bounded memory; returns True.
+
+        The directory gets shards, ``model.safetensors.index.json`` and, for a Hugging Face model, its config:
+        ``from_pretrained(save_dir)`` loads it, and so does plain torch, shard by shard: names are the model's own.
+        ``save_filename`` gives the shards' names; "pytorch_model.bin" means the default.
+
+        Raises:
+            StorageError: the directory cannot take them; what was there before is still there.
+            UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
+        """
+        self.flush()
+        save_units(self._weights(), Path(save_dir), save_filename, trained_only=exclude_frozen_parameters)
+        self._num_saved_steps = self.global_steps
+        return True
+
+    def save_pretrained(self, save_directory: str | Path, max_shard_size: int | str = "50GB") -> None:
+        """Write the weights (compute dtype) as transformers' ``model.save_pretrained`` does, in bounded memory.
+
+        The same files with the same names of tensors, so that conversions of names and layouts are taken back: configs,
+        and ``model.safetensors``, or shards and an index.
+
+        Args:
+            save_directory: where to.
+            max_shard_size: bytes of a file, or a text ("5GB" is 5e9). A larger tensor has a file of its own.
+
+        Raises:
+            StorageError: the directory cannot take them; what was there before is still there.
+            UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
+        """
+        self._save_pretrained(save_directory, max_shard_size, None)
+
+    def save_fp32_model(self, save_directory: str | Path, max_shard_size: int | str = "50GB") -> None:
+        """Write the fp32 main weights as `save_pretrained` writes model weights; what is frozen is cast to fp32.
+
+        Raises:
+            StorageError, UnsupportedModelError: as `save_pretrained`.
+        """
+        self._save_pretrained(save_directory, max_shard_size, torch.float32)
+
+    def _save_pretrained(self, directory: str | Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
+        try:
+            max_shard_bytes = parse_bytes(max_shard_size)
+        except ValueError as error:
+            raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
+        self.flush()
+        save_pretrained(self._weights(), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
+        self._num_saved_steps = self.global_steps
+
+    def _weights(self) -> Weights:
+        parts = self._parts
+        return Weights(parts.module_hooks, parts.pager, parts.access.main_weight, self.config.nvme_paths)

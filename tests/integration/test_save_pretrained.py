@@ -1,0 +1,155 @@
+"""What an engine exports: the files that transformers itself writes, with what was trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import infinity
+from infinity.errors import StorageError
+from tests.exactness.lockstep import everything_on_nvme
+from tests.small_transformers import MODELS, SMALL, assert_equal, make
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "drive").mkdir()
+    return everything_on_nvme(tmp_path / "drive")
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(load_file(file))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        assert json.loads(index.read_text())["weight_map"].keys() == found.keys()
+    return found
+
+
+def _assert_same_files(ours: Path, theirs: Path) -> None:
+    one, other = _read(ours), _read(theirs)
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        assert one[name].dtype == value.dtype, name
+        assert torch.equal(one[name], value), name
+    configs = [{path.name: path.read_text() for path in each.glob("*config.json")} for each in (ours, theirs)]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_files_are_those_that_transformers_writes(
+    name: str, precision: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.checkpoint.original_names.LEAST_BYTES", 64)
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "fp32")
+    if precision == "bf16":
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+        # With remainders it is rounded half up.
+        config |= {"bf16": {"enabled": True}, "infinity": {**config["infinity"], "main_weights": "fp32"}}
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.save_pretrained(tmp_path / "ours", max_shard_size="100KB")
+        engine.save_fp32_model(tmp_path / "ours-fp32")
+    _assert_same_files(tmp_path / "ours", tmp_path / precision)
+    _assert_same_files(tmp_path / "ours-fp32", tmp_path / "fp32")
+    again = type(model).from_pretrained(tmp_path / "ours-fp32")
+    assert_equal(again, type(model).from_pretrained(tmp_path / "fp32"))
+
+
+def _train(engine: Any) -> None:
+    tokens = torch.arange(32).reshape(2, 16)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_what_was_trained_is_loaded_by_transformers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokens = torch.arange(16).reshape(1, 16)
+    engine, *_ = infinity.initialize(model=MODELS[name](), config={**config, "bf16": {"enabled": True}})
+    with engine:
+        for _ in range(2):
+            _train(engine)
+        engine.save_pretrained(tmp_path / "16", max_shard_size=50_000)
+        engine.save_fp32_model(tmp_path / "32")
+        mains = {fqn: infinity.safe_get_full_fp32_param(value) for fqn, value in engine.module.named_parameters()}
+        with torch.no_grad():
+            expected = engine.eval()(input_ids=tokens).logits
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "16")
+    assert len(list((tmp_path / "16").glob("*.safetensors"))) > 3
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded(input_ids=tokens).logits, expected)
+    for fqn, value in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "32").named_parameters():
+        main = mains[fqn]
+        assert main is not None
+        assert torch.equal(value, main)
+
+
+def test_what_was_loaded_under_old_names_is_written_under_them(config: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MODELS["mixtral"]().save_pretrained(tmp_path / "old")
+    model = infinity.load_pretrained(transformers.MixtralForCausalLM, tmp_path / "old", config=config)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.save_pretrained(tmp_path / "new")
+    _assert_same_files(tmp_path / "new", tmp_path / "old")
+    assert any("experts.3.w1" in name for name in _read(tmp_path / "new"))
+
+
+def test_saving_again_leaves_one_save(config: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(model=MODELS["llama"](), config=config)
+    folder = tmp_path / "out"
+    with engine:
+        for size in ("50KB", "1GB", "80KB", "1GB"):
+            _train(engine)
+            engine.save_pretrained(folder, max_shard_size=size)
+            loaded = infinity.load_pretrained(transformers.LlamaForCausalLM, folder)
+            assert torch.equal(loaded.lm_head.weight, engine.module.lm_head.weight)
+            assert (folder / "model.safetensors").exists() == (size == "1GB")
+            assert (folder / "model.safetensors.index.json").exists() == (size != "1GB")
+        engine.save_16bit_model(folder)
+        assert not (folder / "model.safetensors").exists()
+        assert infinity.load_pretrained(transformers.LlamaForCausalLM, folder) is not None
+
+
+def test_a_plain_module_is_saved_under_its_names(config: dict[str, Any], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.save_pretrained(tmp_path / "out", max_shard_size=1000)
+    found = _read(tmp_path / "out")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+def test_bad_sizes_and_places_are_refused(
+    config: dict[str, Any], tmp_path: Path, small_tmpfs: Callable[[int], Path]
+) -> None:
+    full = small_tmpfs(1 << 15)
+    engine, *_ = infinity.initialize(model=make("BertModel", **SMALL), config=config)
+    with engine:
+        for size in (0, "many", -3):
+            with pytest.raises(ValueError, match="max_shard_size must be"):
+                engine.save_pretrained(tmp_path / "out", max_shard_size=size)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StorageError, match="file"):
+            engine.save_pretrained(tmp_path / "file")
+        with pytest.raises(StorageError, match="cannot take the weights"):
+            engine.save_fp32_model(full)
+        assert not list(full.glob("*.safetensors"))
