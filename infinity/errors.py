@@ -18,6 +18,7 @@
     │   ├── UnpreparedParameterError           a parameter is to be trained in a way that `initialize` did not know of
     │   └── WeightsMismatchError               files hold other tensors than the model has
     ├── WeightFileError (ValueError)           a file with weights is missing, cut off or broken
+    ├── CheckpointError (ValueError)           a checkpoint is damaged, or not what this version reads
     ├── OptimizerNotPageableError (ValueError) the optimizer mixes elements or needs a closure
     ├── StaleStateError (RuntimeError)         a copy of an optimizer state was changed too late
     ├── NotResidentError (RuntimeError)        something was read while its memory is elsewhere
@@ -274,6 +275,14 @@ class WeightFileError(InfinityError, ValueError):
     def __init__(self, path: Path | str, problem: str, *, cure: str) -> None:
         self.path = Path(path)
         super().__init__(f"'{path}' {problem}. {cure}")
+
+
+class CheckpointError(InfinityError, ValueError):
+    """A checkpoint cannot be read as it is. `path` is the file or directory to blame."""
+
+    def __init__(self, path: Path | str, problem: str, *, cure: str = "Load another checkpoint") -> None:
+        self.path = Path(path)
+        super().__init__(f"checkpoint '{path}': {problem}. {cure}")
 
 
 class OptimizerNotPageableError(InfinityError, ValueError):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.record_stream import RecordStream
 from infinity.checkpoint.state_checks import check_state
 from infinity.device.compute import ComputeDevice
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
@@ -68,6 +69,9 @@ class StateAccess:
         self._chunks = chunks
         self.copies = copies
         """Makes what is given out."""
+        self.stream = RecordStream(records, weights, states, chunks)
+        """All of a unit in one pass."""
+        self._elements_follow = False
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
         self._has_halves = record_format.main is MainWeight.REMAINDER
 
@@ -95,7 +99,7 @@ class StateAccess:
         """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""
         with self._changing(unit, chunk, main_only=True) as workspace:
             for piece in chunk.pieces:
-                original = _in_memory_order(originals[piece.slot.index], piece.slot)
+                original = in_memory_order(originals[piece.slot.index], piece.slot)
                 workspace.write_main(_span(piece), original[piece.start : piece.stop])
                 if self._has_halves and unit.flat is not None:
                     flat = unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
@@ -196,7 +200,7 @@ class StateAccess:
         if not self.has_state(parameter):
             return None
         unit, slot = self._module_hooks.locate(parameter)
-        return self._names(unit, self._states[unit.index, slot.index])
+        return self.stream.names_of(unit, slot)
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
@@ -204,14 +208,17 @@ class StateAccess:
         state = self._states.get((unit.index, slot.index))
         if state is None or state.is_fresh:
             return {}
-        tensors = self._collect(unit, slot, self._names(unit, state))
-        scalars = {
+        return {**self.scalars(parameter), **self._collect(unit, slot, self.stream.names_of(unit, slot))}
+
+    def scalars(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Copies of what of a parameter's state is not per element; empty before its first update."""
+        unit, slot = self._module_hooks.locate(parameter)
+        state = self._states.get((unit.index, slot.index))
+        if state is None or state.is_fresh:
+            return {}
+        return {
             name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
         }
-        return {**scalars, **tensors}
-
-    def _names(self, unit: Unit, state: ParameterState) -> Sequence[str]:
-        return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
 
     def _collect(self, unit: Unit, slot: Slot, names: Sequence[str]) -> dict[str, torch.Tensor]:
         with contextlib.ExitStack() as stack:
@@ -253,11 +260,28 @@ class StateAccess:
             if name not in tensors
         }
         state.load(scalars, tuple(tensors) if values else None, num_updates)
-        flats = {name: _in_memory_order(tensor, slot) for name, tensor in tensors.items()}
+        if self._elements_follow:
+            return
+        flats = {name: in_memory_order(tensor, slot) for name, tensor in tensors.items()}
         for chunk, piece in self._pieces(unit, slot):
             with self._changing(unit, chunk) as workspace:
                 for name, flat in flats.items():
                     workspace.write_state(name, _span(piece), flat[piece.start : piece.stop])
+
+    @contextlib.contextmanager
+    def elements_following(self) -> Iterator[None]:
+        """Of what `load_state` gets inside the ``with`` block, the elements are put into `stream` after it."""
+        self._elements_follow = True
+        try:
+            yield
+        finally:
+            self._elements_follow = False
+
+    @contextlib.contextmanager
+    def replacing(self, unit: Unit) -> Iterator[RecordStream]:
+        """The unit's main weights and states are replaced by `stream` inside the ``with`` block."""
+        with self._pager.replacing(unit):
+            yield self.stream
 
     @property
     def has_main_weights(self) -> bool:
@@ -286,7 +310,7 @@ class StateAccess:
                 self.store_modified(unit, [slot])
                 return
             unit.outdate()
-            main = _in_memory_order(values, slot)
+            main = in_memory_order(values, slot)
             segment = unit.trainable_view(_base_of(unit))
             for chunk, piece in self._pieces(unit, slot):
                 weights, span = segment[chunk.start : chunk.stop], _span(piece)
@@ -472,7 +496,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+def in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
     """1-D, the elements in the order in which the slot stores them."""
     if tuple(tensor.stride()) == slot.spec.stride and tuple(tensor.shape) == slot.spec.shape:
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,60 +1,46 @@
-"""Checkpoints: all that a training goes on from, written and read tensor by tensor, in bounded memory.
-
-    DIRECTORY/latest                       the tag of the newest checkpoint
-    DIRECTORY/TAG/rest.pt                  counters, scalars, hyperparameters, scheduler, loss scale, what the user added
-    DIRECTORY/TAG/tensors.zarr             a zarr v3 group, one array per tensor and kind, each chunk with a crc32c
-        parameters/FQN/weight              of the parameter's shape: the fp32 main weight of a trained one, else the weight
-        parameters/FQN/exp_avg, ...        its element-wise states
-        buffers/FQN
+"""Checkpoints: all that a training goes on from, streamed to a directory and back, in bounded memory.
 
 A checkpoint appears under its tag when it is whole and on the drive, and only then does ``latest`` name it. It knows
-nothing of units, tiers or budgets: any setting of those loads it.
+nothing of units, tiers or budgets: any setting of those loads it. What lies in the directory: README.md beside this module.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
-import numpy as np
 import torch
 from torch import nn
 
-from infinity.errors import StorageError, UnsupportedModelError
+from infinity.checkpoint.arrays import CHUNK_BYTES, ArraySpec, ArrayWriter
+from infinity.checkpoint.checkpoint_loading import Loading
+from infinity.checkpoint.manifest import MANIFEST, TENSORS, Manifest, SavedArray, array_path, checksum_of
+from infinity.checkpoint.record_stream import WEIGHT
+from infinity.checkpoint.saved import LATEST, OBJECTS, REST, Checkpoint, find, is_tag
+from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.values import encode, pickled, unpickled
+from infinity.errors import CheckpointError, StorageError, UnsupportedModelError, format_bytes
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import without_main_weight
-from infinity.tiers.user_copies import UserCopies
+from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.pager import Pager
+from infinity.tiers.user_copies import NewCopy
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+from swapper.volumes.block_files import BlockThreads, free_bytes
 from swapper.volumes.publish import Staging, exchange, locked, sync_tree
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
-_CHUNK_BYTES = 16 << 20
-_LATEST, _REST, _TENSORS = "latest", "rest.pt", "tensors.zarr"
-_WEIGHT = "weight"
-_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-_STORED_AS_THEY_ARE = frozenset(
-    getattr(torch, name)
-    for name in [
-        "float64",
-        "float32",
-        "float16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "uint16",
-        "uint32",
-        "bool",
-        "complex64",
-        "complex128",
-    ]
-)
+_PART_BYTES = 4 << 20
+_FILE_BYTES = 12 << 10
+"""What the small files and directories of a tensor take."""
 
 
 @dataclass(frozen=True)
@@ -64,173 +50,126 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
-    copies: UserCopies
-    read_weight: Callable[[nn.Parameter], torch.Tensor]
-    """A copy of what the engine stores of a parameter: its main weight, or a frozen one's weight."""
-    write_weight: Callable[[nn.Parameter, torch.Tensor], None]
-    read_counters: Callable[[], dict[str, Any]]
-    write_counters: Callable[[Mapping[str, Any]], None]
+    access: StateAccess
+    module_hooks: ModuleHooks
+    pager: Pager
+    read_rest: Callable[[], dict[str, Any]]
+    """Counters and the like."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor that is to be saved."""
+
+    spec: ArraySpec
+    value: Callable[[], torch.Tensor] | None
+    """Gives it; None: it comes with the unit's records."""
+    unit: Unit | None = None
+    slot: Slot | None = None
 
 
 def save(training: Training, directory: Path, tag: str, client_state: Mapping[str, Any], *, is_latest: bool) -> None:
     """Write a checkpoint. One of that tag is replaced.
 
     Raises:
-        StorageError: the directory cannot take it; what was there before is still there.
+        StorageError: the directory cannot take it, or has too little room; what was there before is still there.
     """
-    if not tag or "/" in tag or tag in (".", "..", _LATEST):
+    if not is_tag(tag):
         raise ValueError(f"a checkpoint's tag must be the name of a directory, not {tag!r}")
+    planned, optimizer = _plan(training)
+    needed = sum(each.spec.num_bytes + _FILE_BYTES for each in planned)
     try:
         with Staging(directory, tag) as staging:
+            available = free_bytes(directory)
+            if available < needed:
+                raise StorageError(
+                    directory,
+                    f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}",
+                    cure="Give one with more room, or remove older checkpoints; nothing has been written",
+                )
             folder = staging.path / "checkpoint"
             folder.mkdir()
-            rest = {
-                "format": _FORMAT,
-                "client_state": dict(client_state),
-                **_write_tensors(training, folder / _TENSORS),
-            }
-            rest["counters"] = training.read_counters()
-            if hasattr(training.lr_scheduler, "state_dict"):
-                rest["lr_scheduler"] = training.lr_scheduler.state_dict()
-            torch.save(rest, folder / _REST)
+            arrays = _write_tensors(training, planned, folder)
+            _write_rest(folder, {"client_state": dict(client_state), **optimizer, **training.read_rest()})
+            (folder / MANIFEST).write_bytes(Manifest(tuple(arrays), _small_files(folder, arrays)).to_bytes())
             sync_tree(folder)
-            with staging.file(_LATEST) as file:
+            with staging.file(LATEST) as file:
                 file.write(tag.encode())
             with locked(directory):
                 exchange(folder, directory / tag)
                 if is_latest:
-                    staging.publish([], [], (_LATEST, _LATEST), lambda name: False)
+                    staging.publish([], [], (LATEST, LATEST), lambda name: False)
     except OSError as error:
         raise StorageError(
             directory,
             f"cannot take the checkpoint: {error.strerror or error}",
-            cure="Give a directory that can be written to, with more room",
+            cure=f"Give a directory that can be written to, with {format_bytes(needed)} free",
         ) from error
 
 
-def find(directory: Path, tag: str | None) -> Path | None:
-    """The checkpoint of that tag, or the newest one; None without one."""
-    if tag is None:
-        latest = directory / _LATEST
-        if not latest.is_file():
-            return None
-        tag = latest.read_text().strip()
-    folder = directory / tag
-    return folder if (folder / _REST).is_file() else None
+# ------------------------------------------------------------------------------------------------------ what is written
 
 
-def load(
-    training: Training, folder: Path, *, is_strict: bool, with_optimizer: bool, with_scheduler: bool, only_module: bool
-) -> dict[str, Any]:
-    """Read a checkpoint into model, optimizer and scheduler. Returns what the user had added to it.
-
-    Raises:
-        UnsupportedModelError: it is of another model; nothing has been changed.
-    """
-    import zarr
-
-    rest: dict[str, Any] = torch.load(folder / _REST, map_location="cpu", weights_only=False)
-    group: Any = zarr.open_group(folder / _TENSORS, mode="r")
-    arrays = {kind: dict(_arrays(group[kind])) for kind in ("parameters", "buffers")}
-    parameters, buffers = dict(training.model.named_parameters()), _buffers(training.model)
-    shapes = {"parameters": {k: tuple(v.shape) for k, v in parameters.items()}}
-    shapes["buffers"] = {k: tuple(v.shape) for k, v in buffers.items()}
-    for kind, wanted in shapes.items():
-        _check(kind, {fqn: found[_WEIGHT] for fqn, found in arrays[kind].items()}, wanted, is_strict=is_strict)
-    for fqn, buffer in buffers.items():
-        if fqn in arrays["buffers"]:
-            buffer.copy_(_read(arrays["buffers"][fqn][_WEIGHT], training.copies))
-    for fqn, parameter in parameters.items():
-        if fqn in arrays["parameters"]:
-            training.write_weight(parameter, _read(arrays["parameters"][fqn][_WEIGHT], training.copies))
-    if not only_module:
-        optimizer = training.optimizer
-        if with_optimizer and optimizer is not None and "param_groups" in rest:
-            _load_optimizer(optimizer, rest, arrays["parameters"], training.copies)
-        counters = dict(rest["counters"])
-        if not with_optimizer:
-            del counters["loss_scale"]  # DeepSpeed has it among the optimizer's states
-        training.write_counters(counters)
-        if with_scheduler and "lr_scheduler" in rest and hasattr(training.lr_scheduler, "load_state_dict"):
-            training.lr_scheduler.load_state_dict(rest["lr_scheduler"])
-    client_state: dict[str, Any] = rest["client_state"]
-    return client_state
-
-
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    rest: Mapping[str, Any],
-    arrays: Mapping[str, Mapping[str, Any]],
-    copies: UserCopies,
-) -> None:
-    state: dict[Any, Any] = {}
-    for key, (fqn, scalars) in rest["scalars"].items():
-        state[key] = LazyEntry(_Stored(arrays.get(fqn, {}), scalars, copies), fqn)
-    state.update(rest["others"])
-    optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
-
-
-class _Stored:
-    """A parameter's state as it is stored, see `infinity.optim.facade.lazy_state.Access`."""
-
-    def __init__(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any], copies: UserCopies) -> None:
-        self._arrays = arrays
-        self._scalars = scalars
-        self._copies = copies
-
-    def has_any(self) -> bool:
-        return True
-
-    def read(self) -> dict[str, Any]:
-        states = {name: _read(array, self._copies) for name, array in self._arrays.items() if name != _WEIGHT}
-        return {**self._scalars, **states}
-
-    copy = read
-
-    def replace(self, values: Mapping[str, Any]) -> None:
-        raise TypeError("a checkpoint is not changed by what is loaded from it")
-
-
-def _write_tensors(training: Training, path: Path) -> dict[str, Any]:
-    """Write all tensors; returns what belongs into the rest."""
-    import zarr
-
-    group: Any = zarr.create_group(path, zarr_format=3)
+def _plan(training: Training) -> tuple[list[_Planned], dict[str, Any]]:
+    """All tensors; and what of the optimizer is none."""
+    found: list[_Planned] = []
     names: dict[int, str] = {}
-    folder = group.create_group("parameters")
     for fqn, parameter in training.model.named_parameters():
         names[id(parameter)] = fqn
-        _write(folder, f"{quote(fqn, safe='')}/{_WEIGHT}", training.read_weight(parameter))
-    buffers = group.create_group("buffers")
-    for fqn, buffer in _buffers(training.model).items():
-        _write(buffers, f"{quote(fqn, safe='')}/{_WEIGHT}", buffer.detach())
+        if not training.module_hooks.holds(parameter):
+            found.append(_whole("parameters", fqn, WEIGHT, parameter.detach()))
+            continue
+        unit, slot = training.module_hooks.locate(parameter)
+        kinds = [WEIGHT, *training.access.stream.names_of(unit, slot)] if slot.spec.is_trainable else [WEIGHT]
+        for kind in kinds:
+            dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
+            spec = _spec("parameters", fqn, kind, slot.spec.shape, dtype)
+            found.append(_Planned(spec, None, unit, slot))
+    found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in buffers_of(training.model).items()]
     if training.optimizer is None:
-        return {}
+        return found, {}
     saved = training.optimizer.state_dict()
     parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
     ids = [key for group in saved["param_groups"] for key in group["params"]]
-    scalars: dict[Any, tuple[str, dict[str, Any]]] = {}
+    states: list[Any] = []
     others: dict[Any, Any] = {}
     for key, parameter in zip(ids, parameters, strict=True):
-        found = saved["state"].get(key)
-        if found is None:
+        entry = saved["state"].get(key)
+        fqn_or_none = names.get(id(parameter))
+        if entry is None:
             continue
-        if not isinstance(found, LazyEntry):
-            others[key] = found
-            continue
-        if id(parameter) not in names:  # the model has it no more
-            others[key] = found.gather()
-            continue
-        entry, _ = without_main_weight(found.gather())
-        fqn = names[id(parameter)]
-        large = [name for name, value in entry.items() if isinstance(value, torch.Tensor) and value.dim()]
-        for name in large:
-            _write(folder, f"{quote(fqn, safe='')}/{name}", entry[name])
-        scalars[key] = fqn, {name: value for name, value in entry.items() if name not in large}
-    return {"param_groups": saved["param_groups"], "scalars": scalars, "others": others}
+        if not isinstance(entry, LazyEntry):
+            others[key] = entry
+        elif fqn_or_none is None:  # the model has it no more
+            others[key], _ = without_main_weight(entry.gather())
+        elif training.access.has_state(parameter):
+            states.append([key, fqn_or_none, training.access.scalars(parameter)])
+        else:  # what the optimizer's constructor made
+            started, _ = without_main_weight(entry.gather())
+            large = {name: each for name, each in started.items() if isinstance(each, torch.Tensor) and each.dim()}
+            found += [_whole("parameters", fqn_or_none, name, each) for name, each in large.items()]
+            states.append([key, fqn_or_none, {name: each for name, each in started.items() if name not in large}])
+    return found, {"param_groups": saved["param_groups"], "states": states, "others": others}
 
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise UnsupportedModelError(
+            f"'{fqn}' is {'on the meta device' if value.is_meta else 'sparse or quantized'}, and has no form in a checkpoint",
+            cure="Make it a dense tensor, or register it with persistent=False",
+            fqn=fqn,
+        )
+    return _Planned(_spec(group, fqn, kind, value.shape, value.dtype), lambda: value)
+
+
+def _spec(group: str, fqn: str, kind: str, shape: Sequence[int], dtype: torch.dtype) -> ArraySpec:
+    try:
+        return ArraySpec.of(group, fqn, kind, shape, dtype)
+    except TypeError as error:
+        raise UnsupportedModelError(str(error), cure="Cast it to another dtype", fqn=fqn) from error
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Those that a state dict has."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
@@ -240,59 +179,190 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _arrays(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    for _, folder in group.groups():
-        found = dict(folder.arrays())
-        if _WEIGHT in found:
-            yield str(found[_WEIGHT].attrs["fqn"]), found
+# -------------------------------------------------------------------------------------------------------------- writing
 
 
-def _write(group: Any, name: str, value: torch.Tensor) -> None:
-    from zarr.codecs import Crc32cCodec
+def _write_tensors(training: Training, planned: Sequence[_Planned], folder: Path) -> list[SavedArray]:
+    _make_group(folder / TENSORS)
+    for group in ("parameters", "buffers"):
+        _make_group(folder / TENSORS / group)
+    done: list[ArrayWriter] = []
+    with BlockThreads(CHUNK_BYTES + 4096) as threads, contextlib.ExitStack() as stack:
 
-    fqn = name.rpartition("/")[0]
-    bits = value.resolve_conj().resolve_neg()
-    if value.dtype not in _STORED_AS_THEY_ARE:
-        bits = bits.contiguous().view(_BITS[value.dtype.itemsize])
-    row_bytes = max(value[:1].numel() * value.dtype.itemsize, 1) if value.dim() else 1
-    num_rows = max(_CHUNK_BYTES // row_bytes, 1)
-    chunks = (min(num_rows, max(value.shape[0], 1)), *(max(n, 1) for n in value.shape[1:])) if value.dim() else ()
-    array = group.create_array(
-        name,
-        shape=tuple(value.shape),
-        dtype=str(torch.empty(0, dtype=bits.dtype, device="cpu").numpy().dtype),
-        chunks=chunks,
-        compressors=[Crc32cCodec()],
-        attributes={"fqn": unquote(fqn), "dtype": str(value.dtype).removeprefix("torch.")},
-    )
+        def open_array(spec: ArraySpec) -> ArrayWriter:
+            place = folder / array_path(spec)
+            if not place.parent.exists():
+                _make_group(place.parent)
+            place.mkdir()
+            writer = ArrayWriter(threads, place, spec)
+            stack.callback(writer.drop)
+            done.append(writer)
+            return writer
+
+        streamed: dict[tuple[int, int, str], _Sink] = {}
+        frozen: dict[int, list[_Planned]] = {}
+        for each in planned:
+            if each.value is not None:
+                writer = open_array(each.spec)
+                _write_whole(writer, each.value())
+                writer.finish()
+            elif each.unit is not None and each.slot is not None and each.slot.spec.is_trainable:
+                key = (each.unit.index, each.slot.index, each.spec.kind)
+                streamed[key] = _Sink(training.access, each.slot, each.spec, open_array, stack)
+            elif each.unit is not None:
+                frozen.setdefault(each.unit.index, []).append(each)
+        units = training.module_hooks.units
+        for part in training.access.stream.parts(units):
+            sink = streamed.get((part.unit.index, part.slot.index, part.kind))
+            if sink is not None:
+                sink.write(part.values)
+        for sink in streamed.values():
+            sink.end()
+        for index, members in frozen.items():
+            with training.pager.opened(units[index]):
+                for each in members:
+                    writer = open_array(each.spec)
+                    if each.slot is not None:
+                        _write_whole(writer, units[index].weight(each.slot))
+                    writer.finish()
+        threads.finish()
+        return [SavedArray(writer.spec, writer.checksum) for writer in done]
+
+
+class _Sink:
+    """Where the elements of one tensor go as its unit's records give them: in the order of memory."""
+
+    def __init__(
+        self,
+        access: StateAccess,
+        slot: Slot,
+        spec: ArraySpec,
+        open_array: Callable[[ArraySpec], ArrayWriter],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._slot = slot
+        self._open: Callable[[], ArrayWriter] = lambda: open_array(spec)
+        self._left = slot.numel
+        self._writer: ArrayWriter | None = None
+        self._copy: NewCopy | None = None
+        self._is_done = False
+        if not slot.is_in_order:  # of dimensions: zarr's is C's
+            self._copy = stack.enter_context(access.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
+
+    def write(self, values: torch.Tensor) -> None:
+        if self._copy is not None:
+            self._copy.write(self._slot.numel - self._left, values)
+        else:
+            if self._writer is None:
+                self._writer = self._open()
+            self._writer.write(values)
+        self._left -= values.numel()
+        if not self._left:
+            self.end()
+
+    def end(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        writer = self._writer if self._writer is not None else self._open()
+        if self._copy is not None:
+            _write_whole(writer, self._copy.finish())
+        writer.finish()
+
+
+def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
+    value = value.detach().resolve_conj().resolve_neg()
     if not value.dim():
-        array[...] = bits.cpu().numpy()
+        writer.write(value.cpu().reshape(1))
         return
-    if value.numel():
-        for start in range(0, value.shape[0], chunks[0]):
-            array[start : start + chunks[0]] = bits[start : start + chunks[0]].cpu().numpy()
+    row_bytes = max(value[:1].numel() * value.dtype.itemsize, 1) if value.shape[0] else 1
+    num_rows = max(_PART_BYTES // row_bytes, 1)
+    for start in range(0, value.shape[0] if value.numel() else 0, num_rows):
+        writer.write(value[start : start + num_rows].cpu().contiguous().reshape(-1))
 
 
-def _read(array: Any, copies: UserCopies) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, array.attrs["dtype"])
-    shape = tuple(array.shape)
-    stored = dtype if dtype in _STORED_AS_THEY_ARE else _BITS[dtype.itemsize]
-    if not shape:
-        return torch.from_numpy(np.array(array[...])).view(dtype).reshape(())
-    stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
-    row_numel = torch.Size(shape[1:]).numel()
-    with copies.new(shape, stride, dtype) as made:
-        for start in range(0, shape[0] if row_numel else 0, array.chunks[0]):
-            part = torch.from_numpy(array[start : start + array.chunks[0]]).view(stored)
-            made.write(start * row_numel, part.reshape(-1).view(dtype))
-        return made.finish()
+def _make_group(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
 
 
-def _check(kind: str, found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], *, is_strict: bool) -> None:
+def _write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
+    objects: list[Any] = []
+    text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
+    (folder / REST).write_text(text)
+    if objects:
+        data = pickled(objects)
+        (folder / OBJECTS).write_bytes(data)
+        try:
+            unpickled(Path(OBJECTS), data)
+        except CheckpointError as error:
+            logger.warning("engine.save_checkpoint: load_checkpoint will refuse this one as it is. %s", error)
+
+
+def _small_files(folder: Path, arrays: Sequence[SavedArray]) -> dict[str, tuple[int, int]]:
+    large = {f"{each.path}/{each.spec.file_name}" for each in arrays if each.spec.shape}
+    found: dict[str, tuple[int, int]] = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place) / name
+            inside = str(path.relative_to(folder))
+            if inside not in large:
+                data = path.read_bytes()
+                found[inside] = len(data), checksum_of(data)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+def load(
+    training: Training,
+    folder: Path,
+    *,
+    is_strict: bool,
+    with_optimizer: bool,
+    with_scheduler: bool,
+    only_module: bool,
+    changing: contextlib.AbstractContextManager[None],
+) -> dict[str, Any]:
+    """Read a checkpoint into model, optimizer and scheduler. Returns all that is no large tensor.
+
+    Args:
+        changing: entered before anything is changed.
+
+    Raises:
+        CheckpointError: it is damaged, or not what this package reads.
+        UnsupportedModelError: it is of another model; nothing has been changed.
+        ValueError: it does not fit to the optimizer; nothing has been changed.
+    """
+    saved = Checkpoint(folder)
+    rest = saved.rest()
+    parameters, buffers = dict(training.model.named_parameters()), buffers_of(training.model)
+    _check("parameters", saved, {fqn: tuple(each.shape) for fqn, each in parameters.items()}, is_strict=is_strict)
+    _check("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()}, is_strict=is_strict)
+    with BlockThreads(saved.largest_block) as threads:
+        loading = Loading(saved, threads, training.access, training.module_hooks)
+        if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
+            loading.optimizer(training.optimizer, rest, parameters)
+        with changing:
+            loading.buffers(buffers)
+            loading.parameters(parameters)
+    if (
+        not only_module
+        and with_scheduler
+        and "lr_scheduler" in rest
+        and hasattr(training.lr_scheduler, "load_state_dict")
+    ):
+        training.lr_scheduler.load_state_dict(rest["lr_scheduler"])
+    return rest
+
+
+def _check(group: str, saved: Checkpoint, wanted: Mapping[str, tuple[int, ...]], *, is_strict: bool) -> None:
+    found = saved.of(group)
     problems = [
-        f"'{fqn}' has shape {tuple(found[fqn].shape)}, not {shape}"
+        f"'{fqn}' has shape {found[fqn].shape}, not {shape}"
         for fqn, shape in wanted.items()
-        if fqn in found and tuple(found[fqn].shape) != shape
+        if fqn in found and found[fqn].shape != shape
     ]
     if is_strict:
         problems += [f"'{fqn}' is missing" for fqn in wanted if fqn not in found]
@@ -301,6 +371,9 @@ def _check(kind: str, found: Mapping[str, Any], wanted: Mapping[str, tuple[int, 
         shown, num_others = "; ".join(problems[:4]), len(problems) - 4
         more = f" and {num_others} more" if num_others > 0 else ""
         raise UnsupportedModelError(
-            f"the checkpoint's {kind} are not the model's: {shown}{more}",
+            f"the checkpoint's {group} are not the model's: {shown}{more}",
             cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
         )
+
+
+__all__ = ["Training", "find", "load", "save"]

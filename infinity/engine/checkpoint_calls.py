@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
+from infinity.loop.phase import PhaseGuard
+from infinity.optim.facade.paged_optimizer import PagedOptimizer
 
 logger = logging.getLogger(__name__)
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -22,6 +22,8 @@ class CheckpointCalls(ExportCalls):
     """Part of the engine. Knows what is needed of it; must not know formats."""
 
     _parts: Parts
+    _guard: PhaseGuard
+    _paged: PagedOptimizer
 
     def save_checkpoint(
         self,
@@ -39,13 +41,14 @@ class CheckpointCalls(ExportCalls):
         Args:
             save_dir: made if it is missing.
             tag: name of the checkpoint; None: "global_step" and the number of steps.
-            client_state: whatever the script wants back from `load_checkpoint`; it is pickled.
+            client_state: whatever the script wants back from `load_checkpoint`.
             save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
             exclude_frozen_parameters: accepted for compatibility; frozen parameters are saved as well.
 
         Raises:
-            StorageError: the directory cannot take it; what was there before is still there.
+            StorageError: the directory cannot take it, or has too little room; what was there before is still there.
         """
+        self._paged.settle_states()
         self.flush()
         if self.micro_steps % self.gradient_accumulation_steps():
             logger.warning(
@@ -69,7 +72,7 @@ class CheckpointCalls(ExportCalls):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from what `save_checkpoint` wrote, under whatever budget, tiers and precision this engine has.
 
-        The file with the client state is unpickled: load only what you trust.
+        Objects in the client state whose classes torch does not know are refused, see ``torch.serialization.add_safe_globals``.
 
         Args:
             load_dir: where checkpoints are.
@@ -84,8 +87,9 @@ class CheckpointCalls(ExportCalls):
             The checkpoint's directory and the client state; (None, None) if there is no such checkpoint.
 
         Raises:
+            CheckpointError: it is damaged, or of a newer version. If weights have been changed already, the next step says so.
             UnsupportedModelError: it is of another model; nothing has been changed.
-            ValueError: the optimizer is of another kind, or has other groups; weights have been loaded.
+            ValueError: the optimizer is of another kind, or has other groups; nothing has been changed.
         """
         if custom_load_fn is not None:
             raise TypeError(
@@ -98,44 +102,57 @@ class CheckpointCalls(ExportCalls):
                 "there is no checkpoint %s in '%s': nothing was loaded", tag or "that is the latest", load_dir
             )
             return None, None
-        client_state = checkpoint.load(
+        rest = checkpoint.load(
             self._training(),
             folder,
             is_strict=load_module_strict,
             with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,
             only_module=load_module_only,
+            changing=self._changing(folder),
         )
+        if not load_module_only:
+            self._count_on(rest["counters"], with_loss_scale=load_optimizer_states)
+        client_state: dict[str, Any] = rest["client_state"]
         return str(folder), client_state
 
+    @contextlib.contextmanager
+    def _changing(self, folder: Path) -> Iterator[None]:
+        """What fails inside the ``with`` block leaves weights of two trainings: nobody is to go on with them."""
+        try:
+            yield
+        except BaseException:
+            self._guard.note_part_loaded(folder)
+            raise
+        self._guard.note_part_loaded(None)
+
     def _training(self) -> checkpoint.Training:
-        access, holds = self._parts.access, self._parts.module_hooks.holds
-
-        def read(parameter: nn.Parameter) -> torch.Tensor:
-            if not holds(parameter):
-                return parameter.detach()
-            return access.stored(parameter)
-
-        def write(parameter: nn.Parameter, values: torch.Tensor) -> None:
-            if not holds(parameter):
-                with torch.no_grad():
-                    parameter.copy_(values)
-            else:
-                access.load_main_weight(parameter, values)
-
+        parts = self._parts
         return checkpoint.Training(
-            self.module, self.optimizer, self.lr_scheduler, access.copies, read, write, self._counters, self._count_on
+            self.module,
+            self.optimizer,
+            self.lr_scheduler,
+            parts.access,
+            parts.module_hooks,
+            parts.pager,
+            self._rest,
         )
+
+    def _rest(self) -> dict[str, Any]:
+        rest: dict[str, Any] = {"counters": self._counters()}
+        if hasattr(self.lr_scheduler, "state_dict"):
+            rest["lr_scheduler"] = self.lr_scheduler.state_dict()
+        return rest
 
     def _counters(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _COUNTERS} | {"loss_scale": self._parts.stepper.scaler.state()}
 
-    def _count_on(self, counters: Mapping[str, Any]) -> None:
+    def _count_on(self, counters: Mapping[str, Any], *, with_loss_scale: bool) -> None:
         # Saved gradients there are none, so the present step stays where it is, whatever the accumulation steps were.
         passed = self.micro_steps % self._accumulation_steps
         for name in _COUNTERS:
             setattr(self, name, counters[name])
         self.micro_steps += passed - self.micro_steps % self._accumulation_steps
         self._num_saved_steps = self.global_steps
-        if "loss_scale" in counters:
+        if with_loss_scale:  # DeepSpeed has it among the optimizer's states
             self._parts.stepper.scaler.load_state(counters["loss_scale"])

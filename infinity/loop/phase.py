@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.errors import EngineClosedError, PartialUpdateError, StepOrderError
+from infinity.errors import CheckpointError, EngineClosedError, PartialUpdateError, StepOrderError
 from infinity.updates.stepper import Stepper
 
 
@@ -44,6 +45,7 @@ class PhaseGuard:
         self.phase = Phase.READY
         self.has_backward = False
         """Whether there was a backward since the last ``engine.step()``."""
+        self._part_loaded: Path | None = None
         self._stepper = stepper
         self._step = step
 
@@ -78,8 +80,14 @@ class PhaseGuard:
         if self.phase is Phase.CLOSED:
             raise EngineClosedError("this call")
 
+    def note_part_loaded(self, folder: Path | None) -> None:
+        """A checkpoint was loaded in part, so that weights are those of two trainings; None: they are whole again."""
+        self._part_loaded = folder
+
     def check_whole(self) -> None:
-        """Raise if a backward or step was cut off and what is left of it has not been dropped."""
+        """Raise if a backward or step was cut off and what is left of it has not been dropped, or a load was."""
+        if self._part_loaded is not None:
+            raise CheckpointError(self._part_loaded, "loading it failed midway, so that weights are of two trainings")
         if self.phase is Phase.BROKEN:
             self.check_not_partial("it was cut off by an exception")
             raise StepOrderError(

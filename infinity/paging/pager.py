@@ -17,6 +17,7 @@ above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -484,6 +485,16 @@ class Pager:
             yield
         if not was_bound:
             self.residency.close_unused([unit])
+
+    @contextmanager
+    def replacing(self, unit: Unit) -> Iterator[None]:
+        """The weights are replaced where they rest inside the ``with`` block, and in the flat buffer if there is one then."""
+        with self.residency.lock:
+            if not unit.num_active and unit.flat is not None and not unit.flat.has_views:
+                self.residency.evict(unit)
+        with self.opened(unit) if unit.flat is not None else contextlib.nullcontext():
+            unit.outdate()
+            yield
 
     def copy_for_user(self, unit: Unit, slot: Slot) -> torch.Tensor:
         """As `copy_of`, for a state dict: a large one in a file, see ``infinity.tiers.user_copies``."""

@@ -68,6 +68,7 @@ class StateStore(Protocol):
         is_blocking: bool,
         weight: torch.Tensor | None = None,
         needs_scratch: bool = True,
+        reads: bool = True,
     ) -> Lease | None:
         """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False.
 
@@ -76,6 +77,7 @@ class StateStore(Protocol):
             is_blocking: wait for a page.
             weight: the chunk's model weights where they rest (compute dtype), to be worked on there.
             needs_scratch: whether the workspace must have room for a gradient.
+            reads: False: the record is zeros, as nothing of what is stored is needed.
         """
         ...
 
@@ -189,6 +191,7 @@ class PagedStateStore:
         is_blocking: bool,
         weight: torch.Tensor | None = None,
         needs_scratch: bool = True,
+        reads: bool = True,
     ) -> Lease | None:
         records = self._records[unit.index]
         is_in_memory = chunk.index < records.num_in_memory
@@ -201,9 +204,13 @@ class PagedStateStore:
         try:
             if is_in_memory:
                 workspace = self._in_place(records, chunk, page, weight)
+                if not reads:
+                    workspace.record.zero_()
                 return _PagedLease(page, workspace, None, lambda main_only: None)
             workspace = self._format.lay_out(_tensor_of(page), chunk.numel, records.names, weight)
-            read = self._read(records, chunk.index, workspace.record)
+            if not reads:
+                workspace.record.zero_()
+            read = self._read(records, chunk.index, workspace.record) if reads else None
         except BaseException:
             if page is not None:
                 page.release()
@@ -297,11 +304,14 @@ class ResidentStateStore:
         is_blocking: bool,
         weight: torch.Tensor | None = None,
         needs_scratch: bool = True,
+        reads: bool = True,
     ) -> Lease | None:
         memory, offsets, names = self._records[unit.index]
         numel = chunk.numel
         offset = offsets[chunk.index]
         record = memory[offset : offset + self._format.record_bytes(numel, len(names))]
+        if not reads:
+            record.zero_()
         gradient = torch.empty(numel, dtype=torch.float32, device=self._device)
         if weight is None:
             weight = torch.empty(numel, dtype=self._format.weight_dtype, device=self._device)

@@ -68,6 +68,16 @@ class Slot:
     def stop(self) -> int:
         return self.start + self.spec.numel
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the parameter's elements lie in memory in C order."""
+        expected = 1
+        for size, stride in zip(reversed(self.spec.shape), reversed(self.spec.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
 
 @dataclass(frozen=True)
 class Segment:

@@ -119,7 +119,7 @@ def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
 def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
         monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
-        monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 64)
+        monkeypatch.setattr("infinity.checkpoint.arrays.CHUNK_BYTES", 64)
     with _training(tmp_path / "drive", BF16) as engine:
         _steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved")

@@ -1,0 +1,406 @@
+"""One tensor of a checkpoint as one zarr v3 array in one file, written and read from front to end.
+
+Knows the layout of the file (see README.md beside this module); must not know what the tensor means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity.errors import CheckpointError
+from infinity.torch_internals.foreign_writes import plain_array
+from swapper.volumes.block_files import BlockFile, BlockThreads
+from swapper.wrappers.checksum import crc32c
+
+CHUNK_BYTES = 2 << 20
+_ALIGNMENT = 4096
+_CRC_BYTES = 4
+_READ_AHEAD = 3
+_Bytes = npt.NDArray[np.uint8]
+_STORED_AS = {
+    **{
+        name: name
+        for name in (
+            *("float64", "float32", "float16", "int64", "int32", "int16", "int8"),
+            *("uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
+        )
+    },
+    "bfloat16": "uint16",
+    **{f"float8_{kind}": "uint8" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
+}
+"""torch's dtype -> zarr's. What zarr has no number for is stored as the bits of an unsigned one."""
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Where one array is, what it holds, and how its file is laid out.
+
+    Attributes:
+        group: "parameters", "buffers" or "states" (of what no model has).
+        fqn: of the parameter or buffer.
+        kind: "weight", or the name of a state.
+        shape: of the tensor; the order of elements is C's.
+        dtype: of the tensor, torch's name.
+        chunk: shape of an inner chunk: it is contiguous in the tensor.
+    """
+
+    group: str
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: str, fqn: str, kind: str, shape: Sequence[int], dtype: torch.dtype) -> ArraySpec:
+        """With chunks of about `CHUNK_BYTES`.
+
+        Raises:
+            TypeError: there is no such number in the format.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in _STORED_AS:
+            raise TypeError(f"'{fqn}' is {dtype}, which a checkpoint has no form for")
+        return cls(group, fqn, kind, tuple(shape), name, _chunk_of(shape, max(CHUNK_BYTES // dtype.itemsize, 1)))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is such a dtype."""
+        return self.dtype in _STORED_AS and hasattr(torch, self.dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The tensor's."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks in each dimension."""
+        return tuple(-(-size // part) for size, part in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def num_chunks(self) -> int:
+        """In all."""
+        return math.prod(self.grid)
+
+    @property
+    def data_bytes(self) -> int:
+        """Of one chunk, without its checksum; those at the edge are filled up with zeros."""
+        return math.prod(self.chunk) * self.torch_dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """From the beginning of a chunk to that of the next."""
+        return _aligned(self.data_bytes + _CRC_BYTES)
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the index at the beginning, with its checksum."""
+        return 16 * self.num_chunks + _CRC_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file; 0 where there is nothing to store, and no file."""
+        if not self.num_chunks:
+            return 0
+        if not self.shape:
+            return self.data_bytes + _CRC_BYTES
+        return _aligned(self.index_bytes) + self.num_chunks * self.block_bytes
+
+    @property
+    def file_name(self) -> str:
+        """zarr's key of the array's only shard."""
+        return ".".join("0" * len(self.shape)) or "0"
+
+    def index(self) -> bytes:
+        """Offset and bytes of each chunk."""
+        start, size = _aligned(self.index_bytes), self.data_bytes + _CRC_BYTES
+        table = np.empty((self.num_chunks, 2), dtype="<u8")
+        table[:, 0] = np.arange(self.num_chunks, dtype=np.uint64) * np.uint64(self.block_bytes) + np.uint64(start)
+        table[:, 1] = size
+        data = table.tobytes()
+        return data + struct.pack("<I", crc32c(np.frombuffer(data, np.uint8)))
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """First and last element (the latter excluded) of each chunk, in the order of the file."""
+        inner, axis = 1, len(self.shape)
+        while axis and self.chunk[axis - 1] == max(self.shape[axis - 1], 1):
+            axis -= 1
+            inner *= self.shape[axis]
+        if not axis:
+            if self.numel:
+                yield 0, self.numel
+            return
+        size, part = self.shape[axis - 1], self.chunk[axis - 1]
+        for outer in range(math.prod(self.shape[: axis - 1])):
+            for first in range(0, size, part):
+                yield (outer * size + first) * inner, (outer * size + min(first + part, size)) * inner
+
+    def metadata(self) -> dict[str, Any]:
+        """What zarr has to know: the contents of ``zarr.json``."""
+        checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        shard = [number * part for number, part in zip(self.grid, self.chunk, strict=True)]
+        sharding = {
+            "name": "sharding_indexed",
+            "configuration": {
+                "chunk_shape": list(self.chunk),
+                "codecs": checked,
+                "index_codecs": checked,
+                "index_location": "start",
+            },
+        }
+        stored = _STORED_AS[self.dtype]
+        fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": stored,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [max(n, 1) for n in shard] if self.num_chunks else list(self.chunk)},
+            },
+            "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
+            "fill_value": fill,
+            "codecs": [sharding] if self.shape and self.num_chunks else checked,
+            "attributes": {"fqn": self.fqn, "kind": self.kind, "dtype": self.dtype},
+        }
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _chunk_of(shape: Sequence[int], limit: int) -> tuple[int, ...]:
+    chunk, inner = [1] * len(shape), 1
+    for axis in reversed(range(len(shape))):
+        size = max(shape[axis], 1)
+        if inner * size > limit:
+            part = max(limit // inner, 1)
+            chunk[axis] = -(-size // -(-size // part))  # all about equally long
+            break
+        chunk[axis] = size
+        inner *= size
+    return tuple(chunk)
+
+
+class ArrayWriter:
+    """Writes one array, whose elements come in order."""
+
+    def __init__(self, threads: BlockThreads, folder: Path, spec: ArraySpec) -> None:
+        """``folder``: the array's own; it is there."""
+        self.spec = spec
+        self._threads = threads
+        self._folder = folder
+        self._spans = spec.spans()
+        self._left = 0
+        self._block: _Bytes | None = None
+        self._filled = 0
+        self._number = 0
+        self._checksums = np.zeros(spec.num_chunks, dtype="<u4")
+        self._file: BlockFile | None = None
+        (folder / "zarr.json").write_text(json.dumps(spec.metadata()))
+
+    def write(self, values: torch.Tensor) -> None:
+        """The next elements: 1-D, contiguous, on the CPU, of the array's dtype."""
+        data = plain_array(values.view(torch.uint8)) if values.numel() else np.empty(0, np.uint8)
+        itemsize = self.spec.torch_dtype.itemsize
+        while data.size:
+            if self._block is None:
+                first, last = next(self._spans)
+                self._left, self._filled = (last - first) * itemsize, 0
+                self._block = self._threads.take()
+            part = data[: self._left]
+            self._block[self._filled : self._filled + part.size] = part
+            self._filled += part.size
+            self._left -= part.size
+            data = data[part.size :]
+            if not self._left:
+                self._send(self._block)
+
+    def _send(self, block: _Bytes) -> None:
+        spec, number, filled = self.spec, self._number, self._filled
+        self._block = None
+        self._number += 1
+
+        def close_block() -> None:
+            block[filled : spec.block_bytes] = 0
+            checksum = crc32c(block[: spec.data_bytes])
+            self._checksums[number] = checksum
+            block[spec.data_bytes : spec.data_bytes + _CRC_BYTES] = np.frombuffer(struct.pack("<I", checksum), np.uint8)
+
+        if not spec.shape:
+            close_block()
+            (self._folder / spec.file_name).write_bytes(block[: spec.num_bytes].tobytes())
+            self._threads.give_back(block)
+            return
+        if self._file is None:
+            self._file = BlockFile(self._folder / spec.file_name, spec.num_bytes)
+        offset = _aligned(spec.index_bytes) + number * spec.block_bytes
+        self._threads.write(self._file, block, spec.block_bytes, offset, close_block)
+
+    def finish(self) -> None:
+        """All elements have come.
+
+        Raises:
+            RuntimeError: they have not.
+        """
+        file, self._file = self._file, None
+        try:
+            if self._number != self.spec.num_chunks:
+                raise RuntimeError(f"'{self.spec.fqn}' ({self.spec.kind}) has got too few elements")
+            if file is not None:
+                self._write_index(file)
+        finally:
+            if file is not None:
+                file.let_go()
+
+    def _write_index(self, file: BlockFile) -> None:
+        data = np.frombuffer(self.spec.index().ljust(_aligned(self.spec.index_bytes), b"\0"), np.uint8)
+        for start in range(0, data.size, self._threads.block_bytes):
+            part = data[start : start + self._threads.block_bytes]
+            block = self._threads.take()
+            block[: part.size] = part
+            self._threads.write(file, block, part.size, start, lambda: None)
+
+    def drop(self) -> None:
+        """Close what is open, without an end."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.let_go()
+
+    @property
+    def checksum(self) -> int:
+        """One for all chunks, once all is written."""
+        return crc32c(self._checksums.view(np.uint8))
+
+
+class ArrayReader:
+    """Reads one array from front to end, each chunk checked."""
+
+    def __init__(self, threads: BlockThreads, folder: Path, spec: ArraySpec, checksum: int) -> None:
+        """``checksum``: that of all chunks' checksums."""
+        self.spec = spec
+        self._threads = threads
+        self._path = folder / spec.file_name
+        self._checksum = checksum
+
+    def parts(self) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Pairs of the first element's number and 1-D elements, which stay until the next pair is asked for.
+
+        Raises:
+            CheckpointError: something is damaged.
+        """
+        if not self.spec.num_chunks:
+            return
+        found = np.zeros(self.spec.num_chunks, dtype="<u4")
+        yield from self._small(found) if not self.spec.shape else self._blocks(found)
+        if crc32c(found.view(np.uint8)) != self._checksum:
+            self._fail("its chunks are others than those that were saved")
+
+    def _small(self, found: npt.NDArray[np.uint32]) -> Iterator[tuple[int, torch.Tensor]]:
+        data = np.frombuffer(bytearray(self._path.read_bytes()), np.uint8)
+        self._check_size(data.size)
+        self._check_chunk(data, 0, found)
+        yield 0, torch.from_numpy(data[: self.spec.data_bytes]).view(self.spec.torch_dtype)
+
+    def _blocks(self, found: npt.NDArray[np.uint32]) -> Iterator[tuple[int, torch.Tensor]]:
+        spec = self.spec
+        self._check_size(self._path.stat().st_size)
+        file = BlockFile(self._path)
+        pending: deque[tuple[int, int, Future[_Bytes]]] = deque()
+        waiting = enumerate(spec.spans())
+        start_of_chunks = _aligned(spec.index_bytes)
+        try:
+            self._check_index(file)
+
+            def fetch(number: int, span: tuple[int, int]) -> None:
+                offset = start_of_chunks + number * spec.block_bytes
+                reading = self._threads.read(
+                    file, spec.block_bytes, offset, lambda data: self._check_chunk(data, number, found)
+                )
+                pending.append((*span, reading))
+
+            for number, span in itertools.islice(waiting, _READ_AHEAD):
+                fetch(number, span)
+            while pending:
+                first, last, reading = pending.popleft()
+                block = reading.result()
+                for number, span in itertools.islice(waiting, 1):
+                    fetch(number, span)
+                data = torch.from_numpy(block[: (last - first) * spec.torch_dtype.itemsize])
+                yield first, data.view(spec.torch_dtype)
+                self._threads.give_back(block)
+        except EOFError as error:
+            raise CheckpointError(self._path, str(error)) from error
+        finally:
+            file.let_go()
+            for *_, reading in pending:
+                reading.cancel()
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes != self.spec.num_bytes:
+            self._fail(f"it has {num_bytes} bytes, not {self.spec.num_bytes}")
+
+    def _check_index(self, file: BlockFile) -> None:
+        expected = np.frombuffer(self.spec.index().ljust(_aligned(self.spec.index_bytes), b"\0"), np.uint8)
+        for start in range(0, expected.size, self._threads.block_bytes):
+            part = expected[start : start + self._threads.block_bytes]
+
+            def check(data: _Bytes, part: _Bytes = part) -> None:
+                if not np.array_equal(data, part):
+                    self._fail("its index is damaged")
+
+            self._threads.give_back(self._threads.read(file, part.size, start, check).result())
+
+    def _check_chunk(self, data: _Bytes, number: int, found: npt.NDArray[np.uint32]) -> None:
+        size = self.spec.data_bytes
+        found[number] = crc32c(data[:size])
+        if data[size : size + _CRC_BYTES].tobytes() != struct.pack("<I", found[number]) or data[size + 4 :].any():
+            self._fail(f"chunk {number} is damaged: its bytes are not those that were written")
+
+    def _fail(self, problem: str) -> None:
+        raise CheckpointError(self._path, problem)
+
+
+class ElementsInOrder:
+    """The elements of an array, as many at a time as the caller wants."""
+
+    def __init__(self, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
+        """``parts``: as `ArrayReader.parts` gives them."""
+        self._parts = parts
+        self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def some(self, at_most: int) -> torch.Tensor:
+        """The next elements, 1-D, at least one; they stay until the next call."""
+        if not self._rest.numel():
+            _, self._rest = next(self._parts)
+        found, self._rest = self._rest[:at_most], self._rest[at_most:]
+        return found
+
+    def end(self) -> None:
+        """All have been taken: what comes behind the last is checked."""
+        if self._rest.numel() or next(self._parts, None) is not None:
+            raise RuntimeError("elements are left")
+
+
+__all__ = ["CHUNK_BYTES", "ArrayReader", "ArraySpec", "ArrayWriter", "ElementsInOrder"]

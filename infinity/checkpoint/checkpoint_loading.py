@@ -1,0 +1,135 @@
+"""Puts the tensors of a checkpoint where the engine keeps them: each byte is read once and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.arrays import ElementsInOrder
+from infinity.checkpoint.record_stream import WEIGHT, Source
+from infinity.checkpoint.saved import Checkpoint, SavedTensor
+from infinity.checkpoint.state_access import StateAccess, in_memory_order
+from infinity.paging.module_hooks import ModuleHooks
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+from swapper.volumes.block_files import BlockThreads
+
+
+class Loading:
+    """One load. Shapes have been checked; must not be used while updates are pending."""
+
+    def __init__(
+        self, saved: Checkpoint, threads: BlockThreads, access: StateAccess, module_hooks: ModuleHooks
+    ) -> None:
+        self._saved = saved
+        self._threads = threads
+        self._access = access
+        self._module_hooks = module_hooks
+        self._states: dict[int, dict[str, SavedTensor | torch.Tensor]] = {}
+        """id of a held parameter -> its element-wise states."""
+
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Hyperparameters, scalars, and the states of what is held by nobody; `parameters` brings the others' elements.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = [key for group in rest["param_groups"] for key in group["params"]]
+        parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many
+        arrays: dict[str, dict[str, SavedTensor | torch.Tensor]] = {}
+        for each in self._saved.tensors:
+            if each.group == "parameters" and each.kind != WEIGHT:
+                arrays.setdefault(each.fqn, {})[each.kind] = each
+        state: dict[Any, Any] = {}
+        for key, fqn, scalars in rest["states"]:
+            state[key] = self._entry(parameter_of.get(key), scalars, arrays.get(fqn, {}))
+        for key, entry in rest["others"].items():
+            parameter = parameter_of.get(key)
+            large: dict[str, SavedTensor | torch.Tensor] = {
+                name: each for name, each in entry.items() if isinstance(each, torch.Tensor) and each.dim()
+            }
+            small = {name: each for name, each in entry.items() if name not in large}
+            state[key] = self._entry(parameter, small, large)
+        with self._access.elements_following():
+            optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+
+    def _entry(
+        self, parameter: Any, scalars: Mapping[str, Any], large: dict[str, SavedTensor | torch.Tensor]
+    ) -> dict[str, Any]:
+        if self._module_hooks.holds(parameter):
+            self._states[id(parameter)] = large
+            stands_for = torch.zeros((), dtype=torch.float32, device="cpu")
+            return {**scalars, **{name: stands_for.expand(tuple(each.shape)) for name, each in large.items()}}
+        return {**scalars, **{name: self._whole(each) for name, each in large.items()}}
+
+    def _whole(self, value: SavedTensor | torch.Tensor) -> torch.Tensor:
+        return value if isinstance(value, torch.Tensor) else value.read(self._threads)
+
+    def buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Into these."""
+        with torch.no_grad():
+            for fqn, buffer in buffers.items():
+                found = self._saved.tensor("buffers", fqn)
+                if found is not None:
+                    buffer.copy_(found.read(self._threads))
+
+    def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Weights and, of those that `optimizer` was told of, states."""
+        names = {id(parameter): fqn for fqn, parameter in parameters.items()}
+        for fqn, parameter in parameters.items():
+            found = self._saved.tensor("parameters", fqn)
+            if found is not None and not self._module_hooks.holds(parameter):
+                with torch.no_grad():
+                    parameter.copy_(found.read(self._threads))
+        for unit in self._module_hooks.units:
+            self._unit(unit, names)
+
+    def _unit(self, unit: Unit, names: Mapping[int, str]) -> None:
+        with ExitStack() as stack:
+            sources: dict[tuple[int, str], Source] = {}
+            frozen: list[tuple[nn.Parameter, SavedTensor]] = []
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                weight = self._saved.tensor("parameters", names.get(id(parameter), ""))
+                if not slot.spec.is_trainable:
+                    if weight is not None:
+                        frozen.append((parameter, weight))
+                    continue
+                kinds: dict[str, SavedTensor | torch.Tensor] = dict(self._states.get(id(parameter), {}))
+                if weight is not None:
+                    kinds[WEIGHT] = weight
+                for kind, value in kinds.items():
+                    sources[slot.index, kind] = self._source(slot, value, stack)
+            if sources:
+                with self._access.replacing(unit) as stream:
+                    stream.fill(unit, sources)
+            for source in sources.values():
+                if isinstance(source, ElementsInOrder):
+                    source.end()
+        for parameter, weight in frozen:
+            self._access.load_main_weight(parameter, self._copied(parameter, weight))
+
+    def _source(self, slot: Slot, value: SavedTensor | torch.Tensor, stack: ExitStack) -> Source:
+        if isinstance(value, SavedTensor) and slot.is_in_order:
+            parts = value.parts(self._threads)
+            stack.enter_context(closing(parts))
+            return ElementsInOrder(parts)
+        whole = self._copied(slot.spec, value) if isinstance(value, SavedTensor) else value
+        return ElementsInOrder(iter([(0, in_memory_order(whole, slot))]))
+
+    def _copied(self, like: Any, value: SavedTensor) -> torch.Tensor:
+        """The whole tensor; a large one in a file."""
+        stride = torch.empty(tuple(like.shape), device="meta", dtype=torch.float32).stride()
+        with self._access.copies.new(value.shape, stride, value.dtype) as made:
+            for start, part in value.parts(self._threads):
+                made.write(start, part)
+            return made.finish()
+
+
+__all__ = ["Loading"]

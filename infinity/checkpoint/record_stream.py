@@ -1,0 +1,213 @@
+"""All main weights and states of a unit in one pass over its records: out to a checkpoint, or in from one.
+
+Memory: two pages. Knows records and weights at rest; must not be used while updates are pending.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from infinity.tiers.state_store import Lease, StateStore
+from infinity.tiers.weight_store import LandedRead, WeightStore
+from infinity.units.layout import Chunk, Piece, Slot
+from infinity.units.unit import Unit
+from infinity.updates.job import ParameterState
+from swapper import Handle
+
+WEIGHT = "weight"
+_PART_NUMEL = 1 << 19
+
+
+class Part(NamedTuple):
+    """Some elements of a parameter's main weight or of a state, in the order in which they lie in memory."""
+
+    unit: Unit
+    slot: Slot
+    kind: str
+    values: torch.Tensor
+    """fp32, 1-D, on the CPU; valid until the next part is asked for."""
+
+
+class Source(Protocol):
+    """Gives elements in order."""
+
+    def some(self, at_most: int) -> torch.Tensor:
+        """The next ones, 1-D, at least one."""
+        ...
+
+
+class _Opened(NamedTuple):
+    unit: Unit
+    chunk: Chunk
+    lease: Lease
+    weights: Handle | LandedRead | None
+
+
+class RecordStream:
+    """Reads and writes whole units, chunk by chunk."""
+
+    def __init__(
+        self,
+        records: StateStore,
+        weights: WeightStore | None,
+        states: Mapping[tuple[int, int], ParameterState],
+        chunks: Sequence[Sequence[Chunk]],
+    ) -> None:
+        self._records = records
+        self._weights = weights
+        self._states = states
+        self._chunks = chunks
+
+    def names_of(self, unit: Unit, slot: Slot) -> Sequence[str]:
+        """The element-wise states that a parameter has now; none before its first update."""
+        state = self._states.get((unit.index, slot.index))
+        if state is None or state.is_fresh:
+            return ()
+        return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
+
+    def parts(self, units: Iterable[Unit]) -> Iterator[Part]:
+        """Everything that is trained in these units, each kind of each parameter in order."""
+        waiting = ((unit, chunk) for unit in units for chunk in self._chunks[unit.index])
+        opened: deque[_Opened] = deque()
+        try:
+            for unit, chunk in waiting:
+                ahead = self._open(unit, chunk, is_blocking=not opened)
+                while ahead is None:
+                    yield from self._parts_of(opened.popleft())
+                    ahead = self._open(unit, chunk, is_blocking=not opened)
+                opened.append(ahead)
+                if len(opened) > 1:
+                    yield from self._parts_of(opened.popleft())
+            while opened:
+                yield from self._parts_of(opened.popleft())
+        finally:
+            for left in opened:
+                left.lease.discard()
+
+    def _open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> _Opened | None:
+        lease = self._records.open(unit, chunk, is_blocking=is_blocking)
+        if lease is None:
+            return None
+        weights: Handle | LandedRead | None = None
+        try:
+            if lease.workspace.needs_weight:
+                weights = self._bring_weights(unit, chunk, lease.workspace.weight)
+        except BaseException:
+            lease.discard()
+            raise
+        return _Opened(unit, chunk, lease, weights)
+
+    def _bring_weights(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
+        if self._weights is not None and not unit.stays_resident:
+            return self._weights.read_chunk(unit, chunk, target)
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} has no weights")
+        target.copy_(unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop])
+        return None
+
+    def _parts_of(self, opened: _Opened) -> Iterator[Part]:
+        unit, chunk, lease, weights = opened
+        workspace = lease.workspace
+        try:
+            lease.wait()
+            if weights is not None:
+                weights.wait()
+            for piece in chunk.pieces:
+                for kind in (WEIGHT, *self.names_of(unit, piece.slot)):
+                    for span in _spans(piece):
+                        values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
+                        if kind == WEIGHT:
+                            workspace.read_main(span, values)
+                        else:
+                            workspace.read_state(kind, span, values)
+                        yield Part(unit, piece.slot, kind, values)
+        finally:
+            lease.discard()
+
+    def fill(self, unit: Unit, sources: Mapping[tuple[int, str], Source]) -> None:
+        """Replace main weights and states of a unit, and its model weights by their casts.
+
+        Args:
+            unit: holds no other flat buffer than that of a unit that stays, or one that is open.
+            sources: (slot index, kind) -> elements in the order of memory. What is not among them stays.
+        """
+        for chunk in self._chunks[unit.index]:
+            wanted = [(piece, kind) for piece in chunk.pieces for kind in self._kinds(unit, piece.slot, sources)]
+            if not wanted:
+                continue
+            is_whole = all(
+                (piece.slot.index, kind) in sources
+                for piece in chunk.pieces
+                for kind in (WEIGHT, *self.names_of(unit, piece.slot))
+            )
+            self._fill_chunk(unit, chunk, wanted, sources, is_whole=is_whole)
+
+    def _kinds(self, unit: Unit, slot: Slot, sources: Mapping[tuple[int, str], Source]) -> list[str]:
+        return [kind for kind in (WEIGHT, *self.names_of(unit, slot)) if (slot.index, kind) in sources]
+
+    def _fill_chunk(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        wanted: Sequence[tuple[Piece, str]],
+        sources: Mapping[tuple[int, str], Source],
+        *,
+        is_whole: bool,
+    ) -> None:
+        lease = self._records.open(unit, chunk, is_blocking=True, reads=not is_whole)
+        if lease is None:
+            raise RuntimeError("a blocking lease gave nothing")
+        workspace = lease.workspace
+        try:
+            if is_whole:
+                workspace.weight.zero_()
+            else:
+                weights = self._bring_weights(unit, chunk, workspace.weight) if workspace.needs_weight else None
+                lease.wait()
+                if weights is not None:
+                    weights.wait()
+            for piece, kind in wanted:
+                source = sources[piece.slot.index, kind]
+                for span in _spans(piece):
+                    values = _gathered(source, span.stop - span.start)
+                    if kind == WEIGHT:
+                        workspace.write_main(span, values)
+                    else:
+                        workspace.write_state(kind, span, values)
+            written: Handle | None = None
+            if any(kind == WEIGHT for _, kind in wanted):
+                workspace.cast_main()
+                if unit.flat is not None:
+                    unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop].copy_(workspace.weight)
+                if self._weights is not None and not unit.stays_resident:
+                    written = self._weights.write_chunk(unit, chunk, workspace.weight.cpu())
+            lease.write_back([] if written is None else [written])
+        except BaseException:
+            lease.discard()
+            raise
+
+
+def _gathered(source: Source, numel: int) -> torch.Tensor:
+    first = source.some(numel).to(torch.float32)
+    if first.numel() == numel:
+        return first
+    whole = torch.empty(numel, dtype=torch.float32, device="cpu")
+    filled = first.numel()
+    whole[:filled].copy_(first)
+    while filled < numel:
+        part = source.some(numel - filled)
+        whole[filled : filled + part.numel()].copy_(part)
+        filled += part.numel()
+    return whole
+
+
+def _spans(piece: Piece) -> Iterator[slice]:
+    for start in range(0, piece.numel, _PART_NUMEL):
+        yield slice(piece.offset + start, piece.offset + min(start + _PART_NUMEL, piece.numel))
+
+
+__all__ = ["WEIGHT", "Part", "RecordStream", "Source"]

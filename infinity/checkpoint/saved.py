@@ -1,0 +1,210 @@
+"""A checkpoint as it lies in its directory: looked at, checked and read without a model or an engine.
+
+checkpoint = Checkpoint.open("checkpoints")  # the newest; or of a tag
+for tensor in checkpoint.tensors:
+    print(tensor.fqn, tensor.kind, tensor.shape, tensor.dtype)
+    for start, part in tensor.parts():       # 1-D, a few MiB each, checked
+        ...
+checkpoint.verify()                          # reads all of it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.arrays import CHUNK_BYTES, ArrayReader
+from infinity.checkpoint.manifest import MANIFEST, Manifest, SavedArray, read_checked, read_manifest
+from infinity.checkpoint.values import decode, unpickled
+from infinity.errors import CheckpointError
+from swapper.volumes.block_files import BlockThreads
+
+LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
+WEIGHT = "weight"
+"""The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        folder: the checkpoint's.
+        array: where it lies in it.
+    """
+
+    folder: Path
+    array: SavedArray
+
+    @property
+    def group(self) -> str:
+        """ "parameters" or "buffers"."""
+        return self.array.spec.group
+
+    @property
+    def fqn(self) -> str:
+        """Of the parameter or buffer."""
+        return self.array.spec.fqn
+
+    @property
+    def kind(self) -> str:
+        """ "weight", or the name of an optimizer state (fp32)."""
+        return self.array.spec.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.array.spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor: fp32 for main weights and states."""
+        return self.array.spec.torch_dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.array.spec.numel * self.dtype.itemsize
+
+    def parts(self, threads: BlockThreads | None = None) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Pairs of the first element's number (in C order) and 1-D elements, valid until the next pair is asked for.
+
+        Memory: a few chunks. ``threads``: do the reading; None: some of its own.
+
+        Raises:
+            CheckpointError: something of it is damaged.
+        """
+        with contextlib.ExitStack() as stack:
+            blocks = threads or stack.enter_context(BlockThreads(max(CHUNK_BYTES, self.array.spec.block_bytes)))
+            yield from ArrayReader(blocks, self.folder / self.array.path, self.array.spec, self.array.checksum).parts()
+
+    def read(self, threads: BlockThreads | None = None) -> torch.Tensor:
+        """The whole tensor, in memory.
+
+        Raises:
+            CheckpointError: something of it is damaged.
+        """
+        whole = torch.empty(self.array.spec.numel, dtype=self.dtype, device="cpu")
+        for start, part in self.parts(threads):
+            whole[start : start + part.numel()].copy_(part)
+        return whole.reshape(self.shape)
+
+
+class Checkpoint:
+    """One checkpoint.
+
+    Attributes:
+        folder: its directory.
+        tensors: all of them; each (group, FQN, kind) once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the manifest, and looks at the files' sizes.
+
+        Raises:
+            CheckpointError: it is damaged, of a newer version, or no checkpoint.
+        """
+        self.folder = folder
+        self._manifest: Manifest = read_manifest(folder)
+        self.tensors = [SavedTensor(folder, array) for array in self._manifest.arrays]
+        self._by_name = {(each.group, each.fqn, each.kind): each for each in self.tensors}
+        if len(self._by_name) != len(self.tensors):
+            raise CheckpointError(folder / MANIFEST, "it has a tensor twice")
+
+    @classmethod
+    def open(cls, directory: str | Path, tag: str | int | None = None) -> Checkpoint:
+        """The checkpoint of a tag, or the newest one; ``directory`` may be the checkpoint's own.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        directory = Path(directory)
+        if tag is None and (directory / MANIFEST).is_file():
+            return cls(directory)
+        folder = find(directory, None if tag is None else str(tag))
+        if folder is None:
+            wanted = (
+                f"there is no checkpoint {tag!r} in it" if tag is not None else f"there is no file '{LATEST}' in it"
+            )
+            raise CheckpointError(directory, wanted, cure="Give a directory that engine.save_checkpoint has written to")
+        return cls(folder)
+
+    def tensor(self, group: str, fqn: str, kind: str = WEIGHT) -> SavedTensor | None:
+        """One of the tensors; None if it has none of that name."""
+        return self._by_name.get((group, fqn, kind))
+
+    def of(self, group: str) -> Mapping[str, SavedTensor]:
+        """FQN -> weight, of "parameters" or "buffers"."""
+        return {each.fqn: each for each in self.tensors if each.group == group and each.kind == WEIGHT}
+
+    @property
+    def largest_block(self) -> int:
+        """Bytes of the largest chunk."""
+        return max([CHUNK_BYTES + 4096, *(each.array.spec.block_bytes for each in self.tensors if each.shape)])
+
+    def rest(self) -> dict[str, Any]:
+        """All that is no large tensor: counters, groups, scalars, scheduler, random states, what the script added.
+
+        Raises:
+            CheckpointError: it is damaged, or holds objects of classes that torch does not load unasked.
+        """
+        objects: list[Any] = []
+        if OBJECTS in self._manifest.files:
+            objects = unpickled(self.folder / OBJECTS, read_checked(self.folder, self._manifest, OBJECTS))
+        try:
+            found = decode(json.loads(read_checked(self.folder, self._manifest, REST)), objects)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(self.folder / REST, f"it is not what a checkpoint has: {error!r}") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(self.folder / REST, "it is not what a checkpoint has")
+        return found
+
+    def verify(self) -> int:
+        """Read everything and compare all checksums; returns how many bytes that were.
+
+        Raises:
+            CheckpointError: something is damaged; it names the file.
+        """
+        num_bytes = 0
+        for name, (size, _) in self._manifest.files.items():
+            read_checked(self.folder, self._manifest, name)
+            num_bytes += size
+        with BlockThreads(self.largest_block) as threads:
+            for tensor in self.tensors:
+                for _ in tensor.parts(threads):
+                    pass
+                num_bytes += tensor.array.spec.num_bytes
+        return num_bytes
+
+
+def find(directory: Path, tag: str | None) -> Path | None:
+    """The checkpoint of that tag, or the newest one; None if there is no such directory, or nothing says which is newest.
+
+    Raises:
+        CheckpointError: ``latest`` names one that is not there, or no directory beside it.
+    """
+    latest = directory / LATEST
+    if tag is not None:
+        return directory / tag if (directory / tag).is_dir() else None
+    if not latest.is_file():
+        return None
+    tag = latest.read_bytes()[:4096].decode(errors="replace").strip()
+    if not is_tag(tag) or not (directory / tag).is_dir():
+        raise CheckpointError(
+            latest, f"it names {tag!r}, which is no checkpoint beside it", cure="Give the tag of one that is there"
+        )
+    return directory / tag
+
+
+def is_tag(tag: str) -> bool:
+    """Whether it can be the name of a checkpoint's directory."""
+    return bool(tag) and "/" not in tag and "\0" not in tag and tag not in (".", "..", LATEST)
+
+
+__all__ = ["LATEST", "OBJECTS", "REST", "WEIGHT", "Checkpoint", "SavedTensor", "find", "is_tag"]

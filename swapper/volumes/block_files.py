@@ -1,0 +1,188 @@
+"""Large files that are written or read once, from front to end, in blocks that go past the page cache.
+
+A few blocks are under way at a time, each in a thread, so that a drive has enough to do; memory is that of the blocks. What
+was written still has to be synced: see ``swapper.volumes.publish``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.config import ALIGNMENT, round_up
+from swapper.memory.region import AlignedRegion
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class BlockFile:
+    """One open file. It is closed when its owner and all blocks under way have let go of it."""
+
+    def __init__(self, path: Path, num_bytes: int | None = None) -> None:
+        """
+        Args:
+            path: which file.
+            num_bytes: make it, and reserve so many bytes for it; None: it is there, and is read.
+
+        Raises:
+            OSError: it cannot be opened, or there is no room.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+        self._num_users = 1
+        self._fd = _open(path, os.O_RDONLY if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        if num_bytes:
+            try:
+                os.posix_fallocate(self._fd, 0, num_bytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                    self.let_go()
+                    raise
+                os.ftruncate(self._fd, num_bytes)
+
+    def use(self) -> None:
+        """Keep it open until `let_go`."""
+        with self._lock:
+            self._num_users += 1
+
+    def let_go(self) -> None:
+        """The counterpart of `use`, and of making it."""
+        with self._lock:
+            self._num_users -= 1
+            is_last = self._num_users == 0
+        if is_last:
+            os.close(self._fd)
+
+    def write(self, data: Bytes, offset: int) -> None:
+        """Write all of ``data``; its address and size, and the offset, are multiples of 4096."""
+        view = data.data
+        while view:
+            done = os.pwrite(self._fd, view, offset)
+            view, offset = view[done:], offset + done
+
+    def read(self, target: Bytes, offset: int) -> None:
+        """Fill ``target``; its address and size, and the offset, are multiples of 4096.
+
+        Raises:
+            EOFError: the file is shorter.
+        """
+        view = target.data
+        while view:
+            done = os.preadv(self._fd, [view], offset)
+            if not done:
+                raise EOFError(f"'{self.path}' ends at byte {offset}, in the middle of a block")
+            view, offset = view[done:], offset + done
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)  # the file system has no direct I/O
+
+
+class BlockThreads:
+    """Threads and memory for blocks. A context manager: in its end nothing is under way any more."""
+
+    def __init__(self, block_bytes: int, num_threads: int = 4) -> None:
+        """``block_bytes``: the largest block; rounded up to a multiple of 4096."""
+        self.block_bytes = round_up(block_bytes, ALIGNMENT)
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint")
+        self._num_threads = num_threads
+        self._free: list[Bytes] = []
+        self._regions: list[AlignedRegion] = []
+        self._writes: deque[Future[None]] = deque()
+
+    def __enter__(self) -> BlockThreads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(cancel_futures=kind is not None)
+        self._free.clear()
+        self._regions.clear()  # each goes when nobody looks at it
+
+    def take(self) -> Bytes:
+        """Memory for a block, with whatever was in it; for the caller until he gives it to `write` or `give_back`."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            region = AlignedRegion(self.block_bytes)
+            self._regions.append(region)
+            return region.array()
+
+    def give_back(self, block: Bytes) -> None:
+        """The counterpart of `take`."""
+        self._free.append(block)
+
+    def write(self, file: BlockFile, block: Bytes, num_bytes: int, offset: int, prepare: Callable[[], None]) -> None:
+        """Start to write the first bytes of a block, after ``prepare``; returns when few enough blocks are under way.
+
+        Raises:
+            OSError: this or an earlier one could not be written.
+        """
+        while len(self._writes) >= self._num_threads:
+            self._writes.popleft().result()
+        file.use()
+
+        def run() -> None:
+            try:
+                prepare()
+                file.write(block[:num_bytes], offset)
+            finally:
+                file.let_go()
+                self._free.append(block)
+
+        self._writes.append(self._executor.submit(run))
+
+    def finish(self) -> None:
+        """Return when all is written; raises OSError if something was not."""
+        while self._writes:
+            self._writes.popleft().result()
+
+    def run(self, works: Sequence[Callable[[], None]]) -> None:
+        """Do all of these, several at a time; raises the first error."""
+        for future in [self._executor.submit(work) for work in works]:
+            future.result()
+
+    def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Future[Bytes]:
+        """Start to read a block; the result is its memory, of ``block_bytes``, after ``check`` has seen what was read."""
+        block = self.take()
+        file.use()
+
+        def run() -> Bytes:
+            try:
+                file.read(block[:num_bytes], offset)
+                check(block[:num_bytes])
+                return block
+            finally:
+                file.let_go()
+
+        try:
+            return self._executor.submit(run)
+        except BaseException:
+            file.let_go()
+            raise
+
+
+def free_bytes(directory: Path) -> int:
+    """What the file system of a directory, which need not be there yet, has free for this user."""
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+__all__ = ["BlockFile", "BlockThreads", "free_bytes"]

@@ -1,0 +1,231 @@
+"""What lies in a checkpoint's directory: zarr reads it without us, and nothing that is damaged or hostile gets in."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from torch import nn
+
+import infinity
+from infinity.checkpoint import manifest as manifests
+from infinity.checkpoint.saved import Checkpoint
+from infinity.errors import CheckpointError, StorageError
+from swapper.volumes.block_files import BlockFile
+from tests.exactness.lockstep import BF16, everything_on_nvme
+
+
+class Model(nn.Module):
+    """With a scalar, an empty parameter, one in another order of dimensions, a frozen one and buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 300)
+        self.turned = nn.Parameter(torch.randn(300, 40).t().contiguous().t() * 0.1)
+        self.frozen = nn.Linear(40, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("mask", torch.arange(12).reshape(3, 4) % 2 == 0)
+        self.register_buffer("short", torch.randn(5).bfloat16())
+        self.register_buffer("count", torch.tensor(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x.to(self.first.weight.dtype)) @ self.turned
+        result: torch.Tensor = (self.frozen(hidden) * self.scale).float().square().mean()
+        return result
+
+
+def _engine(drive: Path) -> Any:
+    drive.mkdir(exist_ok=True)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    config = everything_on_nvme(drive, {**BF16, "optimizer": optimizer})
+    return infinity.initialize(model=Model(), config=config)[0]
+
+
+def _step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(4, 8)))
+    engine.step()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("infinity.checkpoint.arrays.CHUNK_BYTES", 1 << 10)  # many chunks
+    with _engine(tmp_path / "drive") as engine:
+        _step(engine)
+        engine.save_checkpoint(tmp_path / "saved", tag="one", client_state={"rng": torch.randn(20_000), "epoch": 3})
+        expected = {f"{name} {WEIGHT}": p.detach().clone() for name, p in engine.module.named_buffers()}
+        for name, p in engine.module.named_parameters():
+            if p.requires_grad and p.numel():
+                expected |= {f"{name} {kind}": torch.as_tensor(value) for kind, value in engine.state_of(p).items()}
+        expected["frozen.weight weight"] = engine.module.frozen.weight.clone()
+        torch.save(expected, tmp_path / "expected.pt")
+    return tmp_path / "saved" / "one"
+
+
+WEIGHT = "weight"
+
+
+def test_zarr_and_the_reader_give_the_same(saved: Path) -> None:
+    expected = torch.load(saved.parents[1] / "expected.pt")
+    checkpoint = Checkpoint.open(saved.parent)
+    group: Any = zarr.open_group(saved / "tensors.zarr", mode="r")
+    seen = set()
+    for tensor in checkpoint.tensors:
+        array = group[f"{tensor.group}/{tensor.fqn}/{tensor.kind}"]
+        value, name = tensor.read(), f"{tensor.fqn} {tensor.kind}"
+        by_zarr = torch.from_numpy(np.array(array[...]))
+        assert torch.equal(by_zarr.view(tensor.dtype), value) and array.attrs["fqn"] == tensor.fqn
+        if name in expected:
+            seen.add(name)
+            assert value.dtype == expected[name].dtype and torch.equal(value, expected[name])
+    assert {name for name in expected if not name.endswith(" step")} == seen
+    assert checkpoint.verify() > sum(tensor.num_bytes for tensor in checkpoint.tensors)
+    num_files = sum(1 for path in saved.rglob("*") if path.is_file())
+    assert num_files <= 3 * len(checkpoint.tensors) + 6
+
+
+def test_the_code_in_the_format_s_page_runs(saved: Path) -> None:
+    page = Path(infinity.__file__).parent / "checkpoint" / "README.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["print_largest"](saved.parent) == Checkpoint.open(saved).verify()
+
+
+def test_a_flipped_bit_anywhere_is_found(saved: Path) -> None:
+    generator = random.Random(0)
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    for path in files:
+        data = path.read_bytes()
+        for bit in {0, len(data) * 8 - 1, *(generator.randrange(len(data) * 8) for _ in range(6))}:
+            damaged = bytearray(data)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError):
+                Checkpoint.open(saved).verify()
+        path.write_bytes(data)
+    Checkpoint.open(saved).verify()
+
+
+def test_a_damaged_checkpoint_is_refused_and_training_does_not_go_on_with_a_part_of_it(saved: Path) -> None:
+    path = max((path for path in saved.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    whole = path.read_bytes()
+    with _engine(saved.parents[1] / "drive") as engine:
+        for damaged in (whole[:-1], whole[:-4096], b"", whole[:5000] + b"x" + whole[5001:]):
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=path.parent.name):
+                engine.load_checkpoint(saved.parent, tag="one")
+        with pytest.raises(CheckpointError, match="failed midway"):
+            _step(engine)
+        path.write_bytes(whole)
+        engine.load_checkpoint(saved.parent, tag="one")
+        _step(engine)
+        path.unlink()
+        with pytest.raises(CheckpointError, match="missing"):
+            engine.load_checkpoint(saved.parent)
+
+
+def _changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        contents = json.loads((folder / "manifest.json").read_text())
+        del contents["crc32c"]
+        change(contents)
+        (folder / "manifest.json").write_bytes(manifests._sealed(contents))
+
+    return apply
+
+
+_HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "newer": (_changed(lambda c: c.update(version=3)), "format version 3"),
+    "another format": (_changed(lambda c: c.update(format="other")), "no manifest"),
+    "a name outside": (_changed(lambda c: c["files"].update({"../../secret": [1, 1]})), "lies elsewhere"),
+    "an absolute name": (_changed(lambda c: c["files"].update({"/etc/passwd": [1, 1]})), "lies elsewhere"),
+    "a group outside": (_changed(lambda c: c["arrays"][0].update(group="..")), "named"),
+    "a parent as a name": (_changed(lambda c: c["arrays"][0].update(fqn="..")), "named"),
+    "an absurd shape": (_changed(lambda c: c["arrays"][0].update(shape=[1 << 50, 8])), "manifest|bytes|missing"),
+    "an absurd chunk": (
+        _changed(lambda c: c["arrays"][0].update(shape=[1 << 40], chunk=[1 << 40])),
+        "which none has|missing",
+    ),
+    "a negative size": (_changed(lambda c: c["arrays"][0].update(shape=[-1, 8])), "has the shape"),
+    "a number that is a text": (_changed(lambda c: c["arrays"][0].update(shape=["8", 8])), "has the shape"),
+    "no dtype": (_changed(lambda c: c["arrays"][0].update(dtype="load")), "dtype 'load'"),
+    "twice": (_changed(lambda c: c["arrays"].append(c["arrays"][0])), "twice"),
+    "no list": (_changed(lambda c: c.update(arrays=3)), "no manifest"),
+    "no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), "no JSON"),  # type: ignore[dict-item, return-value]
+    "none": (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json in it"),
+}
+
+
+@pytest.mark.parametrize("case", _HOSTILE)
+def test_hostile_manifests_are_refused(case: str, saved: Path) -> None:
+    change, message = _HOSTILE[case]
+    change(saved)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(saved.parent, "one")
+
+
+@pytest.mark.parametrize("text", ["two", "../saved/one", "", "/etc"])
+def test_latest_that_names_no_checkpoint_is_refused(text: str, saved: Path) -> None:
+    (saved.parent / "latest").write_text(text)
+    with pytest.raises(CheckpointError, match="latest"):
+        Checkpoint.open(saved.parent)
+
+
+class _Foreign:
+    pass
+
+
+def test_objects_of_unknown_classes_are_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with _engine(tmp_path / "drive") as engine:
+        engine.save_checkpoint(tmp_path / "saved", client_state={"it": _Foreign()})
+        assert "add_safe_globals" in caplog.text
+        with pytest.raises(CheckpointError, match="_Foreign"):
+            engine.load_checkpoint(tmp_path / "saved")
+        with torch.serialization.safe_globals([_Foreign]):
+            _, client_state = engine.load_checkpoint(tmp_path / "saved")
+        assert isinstance(client_state["it"], _Foreign)
+
+
+def test_too_little_room_is_told_before_anything_is_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(saved.parent.rglob("*"))
+    monkeypatch.setattr("infinity.checkpoint.training_checkpoint.free_bytes", lambda directory: 1000)
+    with _engine(saved.parents[1] / "drive") as engine:
+        with pytest.raises(StorageError, match=r"has 1000 bytes free, and the checkpoint takes \d+ bytes"):
+            engine.save_checkpoint(saved.parent, tag="two")
+        assert sorted(saved.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("tag", ["one", "two"])
+def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
+    tag: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backup = saved.parents[1] / "backup"
+    shutil.copytree(saved.parent, backup)
+    write, num_left = BlockFile.write, [7]
+
+    def full(self: BlockFile, *args: Any) -> None:
+        num_left[0] -= 1
+        if num_left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *args)
+
+    monkeypatch.setattr(BlockFile, "write", full)
+    with _engine(saved.parents[1] / "drive") as engine:
+        with pytest.raises(StorageError, match="No space left on device"):
+            engine.save_checkpoint(saved.parent, tag=tag)
+        names = [sorted(p.relative_to(top) for p in top.rglob("*")) for top in (saved.parent, backup)]
+        assert names[0] == names[1]
+        Checkpoint.open(saved.parent).verify()
+        _step(engine)
