@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import training_checkpoint as checkpoint
+from infinity.checkpoint.random_states import random_states, set_random_states
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
 from infinity.loop.phase import PhaseGuard
@@ -36,7 +37,8 @@ class CheckpointCalls(ExportCalls):
         """Write all that the training goes on from, tensor by tensor, to ``save_dir``/``tag``; returns True.
 
         Weights with every bit of their main weights, optimizer states, hyperparameters, the scheduler, the loss scale and the
-        counters; random generators and data loaders are the script's. Gradients of a step that has not ended are not in it.
+        counters, the random generators of python, NumPy and torch, and the position of the loader of ``training_data``. Gradients
+        of a step that has not ended are not in it, nor what worker processes of a loader draw.
 
         Args:
             save_dir: made if it is missing.
@@ -69,6 +71,9 @@ class CheckpointCalls(ExportCalls):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
+        *,
+        load_random_states: bool = True,
+        load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from what `save_checkpoint` wrote, under whatever budget, tiers and precision this engine has.
 
@@ -81,6 +86,10 @@ class CheckpointCalls(ExportCalls):
             load_optimizer_states: whether to load states, hyperparameters and the loss scale.
             load_lr_scheduler_states: whether to load the scheduler.
             load_module_only: load weights and buffers only.
+            load_random_states: let the generators of python, NumPy and torch go on as well. Both this and the next only
+                where optimizer states are loaded: else a new training begins.
+            load_data_position: let the loader of ``training_data`` go on with the batch that would have come next. False
+                for a script that skips batches itself.
             custom_load_fn: refused: there is no state dict to pass to it.
 
         Returns:
@@ -113,6 +122,12 @@ class CheckpointCalls(ExportCalls):
         )
         if not load_module_only:
             self._count_on(rest["counters"], with_loss_scale=load_optimizer_states)
+        if load_optimizer_states and not load_module_only:
+            loader = self.training_dataloader
+            if load_data_position and "loader" in rest and hasattr(loader, "load_state_dict"):
+                loader.load_state_dict(rest["loader"])
+            if load_random_states:
+                set_random_states(rest["random"])
         client_state: dict[str, Any] = rest["client_state"]
         return str(folder), client_state
 
@@ -139,7 +154,9 @@ class CheckpointCalls(ExportCalls):
         )
 
     def _rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = {"counters": self._counters()}
+        rest: dict[str, Any] = {"counters": self._counters(), "random": random_states()}
+        if hasattr(self.training_dataloader, "state_dict"):
+            rest["loader"] = self.training_dataloader.state_dict()
         if hasattr(self.lr_scheduler, "state_dict"):
             rest["lr_scheduler"] = self.lr_scheduler.state_dict()
         return rest

@@ -1,0 +1,164 @@
+"""A training goes on bit for bit in a new process: random numbers and the next batch, too, for each style of loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.loop.loader import RepeatingLoader
+from tests.exactness.lockstep import BF16, everything_on_nvme
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        noise = 0.1 * random.random() + 0.1 * np.random.rand()
+        result: torch.Tensor = (self.layers(x.to(self.layers[0].weight.dtype)).float() - y - noise).square().mean()
+        return result
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    """It augments with random numbers."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((4,), float(index)) + 0.01 * torch.randn(4), torch.zeros(4)
+
+
+def _engine(drive: Path, data: Any = None) -> Any:
+    drive.mkdir(exist_ok=True)
+    config = everything_on_nvme(
+        drive,
+        {
+            **BF16,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+        },
+    )
+    config.pop("train_batch_size", None)
+    return infinity.initialize(model=Model(), config=config, training_data=data or Data())[0]
+
+
+def _by_loader(engine: Any) -> Iterator[float]:
+    while True:
+        for batch in engine.training_dataloader:
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+            yield float(loss.detach())
+
+
+def _by_repeating(engine: Any) -> Iterator[float]:
+    batches = RepeatingLoader(engine.training_dataloader)
+    yield from _over(engine, batches)
+
+
+def _over(engine: Any, batches: Any) -> Iterator[float]:
+    while True:
+        loss = engine(*next(batches))
+        engine.backward(loss)
+        engine.step()
+        yield float(loss.detach())
+
+
+def _by_plain_loop(engine: Any) -> Iterator[float]:
+    while True:
+        for x, y in engine.training_dataloader:
+            loss = engine.module(x, y)
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            yield float(loss.detach())
+
+
+def _by_train_batch(engine: Any) -> Iterator[float]:
+    while True:
+        yield float(engine.train_batch())
+
+
+_LOOPS = {"loader": _by_loader, "repeating": _by_repeating, "plain": _by_plain_loop, "train_batch": _by_train_batch}
+
+
+def _weights(engine: Any) -> list[torch.Tensor]:
+    return [engine.gather_main_weight(p) for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("num_steps", [3, 5, 8])
+@pytest.mark.parametrize("loop", _LOOPS)
+def test_the_next_batch_and_the_next_number_are_those_that_would_have_come(
+    loop: str, num_steps: int, tmp_path: Path
+) -> None:
+    with _engine(tmp_path / "drive") as engine:
+        losses = _LOOPS[loop](engine)
+        for _ in range(num_steps):
+            next(losses)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = [next(losses) for _ in range(6)]
+        weights = _weights(engine)
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    with _engine(tmp_path / "drive") as engine:
+        losses = _LOOPS[loop](engine)
+        if num_steps == 5:
+            next(losses)  # whatever went before, and an iterator that is there already
+        engine.load_checkpoint(tmp_path / "saved")
+        assert [next(losses) for _ in range(6)] == expected
+        assert all(torch.equal(a, b) for a, b in zip(_weights(engine), weights, strict=True))
+
+
+def test_they_are_left_alone_where_that_is_wanted(tmp_path: Path) -> None:
+    with _engine(tmp_path / "drive") as engine:
+        losses = _by_loader(engine)
+        for _ in range(3):
+            next(losses)
+        engine.save_checkpoint(tmp_path / "saved")
+    for keywords in (
+        {"load_random_states": False, "load_data_position": False},
+        {"load_optimizer_states": False},
+        {"load_module_only": True},
+    ):
+        with _engine(tmp_path / "drive") as engine:
+            torch.manual_seed(1)
+            expected = torch.get_rng_state()
+            engine.load_checkpoint(tmp_path / "saved", **keywords)
+            assert torch.equal(torch.get_rng_state(), expected)
+            assert len(list(engine.training_dataloader)) == 5
+
+
+def test_a_loader_with_workers_and_a_stream_of_samples_go_on(tmp_path: Path) -> None:
+    from infinity.loop.loader import make_loader
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    for dataset, num_workers in ((list(range(10)), 2), (Stream(), 0)):
+        make = lambda: make_loader(dataset, 2, collate_fn=None, drop_last=False, num_workers=num_workers)  # noqa: B023, E731
+        first = make()
+        batches = iter(first)
+        next(batches)
+        next(batches)
+        state = first.state_dict()
+        expected = [batch.tolist() for batch in batches]
+        second = make()
+        second.load_state_dict(state)
+        before = torch.get_rng_state()
+        assert [batch.tolist() for batch in second] == expected
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(list(second)) == 5
