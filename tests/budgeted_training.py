@@ -165,3 +165,41 @@ def save(group: str, directory: str, what: str, slack_bytes: int) -> None:
         else:
             optimizer.load_state_dict(loaded)
         print(json.dumps({"num_bytes": file.stat().st_size}))
+
+
+def train_on_long_sequences(group: str, directory: str, activations: str) -> None:
+    """Print the loss and the most memory that the process's control group took in steps with many activations.
+
+    Args:
+        group: directory of the memory control group that this process is in.
+        directory: on a drive.
+        activations: the config's ``infinity.activations``.
+    """
+    torch.set_num_threads(1)
+    _load_libraries()
+    place = {"device": "nvme", "nvme_path": directory}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": "48MiB", "activations": activations},
+    }
+    torch.manual_seed(0)
+    width, num_tokens, num_blocks = 256, 8192, 24
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(num_blocks)]
+    engine, *_ = infinity.initialize(model=nn.Sequential(*blocks), config=config)
+    with engine:
+        x = torch.randn(1, num_tokens, width)
+        gc.collect()
+        give_back_freed_memory()
+        before = _anonymous_bytes()
+        (Path(group) / "memory.max_usage_in_bytes").write_text("0")
+        for _ in range(2):
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+        engine.flush()
+        peak = int((Path(group) / "memory.max_usage_in_bytes").read_text())
+        saved = 3 * num_blocks * num_tokens * width * 4
+        print(json.dumps({"loss": loss.item(), "peak_bytes": peak - before, "activation_bytes": saved}))

@@ -104,6 +104,13 @@ def resolve(
         notices=(),
         decisions=(),
     )
+    if config.infinity.activations == "nvme" and not config.nvme_paths:
+        raise ConfigValueError(
+            "infinity.activations",
+            "nvme",
+            "there is no NVMe tier",
+            cure="Set zero_optimization.offload_optimizer (or offload_param) to a directory on a drive",
+        )
     book.note_other_autos()
     return replace(config, notices=findings.notices(), decisions=tuple(book.decisions))
 
@@ -288,6 +295,7 @@ def _resolve_infinity(
         rounds_gradients=rounds_gradients,
         schedule=block.schedule,
         activation_checkpointing=block.activation_checkpointing,
+        activations=block.activations,
         state_dtype=block.state_dtype,
         timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
     )

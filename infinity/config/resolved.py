@@ -135,6 +135,7 @@ class InfinitySection:
         timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
         schedule: in which order `Engine.train_batch` goes through units and micro-batches.
         activation_checkpointing: whether blocks are computed once more in backward.
+        activations: where what autograd saves waits for backward.
     """
 
     host_memory_budget: int | None
@@ -153,6 +154,7 @@ class InfinitySection:
     state_dtype: StateDtype = "fp32"
     timeline: Path | None = None
     activation_checkpointing: bool = False
+    activations: Literal["memory", "nvme"] = "memory"
 
 
 @dataclass(frozen=True)

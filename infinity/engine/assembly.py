@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infinity.activations.recomputation import RecomputedForward
+from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
@@ -128,7 +129,12 @@ def build(
             writer=upper.writer,
         )
 
-    pager = Pager(make_residency, copies, upper.pager_listener)
+    activations = (
+        SavedActivations(SpillSpace(storage.open_more), clock, placement.activation_bytes)
+        if config.infinity.activations == "nvme"
+        else None
+    )
+    pager = Pager(make_residency, copies, upper.pager_listener, activations)
     chunks = [
         unit.layout.chunks(placement.chunk_numel, border)
         for unit, border in zip(units, placement.states_in_memory, strict=True)
@@ -168,7 +174,8 @@ def build(
         expects_vertical=suitability.is_expected,
     )
     # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
-    trimmer = HeapTrimmer() if device.shares_host_memory and storage.nvme_bytes else None
+    spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
+    trimmer = HeapTrimmer() if device.shares_host_memory and spills else None
     parameter_handler = ParameterHandler(module_hooks, pager, upper.gradient_host, upper.gatherer)
     buffers = BufferCast(model, config.compute_dtype, config.buffer_dtype)
     originals = Originals(

@@ -447,7 +447,7 @@ class Engine(CheckpointCalls):
         with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
             rest.callback(self._shutdown.now)
             rest.callback(self._stepper.gradients.close)
-            rest.callback(self._residency.close)
+            rest.callback(self._pager.close)
             rest.callback(unwatch, self._watched)
             rest.callback(self._parts.stream.close)
             rest.callback(self._pager.abandon_forward)

@@ -22,8 +22,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
+
+
+class Activations(Protocol):
+    """Where what autograd saves may wait for backward."""
+
+    def pack(self, tensor: torch.Tensor) -> SavedElsewhere | None:
+        """Take it, or None: it is to stay as it is."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class SavedElsewhere(Protocol):
+    """What `Activations` gives for a tensor."""
+
+    def load(self) -> torch.Tensor:
+        """The tensor again."""
+        ...
 
 
 class PagerListener:

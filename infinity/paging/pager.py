@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.paging.listener import PagerListener, Sharing
+from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
 from infinity.paging.saved_tensors import SavedView, SavingHooks, as_saved
 from infinity.threads.interrupts import refuse_in_between
@@ -48,12 +48,14 @@ class Pager:
         residency: Callable[[Turn], Residency],
         copies: UserCopies | None = None,
         listener: Callable[[], PagerListener] = PagerListener,
+        activations: Activations | None = None,
     ) -> None:
         """
         Args:
             residency: makes what decides which units are in memory, for threads that have the turn.
             copies: makes what ``state_dict`` gives.
             listener: gives who is told what happens.
+            activations: takes what autograd saves besides weights; None leaves it in memory.
         """
         self.turn = Turn(self)
         """Taken by any thread that uses the model or its weights; what has no other word is touched in a turn only."""
@@ -68,6 +70,7 @@ class Pager:
         self.copies = copies or UserCopies()
         """Makes what ``state_dict`` gives."""
         self._listener = listener
+        self._activations = activations
         self._open_backward = False
         """Whether a backward runs of which `note_backward` knows: until it ends, or a forward begins after it was cut off."""
         self._saves_in_backward = False
@@ -82,6 +85,12 @@ class Pager:
         """The thread that collects a state dict."""
         self._sharing: Sharing | None = None
         """How micro-batches share the present step: from `share` until `end_sharing`."""
+
+    def close(self) -> None:
+        """Give all memory back. A backward that comes later is an error."""
+        if self._activations is not None:
+            self._activations.close()
+        self.residency.close()
 
     # ------------------------------------------------------------------------------------------------ forward phases
 
@@ -397,6 +406,10 @@ class Pager:
             return tensor, tensor._version
         if unit is not None and unit.flat is not None:
             return SavedView(unit, tensor)
+        if self._activations is not None and self._sharing is None:  # a shared step keeps what goes between its units
+            elsewhere = self._activations.pack(tensor)
+            if elsewhere is not None:
+                return elsewhere
         # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
         return tensor.detach(), tensor._version
 
@@ -404,8 +417,11 @@ class Pager:
     @outside_modes
     def unpack(self, saved: Any) -> torch.Tensor:
         """Autograd needs what `pack` got."""
-        if not isinstance(saved, SavedView):
+        if isinstance(saved, tuple):
             return as_saved(*saved)
+        if not isinstance(saved, SavedView):
+            elsewhere: SavedElsewhere = saved
+            return elsewhere.load()
         saved.check()
         if in_backward() and not self.turn.is_guest:
             self.note_backward()  # may wait for its turn, before the lock

@@ -66,6 +66,9 @@ class Request:
     keeps_in_memory: bool = True
     """Whether what the budgets leave is spent on keeping weights and states off the drives."""
 
+    spills_activations: bool = False
+    """Whether what autograd saves has a share of the budget, beyond which it goes to NVMe."""
+
     @classmethod
     def of(
         cls,
@@ -99,6 +102,7 @@ class Request:
             rounds_gradients=config.infinity.rounds_gradients,
             used_together=used_together(model, config.infinity.units, unit_of),
             keeps_in_memory=config.infinity.keep_in_memory,
+            spills_activations=config.infinity.activations == "nvme",
         )
 
     @property

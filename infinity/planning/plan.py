@@ -106,6 +106,8 @@ class Plan:
         ]
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
+        if placement.activation_bytes:
+            rows.append(("  activations", f"{_size(placement.activation_bytes)}, the rest spilled to NVMe"))
         is_trained = self.num_trainable > 0
         if is_trained:
             rows.append(("optimizer update", self.update.replace("_", " ")))

@@ -85,7 +85,7 @@ class Suitability:
 def place_for_schedule(
     asked: str, units: Sequence[UnitSize], request: Request, order: Sequence[int]
 ) -> tuple[Placement, Suitability]:
-    """The placement, with room for units' inputs if steps may go vertically, and whether they may.
+    """The placement, with room for activations if they may be spilled, and whether they may.
 
     Args:
         asked: the config's ``infinity.schedule``.
@@ -96,13 +96,19 @@ def place_for_schedule(
         BudgetTooSmallError, ConfigValueError: see `infinity.planning.placement.place`.
     """
     if asked == "ordinary" or (asked == "auto" and request.num_micro_batches == 1):
-        return best_placement(units, request, order, len(units)), Suitability(asked, "a step has one micro-batch")
+        return _for_ordinary_steps(units, request, order), Suitability(asked, "a step has one micro-batch")
     # Gradients take what they take with one micro-batch: they are summed before they go anywhere.
     placement = _with_activations(units, replace(request, num_micro_batches=1), order)
     reason = reason_against(asked, units, request, placement, order)
     if reason is not None:
-        placement = best_placement(units, request, order, len(units))
+        placement = _for_ordinary_steps(units, request, order)
     return placement, Suitability(asked, reason)
+
+
+def _for_ordinary_steps(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
+    if request.spills_activations:
+        return _with_activations(units, request, order)
+    return best_placement(units, request, order, len(units))
 
 
 def _with_activations(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:

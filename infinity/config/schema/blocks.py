@@ -126,6 +126,10 @@ class InfinityBlock(Block):
     `torch.utils.checkpoint` around the blocks does, non-reentrant. Only in training; blocks that the model checkpoints by
     itself are left to it, and the vertical schedule does so anyway. The block `activation_checkpointing` alone switches
     nothing on, as in DeepSpeed."""
+    activations: Literal["memory", "nvme"] = "memory"
+    """Where that waits for backward which autograd saves in the model's forward: `"nvme"` keeps it in memory within the
+    budget, writes what exceeds that to the drives and reads it back in time. Together with `activation_checkpointing` that
+    is the inputs of blocks. Not in it: what is smaller than 64 KiB, and losses that are computed outside of the model."""
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
     """A read or write that takes longer is an error instead of a hang."""
     direct_io: Flag = True

@@ -1,0 +1,377 @@
+"""What autograd saves in the model's forward: in RAM as far as the budget goes, on NVMe beyond it.
+
+Knows tensors, bytes and extents; must not know what computes with them.
+
+[Note: away] Memory is kept, written and read storage by storage, so that tensors that share memory (views, what several
+operations save) share it afterwards, too. Three things tell that it is the same: the storage itself, of which a weak
+reference is held, so that its address is not given to another one; the count of writes; and, once the bytes have left,
+the tensor of which all others are views, for `tensor.data` has the storage but a count of its own.
+What is written is what backward would have seen, unless somebody writes in between. Such writes are counted: the token
+keeps the count (an alias of the tensor without its memory), and raises in backward, as torch does. What is found
+changed before it was written stays where it is.
+The graph owns the tokens, a token its claim. When the last token of a storage dies, memory is let go at once; the space
+on the drive is free at the next call here, because a finalizer takes no lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.activations.refusal import Refusal
+from infinity.activations.spill_space import SpillSpace
+from infinity.errors import EngineClosedError
+from infinity.telemetry.clock import StepClock
+from infinity.threads.turn import in_backward
+from swapper import AlignedRegion, Extent, Handle, Priority, Swapper, SwapperError
+
+_BLOCK_BYTES = 4096
+"""Direct I/O moves whole blocks of so many bytes."""
+_ALIGNMENT = 64
+"""Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
+_LEAST_BYTES = 64 << 10
+"""Smaller storages stay where they are."""
+_LARGEST_SHARE = 8
+"""A storage of more than so many times what is saved of it is another's: a data set, a cache."""
+_LOOK_BACK = 64
+"""How many storages before the one that is needed are looked at, to read some ahead."""
+
+
+class _Stored:
+    """The bytes of one storage. Where it is: `source`, else `memory`, else `place`."""
+
+    def __init__(self, number: int, tensor: torch.Tensor, root: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.number = number
+        self.num_bytes = storage.nbytes()
+        self.moved_bytes = -(-self.num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        """Of the memory that it takes, and of what is read and written."""
+        self.device = tensor.device
+        self.key = StorageWeakRef(storage)
+        self.root = weakref.ref(root)
+        self.count = _count_of(tensor)
+        self.version = tensor._version
+        self.source: torch.Tensor | None = _bytes_of(tensor)
+        self.memory: torch.Tensor | None = None
+        """uint8, on the host: on its way, or read again."""
+        self.place: tuple[Swapper, Extent] | None = None
+        self.under_way: Handle | None = None
+        """Of the last write or read of `memory`."""
+        self.is_written = False
+        self.is_held = True
+        """Whether it counts among what is in memory."""
+        self.claim: weakref.ref[_Claim] | None = None
+
+
+class _Claim:
+    """Lives as long as a graph needs the bytes."""
+
+    def __init__(self, stored: _Stored, dead: deque[_Stored]) -> None:
+        self.stored = stored
+        self._dead = dead
+        stored.claim = weakref.ref(self)
+
+    def __del__(self) -> None:
+        self.stored.source = None
+        if self.stored.under_way is None:
+            self.stored.memory = None
+        self._dead.append(self.stored)
+
+
+class _Token:
+    """Stands for a tensor in autograd's graph."""
+
+    __slots__ = ("__weakref__", "_claim", "_count", "_owner", "_version", "dtype", "offset", "shape", "stride")
+
+    def __init__(self, owner: SavedActivations, claim: _Claim, tensor: torch.Tensor) -> None:
+        self._owner = owner
+        self._claim = claim
+        self._count = _count_of(tensor)
+        self._version = tensor._version
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def load(self) -> torch.Tensor:
+        """The tensor again.
+
+        Raises:
+            RuntimeError: it was written to after it had been saved.
+            EngineClosedError: it went with the engine.
+            SwapperError: reading it failed.
+        """
+        if self._count._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"shape {list(self.shape)} is at version {self._count._version}, expected version {self._version}"
+            )
+        memory = self._owner.load(self._claim.stored)
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class SavedActivations:
+    """Takes what autograd saves, and gives it back in backward. Safe for several threads."""
+
+    def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
+        """
+        Args:
+            space: where to put what exceeds the capacity.
+            clock: counts the waiting.
+            capacity_bytes: host memory to use, that of what is on its way included. At least two tensors are in memory,
+                whatever it says.
+        """
+        self._space = space
+        self._clock = clock
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.RLock()
+        self._dead: deque[_Stored] = deque()
+        self._known: dict[StorageWeakRef, _Stored] = {}
+        self._all: dict[int, _Stored] = {}
+        self._oldest_first: deque[_Stored] = deque()
+        self._writing: deque[_Stored] = deque()
+        self._read: deque[_Stored] = deque()
+        """In memory and on the drive, those that were read first before the others."""
+        self._leaving: list[_Stored] = []
+        """Of no use any more, but a drive has not done with them."""
+        self._num_stored = 0
+        self._held_bytes = 0
+        self._slack_bytes = 0
+        self._is_closed = False
+        self.kept_bytes = 0
+        """Bytes taken so far."""
+        self.spilled_bytes = 0
+        """Bytes of it that went to NVMe."""
+
+    @property
+    def num_alive(self) -> int:
+        """How many storages some graph still needs."""
+        with self._lock:
+            self._sweep()
+            return len(self._all)
+
+    # ----------------------------------------------------------------------------------------------------- forward
+
+    def pack(self, tensor: torch.Tensor) -> _Token | None:
+        """A token for what autograd saves; None if it is to stay as it is.
+
+        Raises:
+            StorageError: there is no room on the drives.
+            SwapperError: a write failed.
+        """
+        if self._is_closed or in_backward() or not _can_leave(tensor):
+            return None
+        root = tensor if tensor._base is None else tensor._base
+        with self._lock:
+            self._sweep()
+            claim = self._find(tensor, root) or self._take(tensor, root)
+            token = _Token(self, claim, tensor)
+            self._make_room()
+        return token
+
+    def _find(self, tensor: torch.Tensor, root: torch.Tensor) -> _Claim | None:
+        stored = self._known.get(StorageWeakRef(tensor.untyped_storage()))
+        if stored is None or stored.claim is None or stored.version != tensor._version:
+            return None
+        is_same = stored.source is not None or stored.root() is root
+        return stored.claim() if is_same and stored.count._version == stored.version else None
+
+    def _take(self, tensor: torch.Tensor, root: torch.Tensor) -> _Claim:
+        stored = _Stored(self._num_stored, tensor, root)
+        claim = _Claim(stored, self._dead)
+        self._num_stored += 1
+        self._known[stored.key] = self._all[stored.number] = stored
+        self._oldest_first.append(stored)
+        self._slack_bytes = max(self._slack_bytes, 2 * stored.moved_bytes)
+        self._held_bytes += stored.moved_bytes
+        self.kept_bytes += stored.num_bytes
+        return claim
+
+    def _make_room(self) -> None:
+        """Write the oldest out until the rest fits. Only when too much is on its way, wait for the drive."""
+        while self._writing and self._writing[0].under_way is not None and self._writing[0].under_way.done():
+            self._end_write(self._writing.popleft())
+        staying = self._held_bytes - sum(stored.moved_bytes for stored in self._writing)
+        while staying > self._capacity_bytes - self._slack_bytes and self._oldest_first:
+            stored = self._oldest_first.popleft()
+            source = stored.source
+            if source is not None and stored.count._version == stored.version:
+                self._start_write(stored, source)
+                staying -= stored.moved_bytes
+        while self._writing and self._held_bytes > max(self._capacity_bytes, self._slack_bytes):
+            self._end_write(self._writing.popleft())
+
+    def _start_write(self, stored: _Stored, source: torch.Tensor) -> None:
+        try:
+            stored.place = swapper, extent = self._space.take(stored.num_bytes)
+        except Refusal as refusal:
+            raise refusal.__cause__ or refusal from None
+        memory = _memory_for(stored)
+        memory[: stored.num_bytes].copy_(source)
+        stored.memory = memory
+        stored.under_way = swapper.write(extent, memory)
+        stored.source = None
+        self.spilled_bytes += stored.moved_bytes
+        self._writing.append(stored)
+
+    def _end_write(self, stored: _Stored) -> None:
+        self._wait(stored, "write")
+        stored.is_written = True
+        self._drop_memory(stored)
+
+    def _wait(self, stored: _Stored, cause: str) -> None:
+        handle = stored.under_way
+        if handle is None:
+            return
+        if handle.done():
+            handle.wait()
+        else:
+            with self._clock.waiting(cause):
+                handle.wait()
+        stored.under_way = None
+
+    def _drop_memory(self, stored: _Stored) -> None:
+        stored.memory = None
+        if stored.is_held:
+            stored.is_held = False
+            self._held_bytes -= stored.moved_bytes
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    def load(self, stored: _Stored) -> torch.Tensor:
+        """All bytes of a storage, on its device. Those that were saved before it are read ahead, as backward needs them."""
+        with self._lock:
+            self._sweep()
+            if self._is_closed:
+                raise EngineClosedError("backward")
+            source = stored.source
+            if source is None:
+                if stored.memory is None:
+                    self._start_read(stored)
+                if stored not in self._writing:  # what is on its way out is whole in memory
+                    self._wait(stored, "read")
+                if stored.memory is None:
+                    raise RuntimeError("a tensor that was saved for backward is gone")
+                source = stored.memory.to(stored.device)
+            self._read_ahead(stored)
+            return source
+
+    def _start_read(self, stored: _Stored) -> None:
+        if stored.place is None:
+            raise RuntimeError("a tensor that was saved for backward is gone")
+        limit = max(self._capacity_bytes, self._slack_bytes)
+        while self._read and self._held_bytes + stored.moved_bytes > limit:
+            oldest = self._read.popleft()  # another backward may need it again, and reads it again
+            if oldest.memory is not None and oldest.under_way is None:
+                self._drop_memory(oldest)
+        swapper, extent = stored.place
+        memory = _memory_for(stored)
+        stored.under_way = swapper.read(extent, memory, priority=Priority.PREFETCH)
+        stored.memory = memory
+        stored.is_held = True
+        self._held_bytes += stored.moved_bytes
+        self._read.append(stored)
+
+    def _read_ahead(self, stored: _Stored) -> None:
+        limit = max(self._capacity_bytes, self._slack_bytes)
+        for number in range(stored.number - 1, max(stored.number - _LOOK_BACK, 0) - 1, -1):
+            earlier = self._all.get(number)
+            if earlier is None or earlier.memory is not None or not earlier.is_written:
+                continue
+            if self._held_bytes + earlier.moved_bytes > limit:
+                return
+            self._start_read(earlier)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def _sweep(self) -> None:
+        """What no graph needs any more gives its space back, as soon as drives have done with it."""
+        while self._dead:
+            stored = self._dead.popleft()
+            self._all.pop(stored.number, None)
+            if self._known.get(stored.key) is stored:
+                del self._known[stored.key]
+            if stored in self._writing:
+                self._writing.remove(stored)
+            if stored in self._read:
+                self._read.remove(stored)
+            self._leaving.append(stored)
+        still = []
+        for stored in self._leaving:
+            if stored.under_way is not None and not stored.under_way.done():
+                still.append(stored)
+            else:
+                self._give_back(stored)
+        has_left = len(still) < len(self._leaving)
+        self._leaving = still
+        if has_left and not self._all and not still:
+            self._oldest_first.clear()
+            self._slack_bytes = 0
+            self._space.tidy()
+
+    def _give_back(self, stored: _Stored) -> None:
+        try:
+            self._wait(stored, "write")
+        except SwapperError:
+            if stored.place is not None:
+                self._space.discard(stored.place)
+        else:
+            if stored.place is not None:
+                self._space.give_back(stored.num_bytes, stored.place)
+        stored.place = stored.under_way = None
+        self._drop_memory(stored)
+
+    def close(self) -> None:
+        """Let go of everything, after whatever went wrong. A backward that comes later is an error."""
+        with self._lock:
+            self._is_closed = True
+            for stored in [*self._all.values(), *self._leaving]:
+                stored.source = None
+                self._give_back(stored)
+            for group in (
+                self._all,
+                self._known,
+                self._oldest_first,
+                self._writing,
+                self._read,
+                self._leaving,
+                self._dead,
+            ):
+                group.clear()
+
+
+def _count_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that counts the writes to ``tensor``."""
+    count = tensor.detach()
+    count.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return count
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _can_leave(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Buffer:
+        return False  # parameters, and classes with memory of their own
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_inference():
+        return False
+    num_bytes = tensor.untyped_storage().nbytes()
+    return (
+        num_bytes >= _LEAST_BYTES
+        and num_bytes <= _LARGEST_SHARE * tensor.nbytes
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.untyped_storage().data_ptr() % _ALIGNMENT == 0
+    )
+
+
+def _memory_for(stored: _Stored) -> torch.Tensor:
+    """uint8, in whole blocks and where drives take it, as in `infinity.activations.boundary`."""
+    return torch.from_numpy(AlignedRegion(stored.moved_bytes).array())

@@ -1,0 +1,282 @@
+"""What autograd saves, in RAM and on NVMe: exact, stored once, given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.activations.saved_activations import SavedActivations
+from infinity.activations.spill_space import SpillSpace
+from infinity.device.compute import ComputeDevice
+from infinity.errors import EngineClosedError
+from infinity.telemetry.clock import StepClock
+from swapper import Swapper, SwapperConfig
+from swapper.volumes.directory import Directory
+
+_NUMEL = 64 << 10
+"""Of fp32: 256 KiB."""
+_BYTES = 4 * _NUMEL
+
+
+class Store:
+    def __init__(self, directory: Path, capacity_bytes: int) -> None:
+        self.swappers: list[Swapper] = []
+
+        def open_swapper(num_bytes: int) -> Swapper:
+            self.swappers.append(Swapper.open((Directory(directory),), num_bytes, SwapperConfig()))
+            return self.swappers[-1]
+
+        self.saved = SavedActivations(
+            SpillSpace(open_swapper), StepClock(ComputeDevice(torch.device("cpu"))), capacity_bytes
+        )
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        def pack(tensor: torch.Tensor) -> Any:
+            token = self.saved.pack(tensor)
+            return (tensor.detach(), None) if token is None else token
+
+        def unpack(saved: Any) -> torch.Tensor:
+            return saved[0] if isinstance(saved, tuple) else saved.load()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+
+@pytest.fixture(params=[0, 5 * _BYTES, 1 << 30], ids=["none", "some", "all"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """With memory for nothing, some, or all."""
+    store = Store(tmp_path, request.param)
+    yield store
+    gc.collect()
+    assert store.saved.num_alive == 0
+    store.saved.close()
+    for swapper in store.swappers:
+        swapper.close()
+
+
+def _leaf(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(256, 256, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def _chain(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(12):
+        x = torch.tanh(x) * x
+    return x.sum()
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    a, b, c = (x * 1.5).chunk(3, dim=1) if x.shape[1] % 3 == 0 else (x * 1.5)[:, ::2].split(43, dim=1)
+    y = (x.t() * 2)[::3].exp()
+    return (a * b).sum() + c.square().sum() + y.sum() + (x * 3).expand(2, 256, 256).square().sum()
+
+
+def _masked(x: torch.Tensor) -> torch.Tensor:
+    mask = (x > 0).repeat(2, 1)
+    index = torch.arange(256).repeat(64, 1)
+    return torch.where(mask, x.repeat(2, 1), -x.repeat(2, 1)).square().sum() + x[:64].gather(1, index).square().sum()
+
+
+def _complex(x: torch.Tensor) -> torch.Tensor:
+    y = torch.view_as_complex(torch.stack([x, x.t()], dim=-1))
+    return (y * y.conj() * y).abs().sum() + torch.fft.rfft(x).abs().square().sum()
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.relu_()
+    z = y * y
+    z += 1
+    return z.sum() * 2
+
+
+_FUNCTIONS = [_chain, _strided, _masked, _complex, _in_place]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
+def test_gradients_have_the_same_bits(store: Store, function: Callable[..., Any], dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and function is _complex:
+        pytest.skip("torch has no complex numbers of that width")
+    plain, x = _leaf(dtype=dtype), _leaf(dtype=dtype)
+    function(plain).backward()
+    for _ in range(2):
+        x.grad = None
+        with store.active():
+            loss = function(x)
+        loss.backward()
+        assert torch.equal(x.grad, plain.grad)
+        assert store.saved.num_alive == 0
+    assert store.saved.kept_bytes > 0
+
+
+def test_what_exceeds_the_memory_is_written_and_read_ahead(tmp_path: Path) -> None:
+    store = Store(tmp_path, 4 * _BYTES)
+    x = _leaf()
+    with store.active():
+        loss = _chain(x)
+    assert store.saved.spilled_bytes >= 8 * _BYTES
+    loss.backward()
+    statistics = [swapper.statistics() for swapper in store.swappers]
+    assert 0 < sum(s.read_bytes for s in statistics) <= sum(s.write_bytes for s in statistics)
+
+
+def test_one_storage_is_kept_once(store: Store) -> None:
+    def views(y: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.square(view) for view in (y, y, y.t(), y.view(-1), y[:200])]
+
+    plain, x = _leaf(), _leaf()
+    torch.stack([part.sum() for part in views(plain * 2)]).sum().backward()
+    with store.active():
+        y = x * 2
+        before = store.saved.kept_bytes
+        parts = views(y)
+        assert store.saved.kept_bytes - before == _BYTES
+    torch.stack([part.sum() for part in parts]).sum().backward()
+    assert torch.equal(x.grad, plain.grad)
+
+
+def test_writes_afterwards_are_an_error_as_in_torch(store: Store) -> None:
+    with store.active():
+        y = _leaf() * 2
+        loss = y.square().sum() + _chain(_leaf(1))
+    y.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_version_is_another_tensor(store: Store) -> None:
+    x = _leaf()
+    with store.active():
+        y = (x * 2).detach()
+        first = (x * y).sum()
+        y.add_(1)
+        second = (x * y).sum()
+    second.backward()
+    assert torch.equal(x.grad, (x * 2 + 1).detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+
+
+def test_the_storage_of_data_counts_by_itself(store: Store) -> None:
+    """`y.data` has the storage of `y`, and both their first version, though they differ in time."""
+    x = _leaf()
+    with store.active():
+        y = (x * 2).detach()
+        kept = (x * y.data).sum() + _chain(_leaf(1))
+        y.data.zero_()
+        again = (x * y.data).sum()
+    again.backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    del kept
+
+
+def test_retained_graphs_and_double_backward(store: Store) -> None:
+    runs = []
+    for is_kept in (False, True):
+        x = _leaf()
+        with store.active() if is_kept else torch.enable_grad():
+            loss = _chain(x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.square().sum(), x, retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        runs.append((gradient.detach(), second, x.grad))
+        del gradient, loss
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
+    for _ in range(3):
+        with store.active():
+            _chain(_leaf())
+
+        class Failing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                raise ValueError("on purpose")
+
+        with store.active():
+            loss = _chain(Failing.apply(torch.tanh(_leaf())))
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward()
+        del loss
+        with pytest.raises(ValueError, match="in forward"), store.active():
+            y = _chain(_leaf())
+            raise ValueError("in forward", y.shape)
+        del y
+        gc.collect()
+        assert store.saved.num_alive == 0
+    assert sum(swapper.capacity_bytes for swapper in store.swappers) <= 128 << 20
+
+
+def test_checkpoints_and_hooks_of_others_inside_and_outside(store: Store) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for index in range(6):
+            x = checkpoint(lambda t: torch.tanh(t * 3) * t, x, use_reentrant=index % 2 == 0)
+            with torch.autograd.graph.save_on_cpu():
+                x = torch.sin(x) * x
+        return x.sum()
+
+    plain, x = _leaf(), _leaf()
+    function(plain).backward()
+    with torch.autograd.graph.save_on_cpu(), store.active():
+        loss = function(x)
+    loss.backward()
+    assert torch.equal(x.grad, plain.grad)
+
+
+def test_threads(store: Store) -> None:
+    plain = _leaf()
+    _chain(plain).backward()
+    found: list[bool] = []
+
+    def run() -> None:
+        for _ in range(5):
+            x = _leaf()
+            with store.active():
+                loss = _chain(x)
+            loss.backward()
+            found.append(torch.equal(x.grad, plain.grad))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 20
+
+
+def test_what_would_not_become_smaller_stays(store: Store) -> None:
+    large = torch.randn(1 << 20)
+    parameter = torch.nn.Parameter(torch.randn(256, 256))
+    with torch.no_grad():
+        assert store.saved.pack(large[:4096]) is None  # of a data set
+        assert store.saved.pack(torch.randn(8)) is None
+        assert store.saved.pack(parameter) is None
+        assert store.saved.pack(torch.randn(512, 512).to_sparse()) is None
+        assert store.saved.pack(torch.randn(256, 256, dtype=torch.complex64).conj()) is None
+
+
+def test_a_backward_after_the_end_is_an_error(tmp_path: Path) -> None:
+    store = Store(tmp_path, 0)
+    with store.active():
+        loss = _chain(_leaf())
+    store.saved.close()
+    with pytest.raises(EngineClosedError):
+        loss.backward()
+    for swapper in store.swappers:
+        swapper.close()
