@@ -1,0 +1,397 @@
+"""Weights and states from outside the loop: what is stored is given out as it is, and what is changed is all that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.checkpoint.state_access import StateAccess
+from infinity.device.compute import ComputeDevice
+from infinity.errors import BudgetTooSmallError
+from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat, MainWeight
+from infinity.numerics.remainder import split_bits
+from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.parameter_handler import ParameterHandler
+from infinity.tiers.state_store import PagedStateStore
+from infinity.tiers.user_copies import UserCopies
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.layout import CHUNK_GRANULE, Slot, UnitLayout
+from infinity.units.parameter import hold
+from infinity.units.unit import Unit, spec_of
+from infinity.updates.job import ParameterState
+from swapper import StagingArena, Swapper
+from tests.unit.stage import make_pager
+
+_NAMES = ("exp_avg", "exp_avg_sq")
+_FP32 = ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT)
+_BF16 = ChunkFormat(torch.bfloat16, MainWeight.FP32)
+_HALVES = ChunkFormat(torch.bfloat16, MainWeight.REMAINDER)
+_DTYPES = {_FP32: torch.float32, _BF16: torch.bfloat16, _HALVES: torch.bfloat16}
+
+
+class _Model(nn.Module):
+    """Two units: one with a transposed weight, a bias and a frozen part; one of a single weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.wide = nn.Parameter(torch.randn(90, 70, generator=draw).t())  # three chunks and a bit
+        self.bias = nn.Parameter(torch.randn(70, generator=draw))
+        self.frozen = nn.Parameter(torch.randn(5, 5, generator=draw), requires_grad=False)
+        self.other = nn.Parameter(torch.randn(40, 60, generator=draw))
+
+
+class _Bench:
+    """The model's weights and states in a store, of which one page at a time is worked on: one that is lost is missed."""
+
+    def __init__(self, form: ChunkFormat, swapper: Swapper, *, is_paged: bool = True, room: int = 2) -> None:
+        self.model = _Model()
+        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.originals = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.form, dtype = form, _DTYPES[form]
+        parts = [["wide", "bias", "frozen"], ["other"]]
+        self.units: list[Unit] = []
+        for index, names in enumerate(parts):
+            parameters = [self.model.get_parameter(name) for name in names]
+            layout = UnitLayout([spec_of(name, p, dtype) for name, p in zip(names, parameters, strict=True)])
+            self.units.append(Unit(index, f"unit {index}", parameters, layout))
+            self.units[-1].stays_resident = not is_paged
+        self.device = ComputeDevice()
+        chunks = [unit.layout.chunks(CHUNK_GRANULE) for unit in self.units]
+        arena = StagingArena(-(-form.workspace_bytes(CHUNK_GRANULE, 2) // 4096) * 4096, 1, deadline_seconds=0.2)
+        self.records = PagedStateStore(swapper, arena, form)
+        self.weights = WeightStore(swapper, self.device) if is_paged else None
+        for unit in self.units:
+            self.records.allocate(unit, chunks[unit.index], _NAMES)
+            if self.weights is not None:
+                self.weights.allocate(unit)
+        capacity = sum(sorted(unit.num_bytes for unit in self.units)[-room:])
+        source: Any = self.weights
+        self.pager = make_pager(self.units, source, capacity, prefetches=False)
+        hooks = ModuleHooks(self.model, self.units)
+        self.states = {
+            (unit.index, slot.index): ParameterState()
+            for unit in self.units
+            for slot in unit.layout.slots
+            if slot.spec.is_trainable
+        }
+        self.copies = UserCopies()
+        self.access = StateAccess(
+            hooks, self.pager, self.records, self.weights, self.device, self.states, chunks, form, self.copies
+        )
+        self.handler = ParameterHandler(hooks, self.pager)
+        for unit in self.units:
+            flat = self.pager.residency.pool.allocate(unit.num_bytes)
+            assert flat is not None
+            flat.tensor().fill_(77)
+            self.pager.residency.place(unit, flat)
+            self.access.store(unit, [parameter.detach() for parameter in unit.parameters])
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                hold(parameter, self.handler, slot.spec.dtype, torch.device("cpu"))
+            self.pager.residency.evict(unit)
+
+    def place(self, name: str) -> tuple[Unit, Slot]:
+        parameter = self.model.get_parameter(name)
+        unit = next(unit for unit in self.units if any(p is parameter for p in unit.parameters))
+        return unit, next(slot for slot in unit.layout.slots if unit.parameters[slot.index] is parameter)
+
+    def main(self, name: str) -> torch.Tensor:
+        return self.access.main_weight(self.model.get_parameter(name))
+
+    def rested(self, name: str) -> torch.Tensor:
+        """The model weight, from where it rests."""
+        for unit in self.units:
+            self.pager.residency.evict(unit)
+        return self.pager.copy_of(*self.place(name))
+
+    def cast(self, main: torch.Tensor) -> torch.Tensor:
+        """As it is rounded to the model weight."""
+        if self.form is _HALVES:
+            return split_bits(main.contiguous())[0].view(torch.bfloat16).reshape(main.shape)
+        return main.to(_DTYPES[self.form])
+
+    def check(self, **expected: torch.Tensor) -> None:
+        """All weights are the original ones but those that are given."""
+        for name, original in self.originals.items():
+            main = expected.get(name, original)
+            is_frozen = name == "frozen"
+            assert torch.equal(self.main(name), self.cast(main).float() if is_frozen else main), name
+            assert torch.equal(self.rested(name), self.cast(main)), name
+
+    def change(self, name: str) -> torch.Tensor:
+        """Write to some elements of an open weight. Returns what its main weight has to become."""
+        unit, slot = self.place(name)
+        weight, kept = unit.weight(slot), self.main(name)
+        weight[1:3] = 0.3
+        kept[1:3] = weight[1:3].float()
+        return kept
+
+
+@pytest.fixture
+def swapper() -> Iterator[Swapper]:
+    with Swapper.in_memory(1 << 21) as opened:
+        yield opened
+
+
+@pytest.fixture(params=[_FP32, _BF16, _HALVES], ids=["fp32", "bf16", "remainder"])
+def form(request: pytest.FixtureRequest) -> ChunkFormat:
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["paged", "resident"])
+def bench(request: pytest.FixtureRequest, form: ChunkFormat, swapper: Swapper) -> _Bench:
+    return _Bench(form, swapper, is_paged=request.param)
+
+
+def _state(bench: _Bench, name: str, start: float = 0) -> dict[str, Any]:
+    shape = bench.originals[name].shape
+    first = (torch.arange(shape.numel()) + start).reshape(shape).float()
+    return {"exp_avg": first, "exp_avg_sq": first * 2, "step": torch.tensor(5.0)}
+
+
+def test_what_was_stored_is_given_out_with_all_its_bits(bench: _Bench) -> None:
+    bench.check()
+    for name, original in bench.originals.items():
+        stored = bench.access.stored(bench.model.get_parameter(name))
+        assert stored.dtype == (_DTYPES[bench.form] if name == "frozen" else torch.float32)
+        assert stored.stride() == bench.place(name)[1].spec.stride
+        assert torch.equal(stored, bench.cast(original) if name == "frozen" else original)
+        assert stored.data_ptr() != bench.access.stored(bench.model.get_parameter(name)).data_ptr()
+    assert bench.access.has_main_weights == (bench.form is not _FP32) and bench.access.has_halves == (
+        bench.form is _HALVES
+    )
+
+
+def test_padding_is_zero_and_a_unit_needs_memory_to_be_stored(bench: _Bench) -> None:
+    unit = bench.units[0]
+    with bench.pager.opened(unit):
+        assert unit.flat is not None
+        rest = unit.flat.tensor().clone()
+    for slot in unit.layout.slots:
+        rest[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize] = 0
+    assert not rest.any()
+    outside = Unit(0, "outside", [], unit.layout)
+    with pytest.raises(RuntimeError, match="unit outside has no flat buffer"):
+        bench.access.store(outside, [])
+    with pytest.raises(RuntimeError, match="unit outside is not resident"):
+        bench.access.store_modified(outside, [])
+
+
+def test_a_state_is_given_out_as_it_was_loaded(bench: _Bench) -> None:
+    wide, bias, access = bench.model.wide, bench.model.bias, bench.access
+    assert access.state(wide) == {} and not access.has_state(wide) and access.state_names(wide) is None
+    given = _state(bench, "wide")
+    access.load_state(wide, given)
+    given["step"].fill_(0)  # the engine has its own
+    found = access.state(wide)
+    assert (
+        list(found) == ["step", *_NAMES] and found["step"] == 5 and list(access.state_names(wide) or ()) == list(_NAMES)
+    )
+    assert torch.equal(found["exp_avg"], given["exp_avg"]) and torch.equal(found["exp_avg_sq"], given["exp_avg_sq"])
+    assert found["exp_avg"].stride() == wide.stride() and bench.states[0, 0].num_updates == 5
+    found["step"].fill_(9)
+    assert access.state(wide)["step"] == 5
+    assert access.has_state(wide) and not access.has_state(bias) and access.state(bias) == {}
+    access.load_state(bias, {"exp_avg": torch.ones(70), "step": 2})
+    assert list(access.state_names(bias) or ()) == ["exp_avg"] and list(access.state(bias)) == ["step", "exp_avg"]
+    assert torch.equal(access.state(wide)["exp_avg"], given["exp_avg"])
+    access.load_state(wide, {})
+    assert access.state(wide) == {} and not access.has_state(wide)
+    bench.check()
+
+
+def test_there_is_no_place_for_the_state_of_what_was_frozen(bench: _Bench) -> None:
+    frozen, access = bench.model.frozen, bench.access
+    assert access.has_place(bench.model.wide) and not access.has_place(frozen)
+    assert access.state(frozen) == {} and not access.has_state(frozen) and access.state_names(frozen) is None
+    access.load_state(frozen, {})
+    with pytest.raises(ValueError, match="'frozen' was frozen"):
+        access.load_state(frozen, {"exp_avg": torch.ones(5, 5)})
+
+
+def test_a_state_that_does_not_fit_changes_nothing(bench: _Bench) -> None:
+    bench.access.load_state(bench.model.bias, _state(bench, "bias"))
+    with pytest.raises(ValueError, match="exp_avg_sq"):
+        bench.access.load_state(bench.model.bias, {**_state(bench, "bias", 3), "exp_avg_sq": torch.ones(3)})
+    found = bench.access.state(bench.model.bias)
+    assert torch.equal(found["exp_avg"], _state(bench, "bias")["exp_avg"]) and found["step"] == 5
+
+
+def test_a_first_update_that_is_pending_is_waited_for(bench: _Bench) -> None:
+    class Update:
+        accepts_buffer = False
+
+        def wait(self) -> None:
+            bench.states[0, 1].load({}, ("exp_avg",), 1)
+
+        def done(self) -> bool:
+            return True
+
+        def promote(self) -> None: ...
+
+    pending: Any = Update()
+    bench.units[0].begin_update(pending)
+    assert bench.access.has_state(bench.model.bias) and bench.units[0].update is None
+    bench.units[0].begin_update(pending)
+    assert bench.access.has_state(bench.model.bias)  # not waited for again
+    assert bench.units[0].update is pending
+    bench.units[0].end_update()
+
+
+@pytest.mark.parametrize("name", ["wide", "bias", "frozen", "other"])
+def test_a_main_weight_is_replaced_and_the_model_weight_with_it(name: str, bench: _Bench) -> None:
+    values = torch.randn(bench.originals[name].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    unit = bench.place(name)[0]
+    version = unit.version
+    bench.access.load_main_weight(bench.model.get_parameter(name), values)
+    assert unit.version == version + 1
+    bench.check(**{name: values.float()})
+    with pytest.raises(ValueError, match=f"main weight for '{name}' has shape \\(3,\\)"):
+        bench.access.load_main_weight(bench.model.get_parameter(name), torch.ones(3))
+    bench.check(**{name: values.float()})
+    bench.access.load_state(bench.model.other, _state(bench, "other"))
+    bench.check(**{name: values.float()})
+
+
+def test_a_saved_main_weight_is_resumed_where_the_parameter_is_its_cast(bench: _Bench) -> None:
+    saved = bench.originals["wide"].clone()
+    bench.access.load_main_weight(bench.model.wide, bench.cast(saved).float())  # as from a file of model weights
+    came = bench.cast(saved).float()
+    bench.check(wide=came)
+    came[0, 0] += 1
+    bench.access.load_main_weight(bench.model.wide, came)
+    bench.access.resume_main_weight(bench.model.wide, saved)
+    expected = saved.clone()
+    expected[0, 0] = came[0, 0]
+    bench.check(wide=came if bench.form is _FP32 else expected)
+    bench.access.resume_main_weight(bench.model.wide, torch.ones(2))  # another model's
+    bench.check(wide=came if bench.form is _FP32 else expected)
+
+
+def test_either_way_of_rounding_is_a_cast(swapper: Swapper) -> None:
+    bench = _Bench(_HALVES, swapper)
+    tie = torch.full((70,), 1.0 + 2**-8)  # rounded to even: down; rounded half up: up
+    for came in (tie.bfloat16().float(), split_bits(tie)[0].view(torch.bfloat16).float()):
+        bench.access.load_main_weight(bench.model.bias, came)
+        bench.access.resume_main_weight(bench.model.bias, tie)
+        assert torch.equal(bench.main("bias"), tie)
+
+
+def test_only_elements_that_were_changed_lose_their_low_bits(bench: _Bench) -> None:
+    unit, slot = bench.place("wide")
+    with bench.pager.opened(unit):
+        assert unit.flat is not None
+        before = unit.trainable_view(unit.flat.tensor()).clone()
+        expected = bench.change("wide")
+        version = unit.version
+        bench.access.store_modified(unit, [slot], before, is_outdating=False)
+        assert unit.version == version
+        bench.access.store_modified(unit, [slot], unit.trainable_view(unit.flat.tensor()).clone())
+        assert unit.version == version + 1
+    # Where the model weight is rounded by itself and no low bits are kept of it, its cast is what counts.
+    bench.check(wide=expected)
+
+
+def test_what_is_gathered_and_written_to_is_stored_and_nothing_else(bench: _Bench) -> None:
+    model, access = bench.model, bench.access
+    gathered = access.gather([model.wide, model.bias, model.frozen])
+    unit = bench.units[0]
+    assert [each.unit for each in gathered] == [unit] and unit.is_bound and unit.num_active == 1
+    expected, frozen = bench.change("wide"), bench.change("frozen")
+    unit.weight(bench.place("bias")[1])[0] += 0  # nothing
+    version = unit.version
+    access.scatter(gathered)
+    assert unit.version == version + 1 and not unit.is_bound and not unit.num_active and not unit.gathered
+    bench.check(wide=expected, frozen=frozen)
+    version = unit.version
+    access.scatter(access.gather([model.wide]))
+    assert unit.version == version
+
+
+def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Bench) -> None:
+    access, unit = bench.access, bench.units[0]
+    outer = access.gather([bench.model.wide])
+    expected = bench.change("wide")
+    inner = access.gather([bench.model.wide])
+    assert torch.equal(bench.main("wide"), expected)  # stored before the inner one began
+    unit.weight(bench.place("bias")[1])[:] = 2
+    access.scatter(inner)
+    assert unit.is_bound and unit.num_active == 1
+    version = unit.version
+    access.scatter(outer)
+    assert unit.version == version  # there was nothing left to store
+    bench.check(wide=expected, bias=torch.full((70,), 2.0))
+
+
+def test_before_an_update_what_was_written_is_stored_and_after_it_that_is_what_counts(bench: _Bench) -> None:
+    access, unit = bench.access, bench.units[0]
+    access.store_gathered(unit)  # nobody holds it
+    gathered = access.gather([bench.model.wide])
+    expected = bench.change("wide")
+    access.store_gathered(unit)
+    assert torch.equal(bench.main("wide"), expected)
+    access.load_main_weight(bench.model.bias, torch.full((70,), 4.0))  # as an update would
+    access.note_updated(unit)
+    version = unit.version
+    access.scatter(gathered)
+    assert unit.version == version
+    bench.check(wide=expected, bias=torch.full((70,), 4.0))
+
+
+def test_writes_that_torch_counts_are_accepted_with_the_rest(bench: _Bench) -> None:
+    gathered = bench.access.gather([bench.model.bias])
+    with torch.no_grad():
+        bench.model.bias.fill_(3)
+    bench.access.scatter(gathered)
+    assert not bench.units[0].dirty
+    bench.check(bias=torch.full((70,), 3.0))
+
+
+def test_units_that_do_not_fit_together_are_not_gathered(form: ChunkFormat, swapper: Swapper) -> None:
+    bench = _Bench(form, swapper, room=1)
+    with pytest.raises(BudgetTooSmallError, match="2 units are gathered at once"):
+        bench.access.gather([bench.model.wide, bench.model.other])
+    assert not any(unit.num_active for unit in bench.units)
+    bench.check()
+
+
+def test_a_gathering_that_fails_lets_go_of_what_it_had(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    checksums = bench.access._checksums
+
+    def fail(unit: Unit) -> dict[int, int]:
+        if unit.index == 1:
+            raise OSError("gone")
+        return checksums(unit)
+
+    monkeypatch.setattr(bench.access, "_checksums", fail)
+    with pytest.raises(OSError, match="gone"):
+        bench.access.gather([bench.model.wide, bench.model.other])
+    assert not any(unit.num_active or (unit.is_bound and not unit.stays_resident) for unit in bench.units[:1])
+
+
+def test_a_change_that_fails_stores_nothing_and_keeps_no_memory(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bench.form is _FP32:
+        pytest.skip("its records hold no main weight")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="in the midst"):
+
+        def write(self: ChunkBuffer, span: slice, values: torch.Tensor) -> None:
+            (self.main if self.main is not None else self.remainder).zero_()  # type: ignore[union-attr]
+            raise OSError("in the midst")
+
+        patch.setattr(ChunkBuffer, "write_main", write)
+        bench.access.load_main_weight(bench.model.other, torch.ones(40, 60))
+    bench.check()
+
+
+def test_given_back_parameters_are_ordinary_and_hold_the_weights(bench: _Bench) -> None:
+    view = bench.model.bias.data
+    expected = {name: bench.cast(original) for name, original in bench.originals.items()}
+    bench.access.restore()
+    for name, parameter in bench.model.named_parameters():
+        assert type(parameter) is nn.Parameter and torch.equal(parameter, expected[name])
+        assert parameter.stride() == bench.place(name)[1].spec.stride
+    assert torch.equal(view, expected["bias"]) and view.data_ptr() == bench.model.bias.data_ptr()
