@@ -11,8 +11,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from infinity.tiers.state_store import Lease, StateStore
+from infinity.numerics.chunk_format import ChunkBuffer
+from infinity.tiers.state_store import Lease, StateStore, clear
 from infinity.tiers.weight_store import LandedRead, WeightStore
+from infinity.torch_internals.foreign_writes import plain_array
 from infinity.units.layout import Chunk, Piece, Slot
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
@@ -118,7 +120,11 @@ class RecordStream:
                 weights.wait()
             for piece in chunk.pieces:
                 for kind in (WEIGHT, *self.names_of(unit, piece.slot)):
+                    plain = _plain(workspace, kind)
                     for span in _spans(piece):
+                        if plain is not None:
+                            yield Part(unit, piece.slot, kind, plain[span])
+                            continue
                         values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
                         if kind == WEIGHT:
                             workspace.read_main(span, values)
@@ -164,15 +170,18 @@ class RecordStream:
         workspace = lease.workspace
         try:
             if is_whole:
-                workspace.weight.zero_()
+                clear(workspace.weight)
             else:
                 weights = self._bring_weights(unit, chunk, workspace.weight) if workspace.needs_weight else None
                 lease.wait()
                 if weights is not None:
                     weights.wait()
             for piece, kind in wanted:
-                source = sources[piece.slot.index, kind]
+                source, plain = sources[piece.slot.index, kind], _plain(workspace, kind)
                 for span in _spans(piece):
+                    if plain is not None:
+                        _take(source, plain[span])
+                        continue
                     values = _gathered(source, span.stop - span.start)
                     if kind == WEIGHT:
                         workspace.write_main(span, values)
@@ -191,18 +200,27 @@ class RecordStream:
             raise
 
 
+def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
+    """Where the workspace has these numbers as they are, in host memory; None if they have to be computed."""
+    found = workspace.main if kind == WEIGHT else workspace.states[kind]
+    is_plain = found is not None and found.dtype == torch.float32 and found.device.type == "cpu"
+    return found if is_plain else None
+
+
 def _gathered(source: Source, numel: int) -> torch.Tensor:
-    first = source.some(numel).to(torch.float32)
-    if first.numel() == numel:
-        return first
     whole = torch.empty(numel, dtype=torch.float32, device="cpu")
-    filled = first.numel()
-    whole[:filled].copy_(first)
-    while filled < numel:
-        part = source.some(numel - filled)
-        whole[filled : filled + part.numel()].copy_(part)
-        filled += part.numel()
+    _take(source, whole)
     return whole
+
+
+def _take(source: Source, target: torch.Tensor) -> None:
+    # By NumPy: torch would copy with all its threads, which wait for each other where something else computes.
+    filled = 0
+    into = plain_array(target)
+    while filled < into.size:
+        part = source.some(into.size - filled)
+        into[filled : filled + part.numel()] = plain_array(part.to(torch.float32))
+        filled += part.numel()
 
 
 def _spans(piece: Piece) -> Iterator[slice]:

@@ -15,6 +15,7 @@ import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat
 from infinity.tiers.extent_labels import record_contents
+from infinity.torch_internals.foreign_writes import plain_array
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
 from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
@@ -205,11 +206,11 @@ class PagedStateStore:
             if is_in_memory:
                 workspace = self._in_place(records, chunk, page, weight)
                 if not reads:
-                    workspace.record.zero_()
+                    clear(workspace.record)
                 return _PagedLease(page, workspace, None, lambda main_only: None)
             workspace = self._format.lay_out(_tensor_of(page), chunk.numel, records.names, weight)
             if not reads:
-                workspace.record.zero_()
+                clear(workspace.record)
             read = self._read(records, chunk.index, workspace.record) if reads else None
         except BaseException:
             if page is not None:
@@ -252,6 +253,14 @@ class PagedStateStore:
             records.memory = None
         for region in self._regions:
             region.release()
+
+
+def clear(memory: torch.Tensor) -> None:
+    """Fill it with zeros: host memory in this thread alone, since torch's own wait for each other on a busy machine."""
+    if memory.device.type == "cpu" and memory.numel():
+        plain_array(memory.view(torch.uint8))[:] = 0
+    else:
+        memory.zero_()
 
 
 def _tensor_of(page: Page | None) -> torch.Tensor:

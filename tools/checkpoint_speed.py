@@ -1,0 +1,91 @@
+"""How fast a checkpoint is saved and loaded, beside fio on the same drive."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.checkpoint.saved import Checkpoint
+
+
+def fio(directory: Path, direction: str, num_bytes: int) -> float:
+    """Bytes per second of fio's direct, sequential I/O: 1 MiB blocks, 16 under way."""
+    command = [
+        "fio",
+        "--name=x",
+        f"--filename={directory / 'fio'}",
+        f"--rw={direction}",
+        "--bs=1M",
+        f"--size={num_bytes}",
+    ]
+    command += ["--direct=1", "--ioengine=libaio", "--iodepth=16", "--end_fsync=1", "--output-format=json"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(answer.stdout)["jobs"][0][direction]["bw_bytes"])
+
+
+def make_engine(directory: Path, num_layers: int, width: int) -> Any:
+    """A stack of linear layers in bf16 with AdamW, all on the drive."""
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": str(directory)},
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(directory)},
+        },
+        "infinity": {"host_memory_budget": "128MiB"},
+    }
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def main() -> None:
+    """Print the figures."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("directory", type=Path, help="on the drive that is measured")
+    arguments.add_argument("--layers", type=int, default=8)
+    arguments.add_argument("--width", type=int, default=4096)
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.directory) as name:
+        directory = Path(name)
+        engine = make_engine(directory, given.layers, given.width)
+        with engine:
+            engine.backward(engine(torch.randn(1, given.width).bfloat16()).float().square().mean())
+            engine.step()
+            engine.flush()
+            rows: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
+            for _ in range(3):
+                print("measuring ...", flush=True)
+                rows["write"].append(fio(directory, "write", 1 << 30))
+                start = time.perf_counter()
+                engine.save_checkpoint(directory / "saved", tag="one")
+                seconds = time.perf_counter() - start
+                num_bytes = sum(tensor.num_bytes for tensor in Checkpoint.open(directory / "saved").tensors)
+                rows["save"].append(num_bytes / seconds)
+                rows["read"].append(fio(directory, "read", 1 << 30))
+                start = time.perf_counter()
+                engine.load_checkpoint(directory / "saved")
+                engine.flush()
+                rows["load"].append(num_bytes / (time.perf_counter() - start))
+    medians = {what: sorted(found)[1] for what, found in rows.items()}
+    print(f"checkpoint of {num_bytes / 1e9:.2f} GB; medians of three, MB/s")
+    for ours, peer in (("save", "write"), ("load", "read")):
+        share = medians[ours] / medians[peer]
+        spread = f"{min(rows[ours]) / 1e6:.0f} to {max(rows[ours]) / 1e6:.0f}"
+        print(f"{ours}: {medians[ours] / 1e6:.0f} ({spread}), fio {peer}: {medians[peer] / 1e6:.0f}: {share:.0%}")
+    print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
