@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from infinity import checkpointing, zero
+from infinity import checkpointing, tiling, zero
 from infinity.checkpoint import full_tensors
 from infinity.compat import messages, optimizers
 from infinity.compat.timers import Timers
@@ -68,6 +68,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
     },
     "runtime.zero.partition_parameters": _ZERO,
+    "runtime.zero.tiling": _those_of(tiling),
     "utils": {
         **_MESSAGES,
         **_those_of(full_tensors),

@@ -9,6 +9,7 @@ from torch import nn
 
 from infinity.loading.init import Init
 from infinity.paging.gathered_parameters import GatheredParameters
+from infinity.tiling import TiledLinear, TiledLinearReturnBias
 
 
 def register_external_parameter(module: Any, parameter: Any) -> None:
@@ -37,4 +38,11 @@ def set_z3_leaf_modules(
     return found
 
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "set_z3_leaf_modules"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "register_external_parameter",
+    "set_z3_leaf_modules",
+]

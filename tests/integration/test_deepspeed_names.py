@@ -240,6 +240,7 @@ _IMPORTS = {
     "runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
     "runtime.utils": "see_memory_usage",
     "runtime.zero": "GatheredParameters Init ZeroParamStatus register_external_parameter",
+    "runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
     "utils": "logger log_dist safe_get_full_fp32_param safe_set_full_grad set_z3_leaf_modules",
     "utils.timer": "SynchronizedWallClockTimer",
     "zero": "GatheredParameters Init",
