@@ -124,7 +124,7 @@ def build(notes: Notes, arguments: argparse.Namespace) -> LlamaForCausalLM:
         )
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with infinity.zero.Init(config_dict_or_path=engine_config(arguments)):
+            with infinity.Init(config_dict_or_path=engine_config(arguments)):
                 return LlamaForCausalLM(config)
         finally:
             torch.set_default_dtype(torch.float32)
