@@ -16,7 +16,6 @@ from torch import nn
 
 from infinity.checkpoint.record_stream import RecordStream
 from infinity.checkpoint.state_checks import check_state
-from infinity.device.compute import ComputeDevice
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.remainder import split_bits
 from infinity.numerics.stamp import checksum
@@ -54,7 +53,6 @@ class StateAccess:
         pager: Pager,
         records: StateStore,
         weights: WeightStore | None,
-        device: ComputeDevice,
         states: dict[tuple[int, int], ParameterState],
         chunks: Sequence[Sequence[Chunk]],
         record_format: ChunkFormat,
@@ -64,7 +62,6 @@ class StateAccess:
         self._pager = pager
         self._records = records
         self._weights = weights
-        self._device = device
         self._states = states
         self._chunks = chunks
         self.copies = copies

@@ -144,7 +144,7 @@ def build(
     recomputed = RecomputedForward if config.infinity.activation_checkpointing else None
     module_hooks = ModuleHooks(model, units, blocks, recomputed)
     access = StateAccess(
-        module_hooks, pager, storage.records, storage.weights, device, states, chunks, request.record_format, copies
+        module_hooks, pager, storage.records, storage.weights, states, chunks, request.record_format, copies
     )
     upper.writer.connect(WrittenWeights(access))
     for unit in units:

@@ -103,12 +103,8 @@ class Template:
         known = self._fqns.get(param)  # type: ignore[call-overload]  # any tensor may be asked for
         return known or f"a tensor of shape {tuple(param.shape)}"
 
-    def snapshot(self, group_index: int) -> dict[str, Any]:
-        """The group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
-        return hyperparameters(self.param_groups[group_index])
-
     def snapshots(self) -> list[dict[str, Any]]:
-        """`snapshot` of every group."""
+        """Each group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
         return [hyperparameters(group) for group in self.param_groups]
 
     def replace_groups(self, param_groups: list[dict[str, Any]]) -> None:

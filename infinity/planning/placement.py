@@ -155,7 +155,7 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
     return [placement for _, placement in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
-def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
+def apparent_bytes(units: Sequence[UnitSize], placement: Placement) -> int:
     """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
     moving = (unit.trainable_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
     num_chunks = sum(-(-numel // placement.chunk_numel) for numel in moving)
@@ -345,7 +345,7 @@ class _Planner:
             minimum_bytes=minimum_bytes,
             spills=len(share.units) < trainable,
         )
-        return (saved - apparent_bytes(units, request, placement), left), placement
+        return (saved - apparent_bytes(units, placement), left), placement
 
     def _kept_records(self, numels: Sequence[int]) -> int:
         record_bytes = self._request.record_format.record_bytes

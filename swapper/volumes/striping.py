@@ -96,11 +96,6 @@ class StripeMap:
             first_stripe = stop
         self._starts = [zone.first_stripe for zone in self._zones]
 
-    @property
-    def num_zones(self) -> int:
-        """In so many parts the drives take turns differently."""
-        return len(self._zones)
-
     def file_bytes(self, column: int) -> int:
         """Return how much of a drive is used."""
         return self._used[column] * self.stripe_bytes

@@ -68,11 +68,6 @@ class Cgroup:
         return [path / "cgroup.procs" for path in self._paths.values()]
 
     @property
-    def usage_bytes(self) -> int:
-        """Memory charged to the group now."""
-        return int((self._paths["memory"] / "memory.usage_in_bytes").read_text())
-
-    @property
     def peak_bytes(self) -> int:
         """Most memory charged to the group since it was made, or since `reset_peak`."""
         return int((self._paths["memory"] / "memory.max_usage_in_bytes").read_text())

@@ -60,11 +60,10 @@ class _Bench:
             layout = UnitLayout([spec_of(name, p, dtype) for name, p in zip(names, parameters, strict=True)])
             self.units.append(Unit(index, f"unit {index}", parameters, layout))
             self.units[-1].stays_resident = not is_paged
-        self.device = ComputeDevice()
         chunks = [unit.layout.chunks(CHUNK_GRANULE) for unit in self.units]
         arena = StagingArena(-(-form.workspace_bytes(CHUNK_GRANULE, 2) // 4096) * 4096, 1, deadline_seconds=0.2)
         self.records = PagedStateStore(swapper, arena, form)
-        self.weights = WeightStore(swapper, self.device) if is_paged else None
+        self.weights = WeightStore(swapper, ComputeDevice()) if is_paged else None
         for unit in self.units:
             self.records.allocate(unit, chunks[unit.index], _NAMES)
             if self.weights is not None:
@@ -80,9 +79,7 @@ class _Bench:
             if slot.spec.is_trainable
         }
         self.copies = UserCopies()
-        self.access = StateAccess(
-            hooks, self.pager, self.records, self.weights, self.device, self.states, chunks, form, self.copies
-        )
+        self.access = StateAccess(hooks, self.pager, self.records, self.weights, self.states, chunks, form, self.copies)
         self.handler = ParameterHandler(hooks, self.pager)
         for unit in self.units:
             flat = self.pager.residency.pool.allocate(unit.num_bytes)

@@ -83,7 +83,7 @@ class MemoryBackend:
 
     def _update(self, param: Tensor, grad: Tensor) -> None:
         kept = self._kept.get(param)
-        group = self._template.snapshot(self._template.group_index(param))
+        group = self._template.snapshots()[self._template.group_index(param)]
         weight = param.detach().view(-1)
         made: list[dict[str, Tensor]] = []
         scalars: dict[str, Any] = {}

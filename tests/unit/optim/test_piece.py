@@ -255,7 +255,7 @@ def test_tensor_hyperparameters_are_taken_at_the_snapshot() -> None:
     lr = torch.tensor(0.5)
     template = build_template(SGD([param], lr=lr), [("weight", param)], "cpu")
     updater = PieceUpdater(template)
-    group = template.snapshot(0)
+    group = template.snapshots()[0]
     lr.fill_(100.0)
     weight = torch.ones(3)
     updater.update(group, weight, torch.ones(3), None, {})

@@ -79,7 +79,7 @@ class _Rig:
         before, kept = dict(self.scalars), gradient.clone()
         for span in cut(self.weight.numel(), 3, seed):
             self.names, self.scalars = self.updater.update(
-                self.template.snapshot(0),
+                self.template.snapshots()[0],
                 self.weight[span],
                 self.remainder[span],
                 gradient[span],
@@ -120,7 +120,7 @@ def test_pieces_in_halves_have_the_bits_of_torch(
             for group in (*rig.plain.param_groups, *rig.template.param_groups):
                 group["lr"] = group["lr"] * 0.75
             rig.require_equal()
-        runs = rig.updater.is_fused and FusedAdam.runs(rig.template.snapshot(0))
+        runs = rig.updater.is_fused and FusedAdam.runs(rig.template.snapshots()[0])
         assert runs == (is_fused and _machine_has_kernel())
 
 

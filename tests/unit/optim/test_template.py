@@ -238,4 +238,4 @@ def test_snapshots_hold_no_parameters_and_no_live_tensors(model: torch.nn.Module
     assert "params" not in snapshot and "param_names" not in snapshot
     lr.fill_(7.0)
     assert float(snapshot["lr"]) == 0.5
-    assert float(template.snapshot(0)["lr"]) == 7.0
+    assert float(template.snapshots()[0]["lr"]) == 7.0

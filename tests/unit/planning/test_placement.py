@@ -274,7 +274,7 @@ def _predicted(units: list[UnitSize], request: Request) -> tuple[int, int]:
     order = [*range(len(units)), *reversed(range(len(units)))]
     placement = best_placement(units, request, order, len(units))
     prediction = predict(units, request, placement, order, len(units))
-    return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, request, placement)
+    return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, placement)
 
 
 def _all_there_is(units: list[UnitSize], request: Request) -> int:
