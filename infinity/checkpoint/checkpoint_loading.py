@@ -13,6 +13,7 @@ from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import WEIGHT, Source
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.checkpoint.state_access import StateAccess, in_memory_order
+from infinity.optim.named_groups import in_order_of
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -40,6 +41,8 @@ class Loading:
         Raises:
             ValueError: it does not fit; nothing has been changed.
         """
+        if "names" in rest:
+            rest = in_order_of(optimizer, rest, parameters)
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         ids = [key for group in rest["param_groups"] for key in group["params"]]
         parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many

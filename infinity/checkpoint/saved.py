@@ -1,4 +1,4 @@
-"""A checkpoint as it lies in its directory: looked at, checked and read without a model or an engine.
+"""A checkpoint as it lies in its directory: looked at, checked, read and written without a model or an engine.
 
 checkpoint = Checkpoint.open("checkpoints")  # the newest; or of a tag
 for tensor in checkpoint.tensors:
@@ -12,18 +12,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Mapping
+import logging
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.arrays import CHUNK_BYTES, ArrayReader
-from infinity.checkpoint.manifest import MANIFEST, Manifest, SavedArray, read_checked, read_manifest
-from infinity.checkpoint.values import decode, unpickled
-from infinity.errors import CheckpointError
-from swapper.volumes.block_files import BlockThreads
+from infinity.checkpoint.arrays import CHUNK_BYTES, ArrayReader, ArraySpec, ArrayWriter
+from infinity.checkpoint.manifest import (
+    MANIFEST,
+    TENSORS,
+    Manifest,
+    SavedArray,
+    array_path,
+    checksum_of,
+    read_checked,
+    read_manifest,
+)
+from infinity.checkpoint.values import decode, encode, pickled, unpickled
+from infinity.errors import CheckpointError, StorageError, format_bytes
+from swapper.volumes.block_files import BlockThreads, free_bytes
+from swapper.volumes.publish import Staging, exchange, locked, sync_tree
+
+logger = logging.getLogger(__name__)
+
+_FILE_BYTES = 12 << 10
+"""What the small files and directories of a tensor take."""
 
 LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
 WEIGHT = "weight"
@@ -207,4 +224,129 @@ def is_tag(tag: str) -> bool:
     return bool(tag) and "/" not in tag and "\0" not in tag and tag not in (".", "..", LATEST)
 
 
-__all__ = ["LATEST", "OBJECTS", "REST", "WEIGHT", "Checkpoint", "SavedTensor", "find", "is_tag"]
+# -------------------------------------------------------------------------------------------------------------- writing
+
+OpenArray = Callable[[ArraySpec], ArrayWriter]
+"""Begins a tensor; its elements are then written in order, and ``finish()`` ends it. Several may be open."""
+
+
+def write_checkpoint(
+    directory: Path,
+    tag: str,
+    specs: Sequence[ArraySpec],
+    write_tensors: Callable[[OpenArray], None],
+    rest: Callable[[], Mapping[str, Any]],
+    *,
+    is_latest: bool,
+) -> None:
+    """Write a checkpoint. One of that tag is replaced.
+
+    Args:
+        directory: made if it is missing.
+        tag: name of the checkpoint.
+        specs: of all tensors.
+        write_tensors: writes them.
+        rest: called afterwards; all that is no large tensor: "counters", "client_state", "param_groups", ...
+        is_latest: whether it is to be the one that is loaded without a tag.
+
+    Raises:
+        StorageError: the directory cannot take it, or has too little room; what was there before is still there.
+        ValueError: the tag is no name of a directory.
+    """
+    if not is_tag(tag):
+        raise ValueError(f"a checkpoint's tag must be the name of a directory, not {tag!r}")
+    needed = sum(each.num_bytes + _FILE_BYTES for each in specs)
+    try:
+        with Staging(directory, tag) as staging:
+            available = free_bytes(directory)
+            if available < needed:
+                raise StorageError(
+                    directory,
+                    f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}",
+                    cure="Give one with more room, or remove older checkpoints; nothing has been written",
+                )
+            folder = staging.path / "checkpoint"
+            folder.mkdir()
+            arrays = _write_arrays(folder, write_tensors)
+            _write_rest(folder, rest())
+            (folder / MANIFEST).write_bytes(Manifest(tuple(arrays), _small_files(folder, arrays)).to_bytes())
+            sync_tree(folder)
+            with staging.file(LATEST) as file:
+                file.write(tag.encode())
+            with locked(directory):
+                exchange(folder, directory / tag)
+                if is_latest:
+                    staging.publish([], [], (LATEST, LATEST), lambda name: False)
+    except OSError as error:
+        raise StorageError(
+            directory,
+            f"cannot take the checkpoint: {error.strerror or error}",
+            cure=f"Give a directory that can be written to, with {format_bytes(needed)} free",
+        ) from error
+
+
+def _write_arrays(folder: Path, write_tensors: Callable[[OpenArray], None]) -> list[SavedArray]:
+    _make_group(folder / TENSORS)
+    for group in ("parameters", "buffers"):
+        _make_group(folder / TENSORS / group)
+    done: list[ArrayWriter] = []
+    with BlockThreads(CHUNK_BYTES + 4096) as threads, contextlib.ExitStack() as stack:
+
+        def open_array(spec: ArraySpec) -> ArrayWriter:
+            place = folder / array_path(spec)
+            if not place.parent.exists():
+                _make_group(place.parent)
+            place.mkdir()
+            writer = ArrayWriter(threads, place, spec)
+            stack.callback(writer.drop)
+            done.append(writer)
+            return writer
+
+        write_tensors(open_array)
+        threads.finish()
+        return [SavedArray(writer.spec, writer.checksum) for writer in done]
+
+
+def _make_group(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+
+
+def _write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
+    objects: list[Any] = []
+    text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
+    (folder / REST).write_text(text)
+    if objects:
+        data = pickled(objects)
+        (folder / OBJECTS).write_bytes(data)
+        try:
+            unpickled(Path(OBJECTS), data)
+        except CheckpointError as error:
+            logger.warning("engine.save_checkpoint: load_checkpoint will refuse this one as it is. %s", error)
+
+
+def _small_files(folder: Path, arrays: Sequence[SavedArray]) -> dict[str, tuple[int, int]]:
+    large = {f"{each.path}/{each.spec.file_name}" for each in arrays if each.spec.shape}
+    found: dict[str, tuple[int, int]] = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place) / name
+            inside = str(path.relative_to(folder))
+            if inside not in large:
+                data = path.read_bytes()
+                found[inside] = len(data), checksum_of(data)
+    return found
+
+
+__all__ = [
+    "LATEST",
+    "OBJECTS",
+    "REST",
+    "WEIGHT",
+    "Checkpoint",
+    "OpenArray",
+    "SavedTensor",
+    "find",
+    "is_tag",
+    "write_checkpoint",
+]

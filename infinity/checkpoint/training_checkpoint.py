@@ -7,9 +7,7 @@ nothing of units, tiers or budgets: any setting of those loads it. What lies in 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import CHUNK_BYTES, ArraySpec, ArrayWriter
+from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
-from infinity.checkpoint.manifest import MANIFEST, TENSORS, Manifest, SavedArray, array_path, checksum_of
 from infinity.checkpoint.record_stream import WEIGHT
-from infinity.checkpoint.saved import LATEST, OBJECTS, REST, Checkpoint, find, is_tag
+from infinity.checkpoint.saved import Checkpoint, OpenArray, find, write_checkpoint
 from infinity.checkpoint.state_access import StateAccess
-from infinity.checkpoint.values import encode, pickled, unpickled
-from infinity.errors import CheckpointError, StorageError, UnsupportedModelError, format_bytes
+from infinity.errors import UnsupportedModelError
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import without_main_weight
 from infinity.paging.module_hooks import ModuleHooks
@@ -33,14 +29,11 @@ from infinity.paging.pager import Pager
 from infinity.tiers.user_copies import NewCopy
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
-from swapper.volumes.block_files import BlockThreads, free_bytes
-from swapper.volumes.publish import Staging, exchange, locked, sync_tree
+from swapper.volumes.block_files import BlockThreads
 
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 4 << 20
-_FILE_BYTES = 12 << 10
-"""What the small files and directories of a tensor take."""
 
 
 @dataclass(frozen=True)
@@ -74,37 +67,15 @@ def save(training: Training, directory: Path, tag: str, client_state: Mapping[st
     Raises:
         StorageError: the directory cannot take it, or has too little room; what was there before is still there.
     """
-    if not is_tag(tag):
-        raise ValueError(f"a checkpoint's tag must be the name of a directory, not {tag!r}")
     planned, optimizer = _plan(training)
-    needed = sum(each.spec.num_bytes + _FILE_BYTES for each in planned)
-    try:
-        with Staging(directory, tag) as staging:
-            available = free_bytes(directory)
-            if available < needed:
-                raise StorageError(
-                    directory,
-                    f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}",
-                    cure="Give one with more room, or remove older checkpoints; nothing has been written",
-                )
-            folder = staging.path / "checkpoint"
-            folder.mkdir()
-            arrays = _write_tensors(training, planned, folder)
-            _write_rest(folder, {"client_state": dict(client_state), **optimizer, **training.read_rest()})
-            (folder / MANIFEST).write_bytes(Manifest(tuple(arrays), _small_files(folder, arrays)).to_bytes())
-            sync_tree(folder)
-            with staging.file(LATEST) as file:
-                file.write(tag.encode())
-            with locked(directory):
-                exchange(folder, directory / tag)
-                if is_latest:
-                    staging.publish([], [], (LATEST, LATEST), lambda name: False)
-    except OSError as error:
-        raise StorageError(
-            directory,
-            f"cannot take the checkpoint: {error.strerror or error}",
-            cure=f"Give a directory that can be written to, with {format_bytes(needed)} free",
-        ) from error
+    write_checkpoint(
+        directory,
+        tag,
+        [each.spec for each in planned],
+        lambda open_array: _write_tensors(training, planned, open_array),
+        lambda: {"client_state": dict(client_state), **optimizer, **training.read_rest()},
+        is_latest=is_latest,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -182,23 +153,8 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def _write_tensors(training: Training, planned: Sequence[_Planned], folder: Path) -> list[SavedArray]:
-    _make_group(folder / TENSORS)
-    for group in ("parameters", "buffers"):
-        _make_group(folder / TENSORS / group)
-    done: list[ArrayWriter] = []
-    with BlockThreads(CHUNK_BYTES + 4096) as threads, contextlib.ExitStack() as stack:
-
-        def open_array(spec: ArraySpec) -> ArrayWriter:
-            place = folder / array_path(spec)
-            if not place.parent.exists():
-                _make_group(place.parent)
-            place.mkdir()
-            writer = ArrayWriter(threads, place, spec)
-            stack.callback(writer.drop)
-            done.append(writer)
-            return writer
-
+def _write_tensors(training: Training, planned: Sequence[_Planned], open_array: OpenArray) -> None:
+    with contextlib.ExitStack() as stack:
         streamed: dict[tuple[int, int, str], _Sink] = {}
         frozen: dict[int, list[_Planned]] = {}
         for each in planned:
@@ -225,8 +181,6 @@ def _write_tensors(training: Training, planned: Sequence[_Planned], folder: Path
                     if each.slot is not None:
                         _write_whole(writer, units[index].weight(each.slot))
                     writer.finish()
-        threads.finish()
-        return [SavedArray(writer.spec, writer.checksum) for writer in done]
 
 
 class _Sink:
@@ -237,7 +191,7 @@ class _Sink:
         access: StateAccess,
         slot: Slot,
         spec: ArraySpec,
-        open_array: Callable[[ArraySpec], ArrayWriter],
+        open_array: OpenArray,
         stack: contextlib.ExitStack,
     ) -> None:
         self._slot = slot
@@ -279,37 +233,6 @@ def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
     num_rows = max(_PART_BYTES // row_bytes, 1)
     for start in range(0, value.shape[0] if value.numel() else 0, num_rows):
         writer.write(value[start : start + num_rows].cpu().contiguous().reshape(-1))
-
-
-def _make_group(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
-
-
-def _write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
-    objects: list[Any] = []
-    text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
-    (folder / REST).write_text(text)
-    if objects:
-        data = pickled(objects)
-        (folder / OBJECTS).write_bytes(data)
-        try:
-            unpickled(Path(OBJECTS), data)
-        except CheckpointError as error:
-            logger.warning("engine.save_checkpoint: load_checkpoint will refuse this one as it is. %s", error)
-
-
-def _small_files(folder: Path, arrays: Sequence[SavedArray]) -> dict[str, tuple[int, int]]:
-    large = {f"{each.path}/{each.spec.file_name}" for each in arrays if each.spec.shape}
-    found: dict[str, tuple[int, int]] = {}
-    for place, _, names in os.walk(folder):
-        for name in names:
-            path = Path(place) / name
-            inside = str(path.relative_to(folder))
-            if inside not in large:
-                data = path.read_bytes()
-                found[inside] = len(data), checksum_of(data)
-    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

@@ -96,7 +96,8 @@ def _problem(command: list[str]) -> str:
             known_options = _help("pytest")
             exists = all((_ROOT / word).exists() for word in rest if word.startswith("tests/"))
         case [_, "-m", module, *rest]:
-            exists = (_ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
+            place = _ROOT / module.replace(".", "/")
+            exists = place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()
             rest = [word for word in rest if word.startswith("--")]
         case ["python", script, *rest]:
             exists = (_ROOT / script).is_file()
