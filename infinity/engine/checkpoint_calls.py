@@ -126,7 +126,7 @@ class CheckpointCalls(ExportCalls):
             loader = self.training_dataloader
             if load_data_position and "loader" in rest and hasattr(loader, "load_state_dict"):
                 loader.load_state_dict(rest["loader"])
-            if load_random_states:
+            if load_random_states and "random" in rest:  # another framework has saved none
                 set_random_states(rest["random"])
         client_state: dict[str, Any] = rest["client_state"]
         return str(folder), client_state
