@@ -45,7 +45,7 @@ def make_engine(directory: Path, num_layers: int, width: int) -> Any:
             "offload_param": {"device": "nvme", "nvme_path": str(directory)},
             "offload_optimizer": {"device": "nvme", "nvme_path": str(directory)},
         },
-        "infinity": {"host_memory_budget": "128MiB"},
+        "infinity": {"host_memory_budget": "192MiB"},
     }
     return infinity.initialize(model=model, config=config)[0]
 
