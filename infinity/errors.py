@@ -181,7 +181,8 @@ class MetaParameterError(ModelError):
         others = f" (and {num_others} more)" if num_others else ""
         super().__init__(
             f"parameter '{fqn}'{others} is on the meta device and has no values. "
-            "Load or initialise the model's weights on the CPU before infinity.initialize",
+            "Give the model its weights: infinity.load_pretrained(model, directory, config=...) reads them from files; or "
+            "build it inside `with infinity.Init(config=...)`, where weights are initialised without memory for them",
             fqn=fqn,
         )
 

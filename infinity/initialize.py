@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.compute import choose_device, device_for
+from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import check_single_process
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
@@ -47,7 +48,8 @@ def initialize(
 
     Args:
         args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it; used when ``config`` is absent.
-        model: the model, with its weights, in any floating dtype. Its parameters stay the same objects.
+        model: the model, with its weights, in any floating dtype, in memory or built in `Init`. Its parameters stay the
+            same objects.
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, a class, or a callable that takes parameters
             or groups and returns one. None: the config's. Without either, or with nothing to train, the engine
             evaluates only, and the second result is None.
@@ -82,6 +84,7 @@ def initialize(
     check_single_process()
     resolved = load_config(source)
     check_model(model)
+    write_out()  # what a model that was built on drives still has in memory
     torch_device = choose_device(model, device)
     named = list(model.named_parameters())
     template = _template(optimizer, resolved, named, model_parameters, torch_device)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.safetensors_file import Entry, OpenSource
+from infinity.device.drive_tensors import LEAST_BYTES, DriveTensors
 from infinity.errors import UnsupportedModelError
-from infinity.loading.drive_tensors import LEAST_BYTES, DriveTensors
 from infinity.torch_internals.large_results import LargeResults
 
 _Dict = dict[str, torch.Tensor]

@@ -15,6 +15,7 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
+from infinity.device.drive_tensors import on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
 from infinity.engine.engine import Engine
 from infinity.engine.late import UpperParts
@@ -105,7 +106,8 @@ def build(
     guess = guessed_order(len(units), is_trained=bool(template.param_groups))
     placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
     if budget is not None:
-        share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in model.parameters()))
+        in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
+        share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in in_memory))
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
     settle()  # space of an engine that became garbage a moment ago

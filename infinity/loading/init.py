@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
+from infinity.device.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
 from infinity.distributed.collectives import check_single_process
 from infinity.errors import BatchSizeError, ConfigError
-from infinity.loading.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
 from infinity.torch_internals.module_tensors import announce_made_tensors, announce_nothing
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from infinity.config import InfinityConfig, load_config, make_directories
+from infinity.device.drive_tensors import LEAST_BYTES, DriveTensors
 from infinity.loading import hugging_face, plain_module
-from infinity.loading.drive_tensors import LEAST_BYTES, DriveTensors
 from infinity.loading.weight_files import open_weights
 from infinity.torch_internals.large_results import LargeResults
 

@@ -4,7 +4,8 @@ Knows parameters and how the engine stores them; must not know why it failed.
 
 [Note: what is kept] The engine stores a trainable parameter as fp32 and a frozen one in its compute dtype. Where that holds
 every bit (nearly always), it is the copy from which the parameter comes back. Anything else, an fp64 weight or a frozen
-fp32 one under bf16, is kept as it came, on a drive if there is one: memory is given back as units are taken over.
+fp32 one under bf16, is kept as it came, on a drive if there is one: memory is given back as units are taken over. What lies
+on a drive already (see `infinity.loading`) stays there until then, and what comes back to such a parameter lies there again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from infinity.device.drive_tensors import drives_of, is_dense, on_drive
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.units.parameter import PagedParameter, let_go, plain_grad, set_plain_grad
 from infinity.units.unit import Unit
 from swapper import Extent, Swapper
+
+_PART_NUMEL = 1 << 20
 
 
 class Originals:
@@ -47,7 +51,13 @@ class Originals:
         self._close_space = close_space
         self._swapper: Swapper | None = None
         self._facts = {
-            id(parameter): (parameter.dtype, parameter.device, tuple(parameter.stride()), parameter.grad)
+            id(parameter): (
+                parameter.dtype,
+                parameter.device,
+                tuple(parameter.stride()),
+                parameter.grad,
+                drives_of(parameter),
+            )
             for unit in units
             for parameter in unit.parameters
         }
@@ -67,7 +77,7 @@ class Originals:
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
             if not value.numel() or self._survives(value, dtype, in_halves=slot.spec.is_trainable):
                 continue
-            swapper = None if value.dtype == dtype else self._space()
+            swapper = None if value.dtype == dtype or on_drive(value) else self._space()
             if swapper is None:
                 self._in_memory[id(parameter)] = value
                 continue
@@ -79,7 +89,10 @@ class Originals:
     def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, in_halves: bool) -> bool:
         if in_halves and self._cuts_nans and bool(value.sum().isnan()):
             return False
-        return value.dtype == dtype or torch.equal(_bits(value.to(dtype).to(value.dtype)), _bits(value))
+        if value.dtype == dtype:
+            return True
+        parts = value.as_strided((value.numel(),), (1,)).split(_PART_NUMEL) if is_dense(value) else [value]
+        return all(torch.equal(_bits(part.to(dtype).to(value.dtype)), _bits(part)) for part in parts)
 
     def _space(self) -> Swapper | None:
         if self._swapper is None:
@@ -119,7 +132,7 @@ class Originals:
             raise failure
 
     def _value_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        dtype, device, stride, _ = self._facts[id(parameter)]
+        dtype, device, stride, _, drives = self._facts[id(parameter)]
         key = id(parameter)
         if key in self._in_memory:
             return self._in_memory[key]
@@ -132,7 +145,10 @@ class Originals:
             value = (
                 value[(slice(None),) * dim + (slice(0, 1),)] if step == 0 else value
             )  # as many looked at one element
-        place = torch.empty_strided(value.shape, stride, dtype=dtype, device=device)
+        if drives is not None:
+            place = drives.empty(value.shape, dtype, stride=stride)
+        else:
+            place = torch.empty_strided(value.shape, stride, dtype=dtype, device=device)
         return place.copy_(value).expand(parameter.shape)
 
     def forget(self) -> None:

@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, skip_init
 
 import infinity
+from infinity.device import drive_tensors
+from infinity.device.drive_tensors import on_drive
 from infinity.errors import ConfigError, StorageError
-from infinity.loading import drive_tensors, init
-from infinity.loading.drive_tensors import on_drive
+from infinity.loading import init
 from swapper.volumes import mapped_memory
 
 

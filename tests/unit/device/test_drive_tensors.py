@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.device.drive_tensors import DriveTensors, give_memory, on_drive, write_out
 from infinity.errors import StorageError
-from infinity.loading.drive_tensors import DriveTensors, give_memory, on_drive, write_out
 from swapper.volumes import mapped_memory
 
 

@@ -1,0 +1,175 @@
+"""Models that are built inside `infinity.Init` are never in memory, and train as those that were."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import infinity
+from bench.cgroup import Cgroup
+from infinity.device import drive_tensors
+from infinity.device.drive_tensors import has_drive_tensors, on_drive
+from infinity.errors import MetaParameterError, StorageError
+
+
+def _config(directory: Path, **changes: Any) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(directory)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": 50_000_000, "keep_in_memory": False},
+        **changes,
+    }
+
+
+def _mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            vocab_size=96,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        losses = []
+        for step in range(3):
+            tokens = torch.arange(24).reshape(2, 12) + step
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses, {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_model_built_on_drives_trains_bit_for_bit_as_one_in_memory(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 1)
+    config = _config(tmp_path, **changes)
+    with infinity.Init(config=config):
+        model = _mixtral()
+        model.lm_head.requires_grad_(
+            False
+        )  # a frozen fp32 weight under bf16 is kept as it came, until initialize is over
+    assert all(on_drive(parameter) for parameter in model.parameters())
+    plain = _mixtral()
+    plain.lm_head.requires_grad_(False)
+    losses, weights = _trained(model, config)
+    assert not has_drive_tensors()
+    expected_losses, expected = _trained(plain, config)
+    assert losses == expected_losses
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_an_initialize_that_fails_gives_the_model_back_on_drives(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 1)
+    config = _config(tmp_path, **changes)
+    with infinity.Init(config=config):
+        model = _mixtral()
+    model.model.layers[0].half()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fails(optimizer: Any) -> None:
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        infinity.initialize(model=model, config=config, lr_scheduler=fails)
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype and torch.equal(value, before[name]), name
+    assert all(on_drive(parameter) for parameter in model.parameters())
+
+
+def test_a_model_on_meta_is_told_what_gives_it_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(MetaParameterError, match=r"infinity\.load_pretrained\(.*infinity\.Init"):
+        infinity.initialize(model=model, config=_config(tmp_path))
+
+
+def test_from_pretrained_inside_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 1)
+    plain = _mixtral()
+    plain.save_pretrained(tmp_path / "weights")
+    with infinity.Init(config=_config(tmp_path / "states")):
+        model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "weights")
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+    experts = [
+        p for name, p in model.named_parameters() if "experts" in name
+    ]  # merged; the others are mapped from the file
+    assert experts and all(on_drive(p) for p in experts)
+
+
+def test_a_full_drive_in_initialize_leaves_the_model_as_it_was(small_tmpfs: Callable[[int], Path]) -> None:
+    config = _config(small_tmpfs(4 << 20))
+    with infinity.Init(config=config):
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(StorageError):
+        infinity.initialize(model=model, config=config)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_nothing_is_left_after_a_kill(nvme_dir: Path) -> None:
+    code = (
+        "import sys, time, torch, infinity\n"
+        f"place = {{'device': 'nvme', 'nvme_path': {str(nvme_dir)!r}}}\n"
+        "with infinity.Init(config={'zero_optimization': {'stage': 3, 'offload_param': place}}):\n"
+        "    model = torch.nn.Linear(4096, 8192)\n"
+        "    print('built', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        is_built = process.stdout is not None and process.stdout.readline() == "built\n"
+        process.kill()
+    assert is_built
+    time.sleep(0.1)
+    assert not list(nvme_dir.iterdir())
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_model_larger_than_its_memory_is_built_taken_over_and_trained(
+    nvme_dir: Path,
+    memory_cgroup: Cgroup,
+    run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    group = str(memory_cgroup.task_files[0].parent)
+    call = f"from tests.built_on_drives import run\nrun({{}}, {str(nvme_dir)!r}, num_layers=5)\n"
+    ended = run_in_cgroup(memory_cgroup, call.format(repr(group)), 240.0)
+    assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it: it took more memory than its limit"
+    assert ended.returncode == 0, ended.stderr
+    bounded = json.loads(ended.stdout)
+    free = subprocess.run(
+        [sys.executable, "-c", call.format(None)], capture_output=True, text=True, check=True, timeout=240
+    )
+    plain = json.loads(free.stdout)
+    assert bounded["sums"] == plain["sums"]
+    assert bounded["losses"] == plain["losses"]
+    assert not bounded["is_left"]
+    assert bounded["built_bytes"] < bounded["parameters_bytes"] / 4 < plain["built_bytes"] / 3
