@@ -325,7 +325,7 @@ def main() -> int:
     """Start the processes, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--larger-than-ram", action="store_true", help=argparse.SUPPRESS)
+    add("--larger-than-ram", action="store_true", help="how tools/demo.sh chooses this script")
     add("--layers", type=int, help=f"of {SIZE.num_layers}, 0.1B parameters each (default: as many as the disk holds)")
     add("--limit", type=int, default=2_000_000_000, help="bytes of memory for all (default: 2 GB)")
     add("--host-memory-budget", default="1GB", help="the engine's part of it (default: 1GB)")

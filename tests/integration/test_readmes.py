@@ -89,7 +89,8 @@ def _problem(command: list[str]) -> str:
     known_options = ""
     match command:
         case ["bash", script, *rest]:
-            tool = {"tools/demo.sh": "tools/train.py", "tools/test.sh": "pytest"}.get(script, "")
+            demo = "larger_than_ram.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
+            tool = {"tools/demo.sh": f"tools/{demo}", "tools/test.sh": "pytest"}.get(script, "")
             known_options = _help(tool) if rest and tool else ""
             exists = (_ROOT / script).is_file()
         case [_, "-m", "pytest", *rest]:
