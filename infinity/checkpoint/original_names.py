@@ -10,6 +10,7 @@ one tensor alone (an expert's weights out of all experts'), and what then is lef
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,7 @@ def original_entries(model: Any, entries: Sequence[Entry], directories: Sequence
     found: list[Entry] = []
     for name, entry in sources.items():
         if name in renamed:
-            others = entry.names[1:]
-            found.append(Entry((renamed[name], *others), entry.shape, entry.dtype, entry.source, entry.value))
+            found.append(dataclasses.replace(entry, names=(renamed[name], *entry.names[1:])))
         elif name in groups:
             found += groups[name].entries()
     return found

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import itertools
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +81,7 @@ def save_units(weights: Weights, directory: Path, filename: str, *, trained_only
             list(group)
             for _, group in itertools.groupby(_entries(weights, trained_only=trained_only), lambda e: e.source)
         ]
-        write_shards(shards, directory, stem, functools.partial(_save_configs, model), has_index=True)
+        write_shards(shards, directory, stem, functools.partial(save_configs, model), has_index=True)
 
 
 def save_pretrained(
@@ -100,8 +103,8 @@ def save_pretrained(
             return
         entries = original_entries(model, _entries(weights, dtype=dtype), weights.directories)
         shards = cut(entries, max_shard_bytes)
-        save_configs = functools.partial(_save_configs, model, dtype=dtype or _dtype_of(model))
-        write_shards(shards, directory, "model", save_configs, has_index=len(shards) > 1)
+        configs = functools.partial(save_configs, model, dtype=dtype or _dtype_of(model))
+        write_shards(shards, directory, "model", configs, has_index=len(shards) > 1)
 
 
 def cut(entries: Sequence[Entry], max_shard_bytes: int) -> list[list[Entry]]:
@@ -122,7 +125,7 @@ def write_shards(
     shards: Sequence[Sequence[Entry]],
     directory: Path,
     stem: str,
-    save_configs: Callable[[Staging], Sequence[str]],
+    configs: Callable[[Staging], Sequence[str]],
     *,
     has_index: bool,
     note: Callable[[int], None] = lambda num_bytes: None,
@@ -133,7 +136,7 @@ def write_shards(
         shards: the tensors of each file.
         directory: made if it is missing.
         stem: of the files' names.
-        save_configs: writes further files into a staging directory, and returns their names there.
+        configs: writes further files into a staging directory, and returns their names there.
         has_index: else there is one file.
         note: is told of bytes that were written.
 
@@ -141,12 +144,15 @@ def write_shards(
         UnsupportedModelError: something cannot be written; nothing has been.
         OSError: the directory cannot take them; what was there before is still there.
     """
-    check_entries([entry for shard in shards for entry in shard])
+    entries = [entry for shard in shards for entry in shard]
+    check_entries(entries)
     with Staging(directory, stem) as staging, OpenSource() as opened:
+        if shutil.disk_usage(staging.path).free < sum(entry.num_bytes * len(entry.names) for entry in entries):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for number, shard in enumerate(shards, start=1):
             with staging.file(f"shard-{number}") as file:
                 write_file(file, shard, opened, note)
-        _publish(staging, save_configs(staging), directory, stem, shards, has_index=has_index)
+        _publish(staging, configs(staging), directory, stem, shards, has_index=has_index)
 
 
 @contextlib.contextmanager
@@ -276,8 +282,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield fqn, buffer
 
 
-def _save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None) -> list[str]:
-    """Write a Hugging Face model's configs; returns their names. ``dtype``: of the weights, if the config is to say it."""
+def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None, generation: Any = None) -> list[str]:
+    """Write a Hugging Face model's configs; returns their names.
+
+    Args:
+        model: any; of another there are none.
+        staging: where to.
+        dtype: of the weights, if the config is to say it, and the model's class.
+        generation: the generation config; None: the model's.
+    """
     folder = staging.path / "configs"
     folder.mkdir()
     config: Any = getattr(model, "config", None)
@@ -287,7 +300,7 @@ def _save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None
             config.update({"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]})
         config.save_pretrained(folder)
     can_generate = not hasattr(model, "can_generate") or model.can_generate()
-    generation: Any = getattr(model, "generation_config", None)
+    generation = generation or getattr(model, "generation_config", None)
     if can_generate and hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)
     names = [f"configs/{path.name}" for path in sorted(folder.iterdir()) if path.is_file()]

@@ -36,6 +36,7 @@ class Entry:
         dtype: in the file; values of another one are cast piece by piece.
         source: what has to be open.
         value: called when it is written, with what the source gave.
+        parts: where it is not to be whole at any time: 1-D pieces in the order of elements, used instead.
     """
 
     names: Sequence[str]
@@ -43,6 +44,7 @@ class Entry:
     dtype: torch.dtype
     source: Source
     value: Callable[[Any], torch.Tensor]
+    parts: Callable[[], Iterator[torch.Tensor]] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -97,6 +99,11 @@ def write_file(
 
 def _pieces(entry: Entry, opened: OpenSource) -> Iterator[torch.Tensor]:
     if not entry.num_bytes:
+        return
+    if entry.parts is not None:
+        for _ in entry.names:
+            for part in entry.parts():
+                yield part.to(entry.dtype).view(torch.uint8)
         return
     value = opened.value(entry).detach()
     if tuple(value.shape) != tuple(entry.shape):

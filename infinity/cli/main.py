@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from infinity.cli.export import add as add_export
 from infinity.cli.import_deepspeed import add as add_import_deepspeed
 from infinity.errors import InfinityError
 from swapper import SwapperError
 
-_COMMANDS = (add_import_deepspeed,)
+_COMMANDS = (add_export, add_import_deepspeed)
 """Each makes a parser of its own, and sets what runs the command as its default of ``run``."""
 
 

@@ -79,6 +79,7 @@ def _commands(page: Path) -> list[list[str]]:
 @functools.cache
 def _help(tool: str) -> str:
     arguments = ["-m", "pytest"] if tool == "pytest" else [str(_ROOT / tool)]
+    arguments = tool.split() if tool.startswith("-m ") else arguments
     return subprocess.run(
         [sys.executable, *arguments, "--help"], cwd=_ROOT, capture_output=True, text=True, timeout=150, check=True
     ).stdout
@@ -96,6 +97,8 @@ def _problem(command: list[str]) -> str:
         case [_, "-m", "pytest", *rest]:
             known_options = _help("pytest")
             exists = all((_ROOT / word).exists() for word in rest if word.startswith("tests/"))
+        case [_, "-m", "infinity", command, *rest]:
+            exists, known_options = True, _help(f"-m infinity {command}")
         case [_, "-m", module, *rest]:
             place = _ROOT / module.replace(".", "/")
             exists = place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()

@@ -1,0 +1,147 @@
+"""A checkpoint's weights as safetensors, tensor by tensor: without an engine, a model's memory, or a drive for states.
+
+Knows checkpoints and files with weights; of the model, if there is to be one, shapes and names only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.original_names import original_entries
+from infinity.checkpoint.safetensors_export import cut, save_configs, told_of, write_shards
+from infinity.checkpoint.safetensors_file import Entry
+from infinity.checkpoint.saved import Checkpoint, SavedTensor
+from infinity.errors import CheckpointError, UnsupportedModelError
+from infinity.loading.drive_tensors import DriveTensors
+from swapper.volumes.publish import Staging, make_directory
+
+
+class CheckpointExport:
+    """What is to be written of a checkpoint, planned before a byte is.
+
+    Attributes:
+        num_bytes: of all tensors.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        config_from: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            checkpoint: where the weights are: fp32 main weights, of what is frozen the weights.
+            directory: where to.
+            dtype: of all floating-point parameters, rounded to nearest; None: as the checkpoint has them.
+            config_from: a directory with the config of a Hugging Face model; names and layouts of tensors are then those of
+                its files, and the configs are written, too. None: the model's own names, and no config.
+
+        Raises:
+            CheckpointError: it is of another model than the config says; tensors are named.
+            UnsupportedModelError: there is no such model, or something has no form in the files.
+        """
+        self._directory = directory
+        self._dtype = dtype
+        nothing: tuple[Any, Any] = (None, None)
+        self._model, self._generation = _model_of(config_from) if config_from is not None else nothing
+        parameters = checkpoint.of("parameters")
+        names = {fqn: fqn for fqn in parameters}
+        if self._model is not None:
+            names = _checked(checkpoint, self._model, parameters)
+        entries = [self._entry(names[fqn], saved, is_cast=True) for fqn, saved in parameters.items()]
+        entries += [self._entry(fqn, saved, is_cast=False) for fqn, saved in checkpoint.of("buffers").items()]
+        self._entries = original_entries(self._model, entries, [directory])
+        self.num_bytes = sum(entry.num_bytes for entry in self._entries)
+
+    def write(self, max_shard_bytes: int, note: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Write it; all files appear at once, when they are whole and on the drive.
+
+        Args:
+            max_shard_bytes: of a file, if it has more than one tensor.
+            note: is told of bytes that were written.
+
+        Raises:
+            CheckpointError: something in the checkpoint is damaged; nothing has changed in the directory.
+            StorageError: the directory cannot take it; what was there before is still there.
+        """
+        shards = cut(self._entries, max_shard_bytes)
+        with told_of(self._directory, self.num_bytes):
+            make_directory(self._directory)
+            write_shards(shards, self._directory, "model", self._configs, has_index=len(shards) > 1, note=note)
+
+    def _configs(self, staging: Staging) -> Sequence[str]:
+        dtypes = (entry.dtype for entry in self._entries if entry.dtype.is_floating_point)
+        return save_configs(
+            self._model, staging, dtype=self._dtype or next(dtypes, torch.float32), generation=self._generation
+        )
+
+    def _entry(self, name: str, saved: SavedTensor, *, is_cast: bool) -> Entry:
+        def parts() -> Iterator[torch.Tensor]:
+            return (part for _, part in saved.parts())
+
+        def value(given: Any) -> torch.Tensor:
+            whole = DriveTensors([self._directory]).empty(saved.shape, saved.dtype)
+            flat = whole.view(-1)
+            for start, part in saved.parts():
+                flat[start : start + part.numel()].copy_(part)
+            return whole
+
+        dtype = self._dtype if self._dtype is not None and is_cast and saved.dtype.is_floating_point else saved.dtype
+        return Entry((name,), saved.shape, dtype, contextlib.nullcontext, value, parts)
+
+
+def _model_of(directory: Path) -> tuple[Any, Any]:
+    """A Hugging Face model on the meta device, and its generation config if there is one."""
+    import transformers
+
+    if not (directory / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"'{directory}' has no config.json", cure="Name the directory of the Hugging Face model that was trained"
+        )
+    config = transformers.AutoConfig.from_pretrained(directory)
+    name = next(iter(getattr(config, "architectures", None) or []), None)
+    model_class: Any = getattr(transformers, name, None) if name is not None else None
+    if model_class is None:
+        raise UnsupportedModelError(
+            f"the config in '{directory}' names the class {name!r}, which transformers does not have",
+            cure="Set 'architectures' in it, as save_pretrained does",
+        )
+    with torch.device("meta"):
+        model = model_class(config)
+    has_generation = (directory / "generation_config.json").is_file()
+    return model, transformers.GenerationConfig.from_pretrained(directory) if has_generation else None
+
+
+def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor]) -> dict[str, str]:
+    """FQN in the checkpoint -> name that the model's files have it under."""
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {fqn: tied[fqn] if fqn in tied and tied[fqn] not in saved else fqn for fqn in saved}
+    problems = [f"'{fqn}' is not in the model" for fqn in saved if fqn not in shapes]
+    problems += [
+        f"'{fqn}' has shape {each.shape}, not {shapes[fqn]}"
+        for fqn, each in saved.items()
+        if fqn in shapes and each.shape != shapes[fqn]
+    ]
+    problems += [
+        f"'{name}' is missing" for name, _ in model.named_parameters() if name not in {*saved, *names.values()}
+    ]
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise CheckpointError(
+            checkpoint.folder,
+            f"it is not of the model that the config describes ({type(model).__name__}): {'; '.join(problems[:4])}{more}",
+            cure="Name the config of the model that was trained",
+        )
+    return names
+
+
+__all__ = ["CheckpointExport"]

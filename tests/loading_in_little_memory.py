@@ -1,0 +1,78 @@
+"""Loads, trains and exports a model in less memory than its weights need. Run in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import infinity
+from infinity.checkpoint.saved import Checkpoint
+from infinity.cli.checkpoint_export import CheckpointExport
+from infinity.device.host_memory import give_back_freed_memory
+from infinity.numerics.kernels import kernels
+
+_BUDGET_BYTES = 160 << 20
+_SLACK_BYTES = 88 << 20
+"""Beyond the budget, where there is an engine; in all, where there is none."""
+
+
+def _anonymous_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
+
+
+def run(group: str, directory: str, what: str) -> None:
+    """Print a line of JSON in the end, if the kernel has let it come that far.
+
+    Args:
+        group: directory of the memory control group that this process is in.
+        directory: on a drive, with weights in it.
+        what: to "load" them (cast and merged, and looked at), to "train" and save the model, or to "export" a checkpoint.
+    """
+    torch.set_num_threads(1)
+    kernels()
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    )
+    place = {"device": "nvme", "nvme_path": directory}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": _BUDGET_BYTES, "keep_in_memory": False},
+    }
+    weights = Path(directory) / "weights"
+    if what == "export":
+        with _engine(weights, config) as engine:
+            engine.save_checkpoint(Path(directory) / "checkpoints")
+    gc.collect()
+    give_back_freed_memory()
+    limit = _anonymous_bytes() + _SLACK_BYTES + (_BUDGET_BYTES if what == "train" else 0)
+    (Path(group) / "memory.limit_in_bytes").write_text(str(limit))
+    out = Path(directory) / "out"
+    if what == "load":
+        model = infinity.load_pretrained(transformers.MixtralForCausalLM, weights, config=config, dtype=torch.bfloat16)
+        total = sum(float(parameter.sum()) for parameter in model.parameters())
+        if total != total:
+            raise RuntimeError("the weights are no numbers")
+    elif what == "train":
+        with _engine(weights, config) as engine:
+            engine.save_pretrained(out)
+            engine.save_fp32_model(out)
+    else:
+        CheckpointExport(Checkpoint.open(Path(directory) / "checkpoints"), out, config_from=weights).write(100_000_000)
+    weights_bytes = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
+    print(json.dumps({"weights_bytes": weights_bytes, "slack_bytes": _SLACK_BYTES}))
+
+
+def _engine(weights: Path, config: dict[str, Any]) -> Any:
+    model = infinity.load_pretrained(transformers.MixtralForCausalLM, weights, config=config, dtype=torch.bfloat16)
+    return infinity.initialize(model=model.train(), config=config)[0]
