@@ -43,11 +43,7 @@ deepspeed_modules.install(sys.modules[__name__])
 
 
 def __getattr__(name: str) -> Any:
-    cures = {
-        "PipelineModule": deepspeed_modules.why_absent("pipe"),
-        "init_inference": deepspeed_modules.why_absent("inference"),
-    }
-    cure = f". {cures[name]}" if name in cures else ""
+    cure = "" if name.startswith("_") else f". {deepspeed_modules.why_absent(name)}"
     raise AttributeError(f"module 'infinity' has no attribute '{name}'{cure}")
 
 

@@ -34,7 +34,8 @@
     ├── EngineBusyError (RuntimeError)         a signal handler or finalizer came in between
     ├── TurnError (RuntimeError)               another thread has the model, and does not move
     ├── ForkedError (RuntimeError)             a forked child uses its parent's model
-    └── EngineClosedError (RuntimeError)       a call after `close()`
+    ├── EngineClosedError (RuntimeError)       a call after `close()`
+    └── StandInError (ImportError)             `infinity` cannot stand in for `deepspeed` any more
 
     NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
     SparseGradientWarning (UserWarning)        a gradient is sparse, and is made dense
@@ -507,6 +508,20 @@ class ForkedError(InfinityError, RuntimeError):
             f"{call}: this process was forked, and the weights belong to its parent. Copy what it needs before the fork, e.g. "
             "with model.state_dict() or copy.deepcopy, or start it with multiprocessing's 'spawn'"
         )
+
+
+class StandInError(InfinityError, ImportError):
+    """`infinity.as_deepspeed` comes too late: somebody has looked for `deepspeed` before."""
+
+    def __init__(self, problem: str, earlier: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"infinity.as_deepspeed: {problem}. Import infinity.as_deepspeed before {earlier}, as the first line of the "
+            "script, or start the script with python -m infinity.as_deepspeed"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args), {"problem": self.problem}
 
 
 def _shorten(value: object, limit: int = 120) -> str:

@@ -342,6 +342,12 @@ class DeepSpeedNames(ModuleFacade):
                     found.pop(name, None)
         return found
 
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """As `module_state_dict`; accelerate and transformers ask for it by this name."""
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
     ) -> None:

@@ -99,6 +99,8 @@ def _problem(command: list[str]) -> str:
             exists = all((_ROOT / word).exists() for word in rest if word.startswith("tests/"))
         case [_, "-m", "infinity", command, *rest]:
             exists, known_options = True, _help(f"-m infinity {command}")
+        case [_, "-m", "infinity.as_deepspeed", script, *rest]:
+            return _problem(["python", script, *rest])
         case [_, "-m", module, *rest]:
             place = _ROOT / module.replace(".", "/")
             exists = place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()

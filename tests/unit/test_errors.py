@@ -90,6 +90,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["forward", "'T'", "engine.reset()"],
     ),
     (errors.ForkedError("forward"), RuntimeError, ["forward", "forked", "spawn"]),
+    (errors.StandInError("too late", "accelerate"), ImportError, ["too late", "before accelerate", "first line"]),
     (errors.EngineBusyError("engine.flush()", "Pager.touch"), RuntimeError, ["engine.flush()", "Pager.touch", "flag"]),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
     (errors.SparseGradientWarning("table.weight"), UserWarning, ["'table.weight'", "sparse=False"]),

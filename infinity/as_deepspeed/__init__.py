@@ -1,0 +1,45 @@
+"""From this import on, ``import deepspeed`` is `infinity`, for this process and the scripts and libraries in it.
+
+    import infinity.as_deepspeed  # the first line of a script
+
+or, without a change to the script, ``python -m infinity.as_deepspeed train.py --deepspeed ds_config.json``. Nothing else
+makes `infinity` answer to that name. How: a folder with a package ``deepspeed`` and its metadata comes first on
+``sys.path``, so that ``importlib.metadata`` and ``importlib.util.find_spec`` see it as well, and processes that are started
+from here by ``multiprocessing``. Knows import paths; must not know what DeepSpeed's names mean.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from infinity.errors import StandInError
+
+SITE = Path(__file__).with_name("site")
+"""The folder that comes first on ``sys.path``."""
+
+
+def install() -> None:
+    """Stand in for `deepspeed`. Importing `infinity.as_deepspeed` calls it; a second call changes nothing.
+
+    Raises:
+        StandInError: the real DeepSpeed is loaded, or accelerate has already seen that there is none.
+    """
+    loaded = sys.modules.get("deepspeed")
+    if loaded is not None and SITE not in Path(getattr(loaded, "__file__", None) or "").parents:
+        where = getattr(loaded, "__file__", None) or "somewhere"
+        raise StandInError(f"another 'deepspeed' is loaded, from {where}", "it was imported")
+    if str(SITE) in sys.path:
+        return
+    if loaded is None and "accelerate" in sys.modules:
+        raise StandInError(
+            "accelerate is loaded, and has seen that there is no DeepSpeed", "accelerate or transformers"
+        )
+    sys.path.insert(0, str(SITE))
+    importlib.invalidate_caches()
+
+
+install()
+
+__all__ = ["SITE", "install"]

@@ -1,0 +1,163 @@
+"""Unmodified libraries with `infinity` as their DeepSpeed give the bits of the same libraries without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OF_TIME = ("runtime", "per_second")
+
+
+def run(words: Sequence[str], *, dies: bool = False, **environment: str) -> str:
+    """What a Python process wrote to stdout and stderr; it has to succeed, or to be killed."""
+    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    values = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=_ROOT, env={**os.environ, **values}, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == (-signal.SIGKILL if dies else 0), done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def offloading(directory: Path) -> dict[str, Any]:
+    """A config as guides to the Trainer have it: nearly everything is "auto", and everything lies on NVMe."""
+    directory.mkdir(exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    buckets = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero: dict[str, Any] = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    zero |= {"stage3_gather_16bit_weights_on_model_save": True, **dict.fromkeys(buckets, "auto")}
+    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
+    return {**dict.fromkeys(sizes, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": zero, "infinity": memory}
+
+
+def written(directory: Path, config: dict[str, Any]) -> str:
+    path = directory / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def without_times(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without how long it took, and without the mean loss of the steps that one process made."""
+    kept = [{key: value for key, value in entry.items() if not key.endswith(_OF_TIME)} for entry in log]
+    return [{key: value for key, value in entry.items() if key != "train_loss"} for entry in kept]
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path: Path) -> None:
+    """fp32, 16 bit, and accumulation with dropout, killed in the 17th step and resumed from the tenth."""
+    config = written(tmp_path, offloading(tmp_path / "nvme"))
+    cases = {"llama": "", "llama16": "--bf16", "gpt2": "--accumulate 2 --clip 0.5"}
+    plain, paged = [], []
+    for name, options in cases.items():
+        model = name.rstrip("16")
+        plain.append(f"{tmp_path}/plain/{name} {model} {options}")
+        resumes = "--resume" if name == "gpt2" else ""
+        paged.append(f"{tmp_path}/paged/{name} {model} {options} --deepspeed {config} {resumes}")
+    script = ["-m", "tests.stand_in.trainer_script"]
+    run([*script, " then ".join(plain)])
+    run(["-m", "infinity.as_deepspeed", *script, *paged[-1].replace("--resume", "--die-after 17").split()], dies=True)
+    assert not (tmp_path / "paged/gpt2/model").exists()
+    run(["-m", "infinity.as_deepspeed", *script, " then ".join(paged)])
+    for name in cases:
+        there, here = ((tmp_path / kind / name) for kind in ("plain", "paged"))
+        expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
+        assert len(found["losses"]) == {"llama": 30, "llama16": 30, "gpt2": 40}[name]
+        assert found["losses"] == expected["losses"][-len(found["losses"]) :]
+        assert found["eval"] == expected["eval"]
+        if name != "llama16":  # there the Trainer alone reports the norm of 16-bit gradients
+            assert without_times(found["log"]) == without_times(expected["log"])
+        weights, expected_weights = (load_file(folder / "model" / "model.safetensors") for folder in (here, there))
+        assert weights.keys() == expected_weights.keys()
+        assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
+
+
+def test_it_is_seen_wherever_libraries_look() -> None:
+    code = """
+        import sys
+        try:
+            import deepspeed
+        except ModuleNotFoundError:
+            pass
+        else:
+            sys.exit("infinity answers without being asked")
+        import infinity.as_deepspeed
+        import importlib.metadata, importlib.util
+        assert importlib.util.find_spec("deepspeed") is not None
+        version = importlib.metadata.version("deepspeed")
+        import deepspeed, infinity
+        assert deepspeed.__version__ == version
+        assert deepspeed.initialize is infinity.initialize and deepspeed.DeepSpeedEngine is infinity.Engine
+        import deepspeed.comm as dist
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+        from deepspeed.zero import GatheredParameters
+        assert dist.get_world_size() == 1 and GatheredParameters is infinity.GatheredParameters
+        import infinity.as_deepspeed  # again
+        infinity.as_deepspeed.install()
+        assert sys.path.count(str(infinity.as_deepspeed.SITE)) == 1
+        import subprocess
+        assert subprocess.run([sys.executable, "-c", "import deepspeed"], capture_output=True).returncode
+        for statement, cure in (
+            ("import deepspeed.moe.layer", "Experts in a ModuleList"),
+            ("from deepspeed import PipelineModule", "engine.train_batch"),
+            ("from deepspeed.zero import GatheredParams", "The nearest there is: "),
+            ("from deepspeed.utils import FusedAdam", "It is in ops.adam"),
+            ("deepspeed.runtime.engine.DeepSpedEngine", "runtime.engine.DeepSpeedEngine"),
+            ("deepspeed.tp_model_init", "There is one process"),
+        ):
+            try:
+                exec(statement)
+            except (ImportError, AttributeError) as error:
+                assert cure in str(error) and statement.split()[-1].split(".")[-1] in str(error), error
+            else:
+                sys.exit(statement)
+    """
+    run(["-c", "if 1:" + code], PYTHONPATH=str(_ROOT))
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("sys.modules['deepspeed'] = types.ModuleType('deepspeed')", "another 'deepspeed' is loaded"),
+        ("sys.modules['accelerate'] = types.ModuleType('accelerate')", "accelerate is loaded"),
+    ],
+)
+def test_it_is_refused_where_it_comes_too_late(before: str, message: str) -> None:
+    found = run(
+        ["-c", f"import sys, types; {before}\ntry:\n import infinity.as_deepspeed\nexcept ImportError as e: print(e)"]
+    )
+    assert message in found
+    assert "first line" in found
+
+
+def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    (tmp_path / "beside.py").write_text("value = 3\n")
+    script.write_text(
+        "import multiprocessing, os, subprocess, sys\n"
+        "import beside, deepspeed\n"
+        "def where(_):\n    import deepspeed\n    return deepspeed.__name__\n"
+        "if __name__ == '__main__':\n"
+        "    assert os.environ['WORLD_SIZE'] == '1'\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(where, [0]))\n"
+        "    subprocess.run([sys.executable, '-c', 'import deepspeed'], check=True)\n"
+        "    print(sys.argv, beside.value)\n"
+    )
+    found = run(["-m", "infinity.as_deepspeed", str(script), "--lr", "1"])
+    assert "['deepspeed']" in found
+    assert f"['{script}', '--lr', '1'] 3" in found
+    done = subprocess.run([sys.executable, "-m", "infinity.as_deepspeed"], cwd=_ROOT, capture_output=True, text=True)
+    assert (done.returncode, "usage:" in done.stderr) == (1, True)

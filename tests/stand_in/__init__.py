@@ -1,0 +1,1 @@
+"""Scripts of the libraries' users, run as they are: plain, and with `infinity` as their DeepSpeed."""
