@@ -1,0 +1,71 @@
+"""What somebody writes who trains with accelerate and DeepSpeed. Leaves what happened in files.
+
+    accelerate_script.py OUT [--die-after STEPS] [--resume]
+
+Whether DeepSpeed is used is up to ``accelerate launch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.stand_in import models
+from tests.stand_in.text import rows
+
+NUM_STEPS, ACCUMULATION = 30, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--die-after", type=int)
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args()
+
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
+    model = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
+    loader = torch.utils.data.DataLoader(rows(2 * ACCUMULATION * NUM_STEPS, 32), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses: list[float] = []
+    norms: list[float] = []
+    if args.resume:
+        accelerator.load_state(str(args.out / "state"))
+        loader = accelerator.skip_first_batches(loader, ACCUMULATION * 10)
+    first = 10 if args.resume else 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if accelerator.sync_gradients:
+            steps = first + len(norms)
+            if steps == 10 and not args.resume:
+                accelerator.save_state(str(args.out / "state"))
+            if steps == args.die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+    args.out.mkdir(exist_ok=True)
+    torch.save(
+        {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}, args.out / "model.pt"
+    )
+    accelerator.unwrap_model(model)
+    found = {"losses": losses, "norms": norms, "kind": str(accelerator.distributed_type)}
+    (args.out / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
