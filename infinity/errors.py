@@ -31,6 +31,7 @@
     │   ├── ScheduleError                      a vertical step cannot go on, and units are updated already
     │   ├── PartialUpdateError                 some units are updated, others are not
     │   └── LossScaleError                     fp16 gradients overflow whatever the loss scale
+    ├── CommitError (RuntimeError)             a step of a durable run could not be committed
     ├── EngineBusyError (RuntimeError)         a signal handler or finalizer came in between
     ├── TurnError (RuntimeError)               another thread has the model, and does not move
     ├── ForkedError (RuntimeError)             a forked child uses its parent's model
@@ -149,6 +150,18 @@ class StorageError(ConfigError):
         self.directory = Path(directory)
         named = f" (config key '{key}')" if key else ""
         super().__init__(f"directory '{directory}'{named} {problem}. {cure}", key=key)
+
+
+class CommitError(InfinityError, RuntimeError):
+    """A step of a durable run could not be committed. What was committed before is still there."""
+
+    def __init__(self, directory: Path | str, *, step: int, problem: str) -> None:
+        self.directory = Path(directory)
+        self.step = step
+        super().__init__(
+            f"step {step} could not be committed to '{directory}': {problem}. Give the drive room or replace it, and start the "
+            "script again: it goes on from the commit before"
+        )
 
 
 class BudgetTooSmallError(ConfigError):

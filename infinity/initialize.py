@@ -100,6 +100,7 @@ def initialize(
         engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)
+        engine.resume()
         if resolved.notices:
             logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
         logger.info("config:\n%s", resolved.describe())

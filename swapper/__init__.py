@@ -47,16 +47,19 @@ from swapper.errors import (
     BackendUnavailableError,
     BrokenExtentError,
     ChecksumMismatchError,
+    DamagedCommitError,
     ExtentError,
     ExtentRangeError,
     FreedExtentError,
     InvalidBufferError,
     MissingDirectoryError,
+    NewerFormatError,
     NotCopyableError,
     NotDirectoryError,
     OutOfSpaceError,
     PageReleasedError,
     ReentryError,
+    RunInUseError,
     ShortTransferError,
     StallError,
     SwapperClosedError,
@@ -79,8 +82,10 @@ from swapper.scheduling.handle import Handle
 from swapper.scheduling.statistics import Statistics
 from swapper.swapper import Swapper
 from swapper.sync.bell import Bell, Latch
+from swapper.versioned import Versions
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import Drive, describe_drive
+from swapper.volumes.run_directory import RunDirectory
 from swapper.volumes.volume import Volume
 
 __all__ = [
@@ -97,6 +102,7 @@ __all__ = [
     "BusySeconds",
     "BusyTimes",
     "ChecksumMismatchError",
+    "DamagedCommitError",
     "DeviceBytes",
     "Direction",
     "Directory",
@@ -111,6 +117,7 @@ __all__ = [
     "Latch",
     "MissingDirectoryError",
     "NameOf",
+    "NewerFormatError",
     "NotCopyableError",
     "NotDirectoryError",
     "OutOfSpaceError",
@@ -118,6 +125,8 @@ __all__ = [
     "PageReleasedError",
     "Priority",
     "ReentryError",
+    "RunDirectory",
+    "RunInUseError",
     "ShortTransferError",
     "StagingArena",
     "StallError",
@@ -130,6 +139,7 @@ __all__ = [
     "TransferRecord",
     "UnwritableDirectoryError",
     "UnwrittenExtentError",
+    "Versions",
     "Volume",
     "VolumeError",
     "VolumeTooSmallError",

@@ -8,7 +8,10 @@
     │   ├── MissingDirectoryError
     │   ├── NotDirectoryError
     │   ├── UnwritableDirectoryError
-    │   └── VolumeTooSmallError         what is needed and what there is are attributes
+    │   ├── VolumeTooSmallError         what is needed and what there is are attributes
+    │   ├── RunInUseError               another process uses the directory of a durable run
+    │   ├── DamagedCommitError          a commit of a durable run is not what was written
+    │   └── NewerFormatError            a later version wrote it
     ├── BackendUnavailableError         this way of moving bytes cannot be used here; says what would make it work
     ├── OutOfSpaceError                 no room for one more extent in an open volume
     ├── ExtentError
@@ -46,16 +49,19 @@ __all__ = [
     "BackendUnavailableError",
     "BrokenExtentError",
     "ChecksumMismatchError",
+    "DamagedCommitError",
     "ExtentError",
     "ExtentRangeError",
     "FreedExtentError",
     "InvalidBufferError",
     "MissingDirectoryError",
+    "NewerFormatError",
     "NotCopyableError",
     "NotDirectoryError",
     "OutOfSpaceError",
     "PageReleasedError",
     "ReentryError",
+    "RunInUseError",
     "ShortTransferError",
     "StallError",
     "SwapperClosedError",
@@ -168,6 +174,37 @@ class VolumeTooSmallError(VolumeError):
                 f"{free_bytes} are free"
             )
         super().__init__(directory, f"{what}; free some space, add a directory on another drive, or ask for less")
+
+
+class RunInUseError(VolumeError):
+    """The directory of a durable run is in use."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(
+            directory,
+            f"a durable run in {str(directory)!r} is in use, by another process or another engine of this one; "
+            "wait for it to end, or name another directory",
+        )
+
+
+class DamagedCommitError(VolumeError):
+    """A commit of a durable run is not what was written."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(
+            path.parent,
+            f"{str(path)!r} is damaged: {problem}; do not trust the drive. Start from a checkpoint in another directory",
+        )
+
+
+class NewerFormatError(VolumeError):
+    """A commit of a durable run was written by a later version."""
+
+    def __init__(self, path: Path, found: int, known: int) -> None:
+        super().__init__(
+            path.parent,
+            f"{str(path)!r} has format {found}, and this version knows formats up to {known}; use the version that wrote it",
+        )
 
 
 class BackendUnavailableError(SwapperError):

@@ -44,6 +44,7 @@ class Swapper(Uncopyable):
         backend: Moves the bytes; closed together with the swapper.
         config: How to use it.
         busy: Counts when this swapper is at work as well: one for all that are to be counted together.
+        is_prewritten: Whatever lies in the backend may be read, in all extents: see :meth:`allocate`.
 
     Attributes:
         accepts_device_memory: CUDA tensors may be read and written as well. The backend does not know CUDA streams: no kernel
@@ -51,9 +52,15 @@ class Swapper(Uncopyable):
     """
 
     def __init__(
-        self, backend: IOBackend, config: SwapperConfig | None = None, *, busy: BusyTimes | None = None
+        self,
+        backend: IOBackend,
+        config: SwapperConfig | None = None,
+        *,
+        busy: BusyTimes | None = None,
+        is_prewritten: bool = False,
     ) -> None:
         self.config = config or SwapperConfig()
+        self._is_prewritten = is_prewritten
         self._backend = backend
         self._allocator = SpaceAllocator(backend.capacity_bytes)
         self._allocator_lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
@@ -136,6 +143,7 @@ class Swapper(Uncopyable):
         refuse_owned(self._allocator_lock, "allocating an extent")
         with self._allocator_lock:
             start = self._allocator.allocate(num_bytes, name)
+        is_prewritten = is_prewritten or self._is_prewritten
         return Extent(name, start, num_bytes, self, is_prewritten=is_prewritten, name_of=name_of)
 
     def free(self, extent: Extent) -> None:

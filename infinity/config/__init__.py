@@ -10,6 +10,7 @@ from infinity.config.load import ConfigSource, load_config
 from infinity.config.resolved import (
     LARGEST_LOSS_SCALE,
     Decision,
+    DurableSection,
     InfinityConfig,
     InfinitySection,
     IOSection,
@@ -25,6 +26,7 @@ __all__ = [
     "LARGEST_LOSS_SCALE",
     "ConfigSource",
     "Decision",
+    "DurableSection",
     "IOSection",
     "InfinityConfig",
     "InfinitySection",

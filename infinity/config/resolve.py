@@ -13,6 +13,7 @@ from infinity.config.precision import resolve_autocast, resolve_buffer_dtype, re
 from infinity.config.resolved import (
     AutotuneMode,
     Decision,
+    DurableSection,
     GradientDtype,
     InfinityConfig,
     InfinitySection,
@@ -91,7 +92,11 @@ def resolve(
         offload_optimizer=offload_optimizer,
         io=_resolve_io(root.aio, root.infinity, findings, book),
         infinity=_resolve_infinity(
-            root, compute_dtype, max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2), book
+            root,
+            compute_dtype,
+            max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2),
+            _resolve_durable(root.infinity, offload_param, offload_optimizer, book),
+            book,
         ),
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown,
@@ -265,7 +270,7 @@ def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book
 
 
 def _resolve_infinity(
-    root: RootBlock, compute_dtype: torch.dtype, num_micro_batches: int, book: _Book
+    root: RootBlock, compute_dtype: torch.dtype, num_micro_batches: int, durable: DurableSection | None, book: _Book
 ) -> InfinitySection:
     block = root.infinity
     page_bytes = block.page_bytes
@@ -285,7 +290,7 @@ def _resolve_infinity(
         device_memory_budget=block.device_memory_budget,
         page_bytes=page_bytes,
         prefetch=block.prefetch,
-        keep_in_memory=block.keep_in_memory,
+        keep_in_memory=block.keep_in_memory and durable is None,
         drive_tbw=block.drive_tbw,
         units=block.units,
         strict=block.strict,
@@ -298,7 +303,34 @@ def _resolve_infinity(
         activations=block.activations,
         state_dtype=block.state_dtype,
         timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
+        durable=durable,
     )
+
+
+def _resolve_durable(
+    block: InfinityBlock, params: OffloadSection, states: OffloadSection, book: _Book
+) -> DurableSection | None:
+    if not block.durable:
+        return None
+    for name, section in (("offload_param", params), ("offload_optimizer", states)):
+        if section.device != "nvme":
+            key = f"zero_optimization.{name}.device"
+            cure = 'Set it to "nvme", or infinity.durable to false'
+            raise ConfigValueError(key, section.device, "a durable run has everything on drives", cure=cure)
+    if "keep_in_memory" not in block.model_fields_set:
+        book.decide("infinity.keep_in_memory", False, "a durable run keeps nothing off the drives")
+    elif block.keep_in_memory:
+        cure = "Leave it out, or set infinity.durable to false"
+        raise ConfigValueError("infinity.keep_in_memory", True, "a durable run has everything on drives", cure=cure)
+    if block.durable_path is not None:
+        found = resolve_directories(block.durable_path, key="infinity.durable_path")
+    else:
+        found = tuple(replace(each, path=each.path / "durable") for each in states.nvme_directories)
+    # Drives take turns, so that each start finds the same bytes in the same places.
+    durable = DurableSection(tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last)
+    book.note("infinity.durable_path", describe_directories(durable.directories))
+    book.note("infinity.keep_last", durable.keep_last)
+    return durable
 
 
 def _resolve_update(root: RootBlock, book: _Book) -> UpdateMode:

@@ -114,6 +114,19 @@ class IOSection:
 
 
 @dataclass(frozen=True)
+class DurableSection:
+    """`infinity.durable`.
+
+    Attributes:
+        directories: of the run, one for each drive; commits are written to the first. Absolute.
+        keep_last: how many commits are kept.
+    """
+
+    directories: tuple[Directory, ...]
+    keep_last: int
+
+
+@dataclass(frozen=True)
 class InfinitySection:
     """`infinity`. Budgets and sizes are None when the engine is to choose them.
 
@@ -136,6 +149,7 @@ class InfinitySection:
         schedule: in which order `Engine.train_batch` goes through units and micro-batches.
         activation_checkpointing: whether blocks are computed once more in backward.
         activations: where what autograd saves waits for backward.
+        durable: where each step is committed; None if none is.
     """
 
     host_memory_budget: int | None
@@ -155,6 +169,7 @@ class InfinitySection:
     timeline: Path | None = None
     activation_checkpointing: bool = False
     activations: Literal["memory", "nvme"] = "memory"
+    durable: DurableSection | None = None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ from torch import nn
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
+from infinity.checkpoint.commit_parts import layout_of
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
+from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
 from infinity.engine.late import UpperParts
 from infinity.engine.parts import Parts
@@ -69,6 +71,10 @@ def build(
     Raises:
         BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
     """
+    durable = DurableRun(config, config.infinity.durable) if config.infinity.durable is not None else None
+    if durable is not None:
+        undo.callback(durable.directory.close)
+        config = durable.adapted(config)
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
     units = make_units(model, config, is_trained=bool(template.param_groups))
     updater = PieceUpdater(template)
@@ -110,8 +116,13 @@ def build(
         share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in in_memory))
     for unit in units:
         unit.stays_resident = unit.index in placement.resident_units
+    if durable is not None:
+        durable.check(
+            layout_of(units, {i: tuple(found) for i, found in names.items()}, request.record_format, template.name),
+            placement.page_bytes,
+        )
     settle()  # space of an engine that became garbage a moment ago
-    storage = EngineResources(config, device, placement, request, sizes)
+    storage = EngineResources(config, device, placement, request, sizes, None if durable is None else durable.directory)
     undo.callback(storage.close)
     timeline = recording.timeline if recording is not None else None
     clock = StepClock(device, timeline)
@@ -155,6 +166,8 @@ def build(
         )
         if storage.weights is not None:
             storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
+    if durable is not None:
+        durable.connect(storage, units, states, pager, clock.waiting)
     gradients = ShownGradients(
         units,
         device,
@@ -248,6 +261,7 @@ def build(
         ),
         trimmer=trimmer,
         upper=upper,
+        durable=durable,
     )
     engine = Engine(config, parts)
     built.append(engine)

@@ -121,7 +121,7 @@ class CheckpointCalls(ExportCalls):
             changing=self._changing(folder),
         )
         if not load_module_only:
-            self._count_on(rest["counters"], with_loss_scale=load_optimizer_states)
+            self.count_on(rest["counters"], with_loss_scale=load_optimizer_states)
         if load_optimizer_states and not load_module_only:
             loader = self.training_dataloader
             if load_data_position and "loader" in rest and hasattr(loader, "load_state_dict"):
@@ -150,21 +150,24 @@ class CheckpointCalls(ExportCalls):
             parts.access,
             parts.module_hooks,
             parts.pager,
-            self._rest,
+            self.rest,
         )
 
-    def _rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = {"counters": self._counters(), "random": random_states()}
+    def rest(self) -> dict[str, Any]:
+        """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler."""
+        rest: dict[str, Any] = {"counters": self.counters(), "random": random_states()}
         if hasattr(self.training_dataloader, "state_dict"):
             rest["loader"] = self.training_dataloader.state_dict()
         if hasattr(self.lr_scheduler, "state_dict"):
             rest["lr_scheduler"] = self.lr_scheduler.state_dict()
         return rest
 
-    def _counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
+        """Steps, micro-batches and samples so far, and the loss scale."""
         return {name: getattr(self, name) for name in _COUNTERS} | {"loss_scale": self._parts.stepper.scaler.state()}
 
-    def _count_on(self, counters: Mapping[str, Any], *, with_loss_scale: bool) -> None:
+    def count_on(self, counters: Mapping[str, Any], *, with_loss_scale: bool = True) -> None:
+        """Go on from what `counters` gave."""
         # Saved gradients there are none, so the present step stays where it is, whatever the accumulation steps were.
         passed = self.micro_steps % self._accumulation_steps
         for name in _COUNTERS:

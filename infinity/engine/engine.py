@@ -178,6 +178,8 @@ class Engine(CheckpointCalls):
             )
             if self.was_step_applied() and not is_left_alone:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
+            if self._parts.durable is not None:
+                self._parts.durable.commit(self)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights.
@@ -271,6 +273,12 @@ class Engine(CheckpointCalls):
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()
+        if self._parts.durable is not None and not self._is_in_step:
+            problem = (
+                "the run is durable, and a commit has to know when all of a step is over, the scheduler's part as well"
+            )
+            cure = "Call engine.backward(loss) and engine.step(), or set config key 'infinity.durable' to false"
+            raise StepOrderError("optimizer.step()", problem, cure=cure)
         self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
         self._reporter.begin()
         self._backwards.collect()
@@ -419,6 +427,36 @@ class Engine(CheckpointCalls):
         self._guard.cut_off()
         self._forget_gradients()
         self.micro_steps -= self.micro_steps % self._accumulation_steps
+
+    def resume(self) -> None:
+        """In a durable run, go on from its newest commit, if there is one. `infinity.initialize` does that."""
+        if self._parts.durable is not None:
+            self._check_optimizer("a durable run")
+            self._parts.durable.resume(self)
+
+    def rollback(self, steps: int) -> None:
+        """In a durable run, go back by so many steps: weights, states, scheduler, counters and random generators.
+
+        Learning rates are those of then: change `optimizer.param_groups` afterwards for others. The commits of the steps
+        that are taken back are gone. The loader of ``training_data`` goes on from there, in iterators that exist as well.
+
+        Args:
+            steps: 0 forgets what happened since the last step; less than config key ``infinity.keep_last``.
+
+        Raises:
+            StepOrderError: the run is not durable, or so many steps are not kept.
+        """
+        self._check_usable()
+        if self._parts.durable is None:
+            cure = "Set config key 'infinity.durable' to true"
+            raise StepOrderError("engine.rollback()", "the run is not durable", cure=cure)
+        if not self._guard.is_settled or self.micro_steps % self.gradient_accumulation_steps():
+            self.reset()
+        self._parts.durable.rollback(self, steps)
+
+    def not_held(self) -> list[torch.Tensor]:
+        """Parameters that came after `infinity.initialize`."""
+        return self._stepper.not_held()
 
     def forget_step(self) -> None:
         """As `reset`, unless weights have been updated already: then the next call raises."""

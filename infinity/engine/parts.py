@@ -8,6 +8,7 @@ import torch
 
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.host_memory import HeapTrimmer
+from infinity.engine.durable_run import DurableRun
 from infinity.engine.late import UpperParts
 from infinity.engine.resources import EngineResources
 from infinity.optim.piece import PieceUpdater
@@ -46,3 +47,5 @@ class Parts:
     trimmer: HeapTrimmer | None
     """Where memory has to be given back between the pieces of a step."""
     upper: UpperParts
+    durable: DurableRun | None
+    """Commits each step, where the config wants that."""

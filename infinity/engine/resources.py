@@ -23,10 +23,12 @@ from infinity.tiers.weight_store import WeightStore
 from swapper import (
     BackendUnavailableError,
     BusyTimes,
+    RunDirectory,
     StagingArena,
     Swapper,
     SwapperConfig,
     TransferRecord,
+    Versions,
     VolumeError,
 )
 from swapper.volumes.directory import Directory
@@ -47,6 +49,7 @@ class EngineResources:
         placement: Placement,
         request: Request,
         sizes: Sequence[UnitSize],
+        run: RunDirectory | None = None,
     ) -> None:
         """
         Args:
@@ -55,6 +58,7 @@ class EngineResources:
             placement: the division of the budget.
             request: what the placement was asked, for predictions.
             sizes: all units.
+            run: where a durable run is committed; closed with the rest.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -64,6 +68,9 @@ class EngineResources:
         self._placement = placement
         self._request = request
         self._sizes = list(sizes)
+        self._run = run
+        self.versions: Versions | None = None
+        """Of the states, in a durable run."""
         self._swappers: dict[_TierKey, Swapper] = {}
         self._more: list[Swapper] = []
         self._arenas: list[StagingArena] = []
@@ -79,7 +86,11 @@ class EngineResources:
         needed: dict[_TierKey, int] = {}
         param_key: _TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
         state_key: _TierKey = (config.offload_optimizer.device, config.offload_optimizer.nvme_directories)
+        durable = config.infinity.durable
         self._spill_key = next((key for key in (state_key, param_key) if key[0] == "nvme"), None)
+        if durable is not None:  # what is spilled stays in scratch files
+            param_key = state_key = ("durable", durable.directories)
+            needed[param_key] = sum(self._resting["nvme"].values())
         if param_key[0] == "nvme":
             needed[param_key] = self._resting["nvme"]["weights"]
         if state_key[0] == "nvme":
@@ -87,7 +98,7 @@ class EngineResources:
                 size for kind, size in self._resting["nvme"].items() if kind != "weights"
             )
         if self._spill_key is not None:
-            needed[self._spill_key] += self.gradient_bytes
+            needed[self._spill_key] = needed.get(self._spill_key, 0) + self.gradient_bytes
         try:
             for key, num_bytes in needed.items():
                 self._swappers[key] = self._open(key, num_bytes)
@@ -98,11 +109,30 @@ class EngineResources:
             self._close_swappers()
             raise
 
+    @property
+    def volume_bytes(self) -> int:
+        """Of the drives, what a durable run takes: the states, and for each commit what a step writes of them."""
+        durable = self._config.infinity.durable
+        if durable is None:
+            return 0
+        all_bytes = sum(self._resting["nvme"].values())
+        frozen_bytes = sum(
+            s.weight_bytes - s.trainable_numel * self._request.record_format.weight_dtype.itemsize for s in self._sizes
+        )
+        # What is frozen is written again by the process that resumes, before it goes back to the commit.
+        spare_bytes = min(all_bytes, self._config.io.max_inflight * self._config.io.request_bytes)
+        return all_bytes + durable.keep_last * (all_bytes - frozen_bytes) + frozen_bytes + spare_bytes
+
     def _open(self, key: _TierKey, num_bytes: int) -> Swapper:
-        _, directories = key
+        tier, directories = key
         settings = _swapper_config(self._config.io)
         capacity = max(num_bytes, 4096)  # even if nothing is to rest there: a directory that cannot be used is told
         try:
+            if tier == "durable" and self._run is not None:
+                self.versions = Versions.open(
+                    self._run, directories, capacity, self.volume_bytes, settings, busy=self._busy
+                )
+                return self.versions.swapper
             if self._config.io.use_gds and not self._device.shares_host_memory:
                 try:
                     return Swapper.open(
@@ -112,10 +142,11 @@ class EngineResources:
                     logger.warning("aio.use_gds has no effect, data goes through host memory: %s", error.reason)
             return Swapper.open(directories, capacity, settings, busy=self._busy)
         except VolumeError as error:
+            key_name = "durable_path" if tier == "durable" else "nvme_path"
             raise StorageError(
                 _names(directories),
                 f"cannot hold the states: {error}",
-                cure="Choose another nvme_path, or give several as a list",
+                cure=f"Choose another {key_name}, or give several as a list",
             ) from error
         except BackendUnavailableError as error:
             raise StorageError(
@@ -185,7 +216,7 @@ class EngineResources:
         return [*self._swappers.values(), *self._more]
 
     def _on_drives(self) -> list[Swapper]:
-        return [swapper for key, swapper in self._swappers.items() if key[0] == "nvme"] + self._more
+        return [swapper for key, swapper in self._swappers.items() if key[0] in ("nvme", "durable")] + self._more
 
     def counters(self) -> DriveCounters:
         """What the NVMe tier has done so far."""
@@ -248,6 +279,8 @@ class EngineResources:
                 logger.warning("closing a swapper failed", exc_info=True)
         for arena in self._arenas:
             arena.close()
+        if self._run is not None:
+            self._run.close()
 
 
 def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:

@@ -23,6 +23,7 @@ _CAUSES = {
     "update": "the optimizer",
     "gradients": "room for gradients",
     "write": "writes to NVMe",
+    "commit": "a commit of the durable run",
 }
 
 
@@ -47,7 +48,8 @@ class _HostTime:
 
 
 class StepClock:
-    """Seconds since the last `reset`, computed and waited, the latter by cause: "read", "update", "gradients", "write".
+    """Seconds since the last `reset`, computed and waited, the latter by cause: "read", "update", "gradients", "write",
+    "commit".
 
     Attributes:
         waited_seconds: Seconds that the training thread waited, by cause.

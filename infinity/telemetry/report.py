@@ -52,6 +52,9 @@ class StepReport:
     """"vertical" when all micro-batches went through each unit together, else "ordinary"."""
     schedule_reason: str = ""
     """Why the step of `Engine.train_batch` did not go vertically; empty if it did, and for the user's own loop."""
+    commit_seconds: float = 0.0
+    """What the commit of the step before took, in a durable run: from when its updates were written to when it was on the
+    drives."""
     is_skipped: bool = False
     """Whether the step changed nothing, because its gradients were not finite."""
 
@@ -133,6 +136,7 @@ class StepReport:
             "reads": self.read_wait_seconds,
             "optimizer": self.update_wait_seconds,
             "writes": self.write_wait_seconds,
+            "commit": self.commit_seconds,
         }
         digits = _digits(self.seconds)
         told = [f"{name} {seconds:.{digits}f} s" for name, seconds in waits.items() if round(seconds, digits) > 0]

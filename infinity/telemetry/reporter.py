@@ -134,6 +134,7 @@ class Reporter:
             copy_busy_seconds=copy_busy_seconds,
             schedule=self._schedule[0],
             schedule_reason=self._schedule[1],
+            commit_seconds=waited["commit"],
             is_skipped=is_skipped,
         )
         self._schedule = ("ordinary", "")

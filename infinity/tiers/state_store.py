@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -246,6 +246,19 @@ class PagedStateStore:
         if records.extent is None or self._swapper is None or not record.numel():
             return None
         return self._swapper.write(records.extent, record, offset=records.offsets[index])
+
+    def valid_bytes(self) -> dict[int, list[int]]:
+        """By unit, how much of each record is stored; the rest is zero."""
+        return {index: list(records.valid_bytes) for index, records in self._records.items()}
+
+    def places(self) -> dict[int, int]:
+        """By unit, where its extent begins, of those that have one."""
+        return {i: records.extent.start for i, records in self._records.items() if records.extent is not None}
+
+    def set_valid_bytes(self, valid_bytes: Mapping[int, list[int]]) -> None:
+        """The extents hold other records, of which so much is stored. None may be open."""
+        for index, found in valid_bytes.items():
+            self._records[index].valid_bytes[:] = found
 
     def close(self) -> None:
         """Give the memory back."""

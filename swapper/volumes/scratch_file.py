@@ -63,12 +63,15 @@ class ScratchFile(Uncopyable):
         self.name = f"the scratch file in {str(drive.path)!r} on {drive.words()}"
         self.buffered_because = "not tried yet"
         self.fd = -1
-        self.fd = open_nameless(drive.path)
+        self.fd = self._open()
         _open_files.add(self)
 
     def __del__(self) -> None:
         # Workers of a swapper that nobody closed hold the file until they have ended.
         self.close()
+
+    def _open(self) -> int:
+        return open_nameless(self.directory)
 
     @property
     def is_direct(self) -> bool:
@@ -266,8 +269,8 @@ def _try_direct(fd: int) -> str:
     try:
         memory = region.array().data
         if os.fstat(fd).st_size >= ALIGNMENT:
-            os.pwritev(fd, [memory], 0)
             os.preadv(fd, [memory], 0)
+            os.pwritev(fd, [memory], 0)  # what lies there stays
     except OSError as error:
         if error.errno not in _NOT_DIRECT:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError, VolumeError, VolumeTooSmallError
@@ -12,6 +13,7 @@ from swapper.uncopyable import Uncopyable
 from swapper.volumes.directory import Directory, DirectoryLike, as_directories
 from swapper.volumes.drive_speed import speeds_of
 from swapper.volumes.file_system import describe_drive
+from swapper.volumes.named_file import NamedFile
 from swapper.volumes.scratch_file import ScratchFile
 from swapper.volumes.space import Space
 from swapper.volumes.striping import StripeMap
@@ -31,6 +33,8 @@ class Volume(Uncopyable):
         capacity_bytes: Size of the address space; rounded up to whole stripes, or to 4096 in a single directory.
         stripe_bytes: Length of a stripe. Multiple of 4096.
         direct: Bypass the page cache where the file system can.
+        file_name: Name of the file in each directory, which then outlives the process; what is in it stays, and it is
+            never made shorter. Without, files have no names.
 
     Raises:
         VolumeError: A subclass says what is wrong with which directory. Nothing is left behind.
@@ -43,6 +47,7 @@ class Volume(Uncopyable):
         *,
         stripe_bytes: int = 1 << 20,
         direct: bool = True,
+        file_name: str = "",
     ) -> None:
         wanted = as_directories(directories)
         if capacity_bytes < 0:
@@ -56,8 +61,12 @@ class Volume(Uncopyable):
         try:
             for directory in wanted:
                 # One by one into the tuple, so that an error in a later directory closes the earlier files.
-                self.files = (*self.files, ScratchFile(describe_drive(directory.path)))
+                drive = describe_drive(directory.path)
+                file = NamedFile(drive, file_name) if file_name else ScratchFile(drive)
+                self.files = (*self.files, file)
             _refuse_twins(self.files)
+            held_bytes = sum(file.num_bytes for file in self.files)  # by named files
+            self.capacity_bytes = max(self.capacity_bytes, round_up(held_bytes, self.stripe_bytes or ALIGNMENT))
             if self.stripe_bytes:
                 self._share_out(wanted, direct)
             else:
@@ -90,6 +99,16 @@ class Volume(Uncopyable):
     def column_of(self, offset: int) -> int:
         """Return which of ``files`` holds a byte of the address space."""
         return 0 if self._map is None else self._map.locate(offset)[0]
+
+    def sync(self) -> None:
+        """Whatever was written is on the drives when this returns, all of which work at it at once.
+
+        Raises:
+            OSError: One of them failed. What was written may be lost, also if it is tried again.
+        """
+        with ThreadPoolExecutor(len(self.files), "swapper-sync") as pool:
+            for done in [pool.submit(os.fdatasync, file.fd) for file in self.files]:
+                done.result()
 
     def describe(self) -> str:
         """Return one line for logs."""
@@ -135,6 +154,13 @@ class Volume(Uncopyable):
         self._log_shares(stripes, speeds)
 
     def _reserve(self, stripes: StripeMap) -> None:
+        for column, file in enumerate(self.files):
+            if isinstance(file, NamedFile) and stripes.file_bytes(column) < file.num_bytes:
+                raise VolumeError(
+                    file.directory,
+                    f"{file.name} holds {file.num_bytes} bytes of a run, and only {stripes.file_bytes(column)} of it would be "
+                    "used now: name the same directories, with room for the same shares",
+                )
         # First what gives space back, for those that share a file system with it.
         for grows in (False, True):
             for column, file in enumerate(self.files):

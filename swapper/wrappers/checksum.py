@@ -11,12 +11,14 @@ pages with other segments have a list of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
+
+from swapper.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,29 @@ class ChecksumTable:
             self._others[page] = tuple(segments)
         else:
             self._others.pop(page, None)
+
+    def dump(self) -> dict[str, npt.NDArray[Any]]:
+        """Return all that is known, for `load`."""
+        rows = [
+            (segment.start, segment.stop, -1 if segment.checksum is None else segment.checksum)
+            for segments in self._others.values()
+            for segment in segments
+        ]
+        return {
+            "checksums": self._checksums.copy(),
+            "is_whole": np.packbits(self._is_whole),
+            "segments": np.array(rows, dtype=np.int64).reshape(-1, 3),
+        }
+
+    def load(self, known: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Know what `dump` returned, and nothing else."""
+        is_whole = np.unpackbits(known["is_whole"], count=self._is_whole.size).astype(np.bool_)
+        if known["checksums"].shape != self._checksums.shape:
+            raise ArgumentError(f"checksums of {known['checksums'].size} pages, not of {self._checksums.size}")
+        self._checksums[:], self._is_whole[:] = known["checksums"], is_whole
+        self._others = {}
+        for start, stop, checksum in known["segments"].tolist():
+            self.add(Segment(start, stop, None if checksum < 0 else checksum))
 
     def add(self, segment: Segment) -> None:
         """Take in a segment, inside one page, where nothing is known."""

@@ -23,11 +23,13 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest
 from swapper.config import ALIGNMENT, round_up
@@ -126,6 +128,16 @@ class IntegrityBackend(BackendWrapper):
     def describe(self) -> str:
         """Return one line for logs."""
         return f"crc32c of every {self.page_bytes} bytes over {self.inner.describe()}"
+
+    def checksums(self) -> dict[str, npt.NDArray[Any]]:
+        """Return all checksums, for `restore`; no write may be on its way."""
+        with self._lock:
+            return self._table.dump()
+
+    def restore(self, checksums: Mapping[str, npt.NDArray[Any]]) -> None:
+        """The inner backend holds what had these checksums. No request may be on its way."""
+        with self._lock:
+            self._table.load(checksums)
 
     def submit(self, request: IORequest) -> None:
         """Pass the request on, and verify or remember its bytes when it is over."""

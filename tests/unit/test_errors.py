@@ -77,6 +77,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         errors.StepError,
         ["step 6", "2 of 9", "forward raised", "infinity.update"],
     ),
+    (errors.CommitError("/x", step=8, problem="it is full"), RuntimeError, ["step 8", "/x", "it is full", "again"]),
     (errors.LossScaleError(0.5, step=8), errors.StepError, ["step 8", "0.5", "Lower the learning rate"]),
     (
         errors.UnpreparedParameterError("head.bias", "was frozen", cure="Thaw it before"),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from infinity.config.schema.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
+from infinity.config.schema.directories import NamedDirectory, parse_directories
 from infinity.config.schema.offload_blocks import AioBlock, ZeroBlock
 from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block
 from infinity.config.schema.quantities import (
@@ -100,6 +101,13 @@ class InfinityBlock(Block):
     """Read ahead in the order of the last step; `false` reads on demand."""
     keep_in_memory: Flag = True
     """What the budgets leave over keeps weights and states off the drives; `false` leaves it unused."""
+    durable: Flag = False
+    """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
+    runs](../infinity/README.md#durable-runs)."""
+    durable_path: Annotated[tuple[NamedDirectory, ...] | None, BeforeValidator(parse_directories)] = None
+    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`."""
+    keep_last: Annotated[int, Field(ge=1)] = 1
+    """How many commits `engine.rollback` can choose from. Each takes as much space as a step writes."""
     drive_tbw: Annotated[Number | None, Field(gt=0)] = None
     """Terabytes that the drives together are rated to take (TBW): the plan then says after how many steps they have."""
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()

@@ -1,0 +1,173 @@
+"""A swapper whose bytes outlive its process, and which goes back to what they were at a commit."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from swapper.backend import IOBackend
+from swapper.config import SwapperConfig, round_up
+from swapper.errors import DamagedCommitError, SwapperError
+from swapper.meters.busy import BusyTimes
+from swapper.selection.choice import open_backend
+from swapper.swapper import Swapper
+from swapper.volumes.directory import DirectoryLike
+from swapper.volumes.publish import sync_directory
+from swapper.volumes.run_directory import RunDirectory
+from swapper.volumes.volume import Volume
+from swapper.wrappers.integrity import IntegrityBackend
+from swapper.wrappers.versions import Runs, VersionedBackend
+
+logger = logging.getLogger(__name__)
+
+
+class Versions:
+    """Knows the commits of a run directory and where the bytes of each of them lie; must not know what they mean.
+
+    Every byte that is read is compared with its checksum. After a commit could not be made, no later one can.
+
+    Attributes:
+        swapper: Reads and writes the present. Extents are allocated anew in each process, in the same order.
+
+    Args:
+        run: Where commits are written.
+        backend: Moves the bytes. Its space is larger than ``capacity_bytes``, see :class:`VersionedBackend`.
+        sync: Whatever the backend has written is on the drives when this returns; raises OSError if it cannot be.
+        capacity_bytes: What extents may take together.
+        config: How to use it.
+        busy: See :class:`Swapper`.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        backend: IOBackend,
+        sync: Callable[[], None],
+        capacity_bytes: int,
+        config: SwapperConfig,
+        *,
+        busy: BusyTimes | None = None,
+    ) -> None:
+        self._run = run
+        self._sync = sync
+        self._slots = VersionedBackend(backend, round_up(capacity_bytes))
+        self._checked = IntegrityBackend(self._slots, boundary_bytes=config.request_bytes)
+        self.swapper = Swapper(self._checked, config, busy=busy, is_prewritten=True)
+        self._kept: dict[int, Runs] = {}
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def open(
+        cls,
+        run: RunDirectory,
+        directories: Sequence[DirectoryLike],
+        capacity_bytes: int,
+        volume_bytes: int,
+        config: SwapperConfig,
+        *,
+        busy: BusyTimes | None = None,
+    ) -> Versions:
+        """Open or make the files of a run, one in each directory.
+
+        Raises:
+            VolumeError: A subclass says what is wrong with which directory.
+        """
+        volume = Volume(
+            directories, volume_bytes, stripe_bytes=config.request_bytes, direct=config.direct, file_name="states"
+        )
+        try:
+            return cls(run, open_backend(volume, config), volume.sync, capacity_bytes, config, busy=busy)
+        except BaseException:
+            volume.close()
+            raise
+
+    @property
+    def kept(self) -> list[int]:
+        """Numbers of the commits that can be gone back to, the newest first."""
+        return sorted(self._kept, reverse=True)
+
+    def recover(self, number: int) -> None:
+        """Protect what the newest commit and those that it keeps name. To be called before anything is written.
+
+        Raises:
+            DamagedCommitError: It is not what was written.
+        """
+        newest = _read(self._run, number)
+        kept = {number: newest["runs"]}
+        there = self._run.commits()
+        for old in newest["kept"].tolist():
+            if old in there:
+                try:
+                    kept[old] = _read(self._run, old)["runs"]
+                except DamagedCommitError as error:
+                    logger.warning("commit %d cannot be gone back to: %s", old, error)
+        self._kept = kept
+        self._slots.retain(kept)
+
+    def commit(self, number: int, parts: Sequence[bytes], keep: Sequence[int]) -> None:
+        """Make the present a commit: when this returns, it survives whatever happens to process and machine.
+
+        Args:
+            number: Larger than those of all commits before.
+            parts: What else belongs to it.
+            keep: Older commits that are to stay; the others go.
+
+        Raises:
+            OSError: It could not be made. All older commits are as they were.
+            SwapperError: A write failed, or an earlier commit.
+        """
+        if self._failure is not None:
+            raise SwapperError(f"an earlier commit failed, and what was written then may be lost: {self._failure}")
+        self.swapper.flush()
+        runs = self._slots.snapshot()
+        data = io.BytesIO()
+        staying = [old for old in keep if old in self._kept]
+        arrays: dict[str, Any] = {"runs": runs, "kept": np.array(staying, dtype=np.int64), **self._checked.checksums()}
+        np.savez(data, **arrays)
+        try:
+            self._sync()
+            self._run.write(number, [data.getvalue(), *parts])
+        except BaseException as error:
+            self._failure = error
+            raise
+        kept = {old: self._kept[old] for old in staying} | {number: runs}
+        for old in self._run.commits():
+            if old not in kept:
+                self._run.remove(old)
+        self._kept = kept
+        self._slots.retain(kept)
+
+    def go_to(self, number: int) -> list[bytes]:
+        """Make a commit the present, and forget those after it; returns what else belongs to it.
+
+        No request may be on its way.
+
+        Raises:
+            DamagedCommitError: It is not what was written.
+        """
+        _, *parts = self._run.read(number)
+        known = _read(self._run, number)
+        self.swapper.flush()
+        self._slots.restore(known["runs"])
+        self._checked.restore(known)
+        newer = [each for each in self.kept if each > number]
+        for each in newer:  # the newest first: a crash in between leaves another commit the newest
+            self._run.remove(each)
+            self._kept.pop(each)
+        if newer:
+            sync_directory(self._run.path)
+            self._slots.retain(self._kept)
+        return parts
+
+
+def _read(run: RunDirectory, number: int) -> dict[str, Any]:
+    data, *_ = run.read(number)
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            return {name: found[name] for name in ("runs", "kept", "checksums", "is_whole", "segments")}
+    except Exception as error:
+        raise DamagedCommitError(run.path / str(number), f"its map cannot be read: {error}") from error

@@ -1,0 +1,163 @@
+"""The directory of a durable run: a lock, and small files that each say all about one commit.
+
+DIRECTORY/lock                  held by the process that uses the run, as long as it lives
+DIRECTORY/commit-0000000007     appears when it is whole and on the drive
+DIRECTORY/...                   whatever else the run has there
+
+a commit's file: magic, format | number of parts | length of each | parts | crc32c of all before it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import google_crc32c
+
+from swapper.errors import DamagedCommitError, NewerFormatError, RunInUseError, UnwritableDirectoryError, error_words
+from swapper.uncopyable import Uncopyable
+from swapper.volumes.publish import make_directory, replacing, sync_directory
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_MAGIC = b"INFRUN"
+_HEAD = struct.Struct("<6sHQ")
+_PREFIX = "commit-"
+
+
+class RunDirectory(Uncopyable):
+    """Knows the lock and the files of commits; must not know what is in them.
+
+    Args:
+        directory: Made, with its parents, if it is missing; only its owner may enter it then.
+
+    Raises:
+        RunInUseError: Another process, or somebody else in this one, uses it.
+        UnwritableDirectoryError: It cannot be used.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self._fd = -1
+        try:
+            is_new = not directory.exists()
+            make_directory(directory)
+            if is_new:
+                directory.chmod(0o700)
+            self._fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UnwritableDirectoryError(directory, error_words(error)) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise RunInUseError(directory) from error
+        _open_runs.add(self)
+        for left in directory.glob(f".{_PREFIX}*"):
+            left.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def commits(self) -> list[int]:
+        """Return the numbers of all commits, the newest first."""
+        names = (path.name.removeprefix(_PREFIX) for path in self.path.glob(f"{_PREFIX}*"))
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def newest(self) -> tuple[int, list[bytes]] | None:
+        """Return the newest commit that is what was written; None without any.
+
+        Raises:
+            DamagedCommitError: There are some, and none of them is.
+            NewerFormatError: A later version wrote the newest.
+        """
+        failure: DamagedCommitError | None = None
+        for number in self.commits():
+            try:
+                return number, self.read(number)
+            except DamagedCommitError as error:
+                logger.error("%s", error)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return None
+
+    def write(self, number: int, parts: Sequence[bytes]) -> None:
+        """Have a commit appear; when this returns, it is on the drive.
+
+        Raises:
+            OSError: It cannot be written; all others are as they were.
+        """
+        head = _HEAD.pack(_MAGIC, FORMAT, len(parts)) + b"".join(struct.pack("<Q", len(part)) for part in parts)
+        checksum = 0
+        path = self._path(number)
+        with replacing(path) as file:
+            os.fchmod(file.fileno(), 0o600)
+            for piece in (head, *parts):
+                file.write(piece)
+                checksum = google_crc32c.extend(checksum, piece)
+            file.write(struct.pack("<I", checksum))
+        sync_directory(self.path)
+
+    def read(self, number: int) -> list[bytes]:
+        """Return what was written.
+
+        Raises:
+            DamagedCommitError: It holds something else.
+            NewerFormatError: A later version wrote it.
+        """
+        path = self._path(number)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DamagedCommitError(path, error_words(error)) from error
+        if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
+            raise DamagedCommitError(path, "its checksum is not that of its bytes")
+        magic, version, num_parts = _HEAD.unpack_from(data)
+        if magic != _MAGIC:
+            raise DamagedCommitError(path, "it is no commit")
+        if version > FORMAT:
+            raise NewerFormatError(path, version, FORMAT)
+        place = _HEAD.size + 8 * num_parts
+        if num_parts > 64 or place > len(data):
+            raise DamagedCommitError(path, f"it cannot have {num_parts} parts")
+        parts = []
+        for length in struct.unpack_from(f"<{num_parts}Q", data, _HEAD.size):
+            parts.append(data[place : place + length])
+            place += length
+        if place != len(data) - 4:
+            raise DamagedCommitError(path, "its parts have other lengths than it says")
+        return parts
+
+    def remove(self, number: int) -> None:
+        """Let a commit go."""
+        self._path(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let others use the directory. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _path(self, number: int) -> Path:
+        return self.path / f"{_PREFIX}{number:010d}"
+
+
+_open_runs: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # A forked child that outlives its parent would otherwise hold the lock.
+    for run in list(_open_runs):
+        with contextlib.suppress(OSError):
+            run.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,336 @@
+"""A backend that never writes over what somebody may want to go back to.
+
+[Note: versions]
+Whoever uses it sees one address space, as of any backend. Below, each of its blocks lies in some slot of a larger space: a
+write goes to free slots, and when it is over, these are where its blocks lie. So the same bytes are written as without
+versions, and what was there before is still there. A snapshot says which block lies in which slot. A slot is free when
+neither a kept snapshot nor the present names it.
+
+    address space      | 0 | 1 | 2 | 3 |                   blocks of 4096 bytes
+    slots              | 0 | 1 | 2 | 3 | 1'| 2'|   |   |   1 and 2 were written again; a kept snapshot names 0 1 2 3
+
+Slots are taken in a circle, so what is written together lies together. Slots of a write that failed, or never ends, are
+not used again: nobody knows what the drive may still do to them.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from swapper.backend import Direction, IOBackend, IORequest
+from swapper.config import ALIGNMENT
+from swapper.errors import ArgumentError
+from swapper.extents.intervals import IntervalSet
+from swapper.memory.region import AlignedRegion
+from swapper.wrappers.base import BackendWrapper
+
+Runs = npt.NDArray[np.uint32]
+"""A snapshot: one row (first block, first slot, number) for each run of blocks that lie one behind the other."""
+
+_TRANSIENT = frozenset({None, errno.EINTR, errno.EAGAIN})
+_WINDOW_BLOCKS = 1 << 18
+
+
+class VersionedBackend(BackendWrapper):
+    """Knows which slot each block lies in, and which slots are free; must not know what the blocks hold.
+
+    Args:
+        inner: Where the slots are; its space must be larger than ``capacity_bytes`` by as much as is ever written between
+            two calls of :meth:`retain`, for each snapshot that is kept.
+        capacity_bytes: Size of the address space. Multiple of 4096.
+    """
+
+    def __init__(self, inner: IOBackend, capacity_bytes: int) -> None:
+        super().__init__(inner)
+        if capacity_bytes % ALIGNMENT or capacity_bytes > inner.capacity_bytes:
+            raise ArgumentError(
+                f"capacity_bytes must be a multiple of {ALIGNMENT} and at most {inner.capacity_bytes}, got {capacity_bytes}"
+            )
+        self._capacity_bytes = capacity_bytes
+        self._num_slots = inner.capacity_bytes // ALIGNMENT
+        self._lock = threading.RLock()  # guards all that follows
+        self._slots = np.zeros(
+            capacity_bytes // ALIGNMENT, dtype=np.uint32
+        )  # by block: its slot + 1, 0 if never written
+        self._is_kept = np.zeros(self._num_slots, dtype=np.bool_)  # by slot: a kept snapshot names it
+        self._kept: Mapping[int, Runs] = {}
+        self._taken = IntervalSet()  # slots of writes on their way, and of those that failed
+        self._free = IntervalSet()
+        self._free.add(0, self._num_slots)
+        self._cursor = 0
+
+    # -- what a backend promises -------------------------------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the address space."""
+        return self._capacity_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """See :class:`IOBackend`."""
+        return ALIGNMENT
+
+    @property
+    def boundary_bytes(self) -> int:
+        """See :class:`IOBackend`: transfers are cut here as the inner backend wants it."""
+        return 0
+
+    def locate(self, offset: int) -> tuple[str, int]:
+        """See :class:`IOBackend`."""
+        slot = int(self._slots[offset // ALIGNMENT])
+        return self.inner.locate((slot - 1) * ALIGNMENT + offset % ALIGNMENT if slot else offset)
+
+    def submit(self, request: IORequest) -> None:
+        """Read from where the blocks lie, or write to free slots."""
+        if not len(request.memory):
+            request.complete(0)
+        elif request.direction is Direction.READ:
+            self._read(request)
+        else:
+            self._write(request)
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Runs:
+        """Where everything lies now that was written; no write may be on its way."""
+        rows: list[Runs] = []
+        with self._lock:
+            for low in range(0, self._slots.size, _WINDOW_BLOCKS):
+                window = self._slots[low : low + _WINDOW_BLOCKS]
+                blocks = np.flatnonzero(window)
+                if not blocks.size:
+                    continue
+                slots = window[blocks].astype(np.int64) - 1
+                starts = np.concatenate([[0], np.flatnonzero((np.diff(blocks) != 1) | (np.diff(slots) != 1)) + 1])
+                lengths = np.diff(np.concatenate([starts, [blocks.size]]))
+                rows.append(np.stack([blocks[starts] + low, slots[starts], lengths], axis=1).astype(np.uint32))
+        return np.concatenate(rows) if rows else np.zeros((0, 3), dtype=np.uint32)
+
+    def retain(self, snapshots: Mapping[int, Runs]) -> None:
+        """Keep what these snapshots name, by number, and nothing else but the present."""
+        for runs in snapshots.values():
+            self._check(runs)
+        with self._lock:
+            self._kept = dict(snapshots)
+            self._recount()
+
+    def restore(self, runs: Runs) -> None:
+        """What the snapshot names is the present from now on. No request may be on its way."""
+        self._check(runs)
+        with self._lock:
+            self._slots[:] = 0
+            for block, slot, number in runs.tolist():
+                self._slots[block : block + number] = np.arange(slot + 1, slot + 1 + number, dtype=np.uint32)
+            self._recount()
+
+    @property
+    def free_bytes(self) -> int:
+        """In free slots."""
+        with self._lock:
+            return sum(stop - start for start, stop in self._free) * ALIGNMENT
+
+    def _check(self, runs: Runs) -> None:
+        wide = runs.astype(np.int64)
+        if runs.ndim != 2 or runs.shape[1] != 3:
+            raise ArgumentError(f"a snapshot has three columns, not the shape {runs.shape}")
+        ends = wide[:, :2] + wide[:, 2:]
+        if np.any(ends > (self._slots.size, self._num_slots)):
+            raise ArgumentError("a snapshot names blocks or slots that do not exist here")
+
+    def _recount(self) -> None:
+        is_kept = np.zeros(self._num_slots, dtype=np.bool_)
+        for runs in self._kept.values():
+            for _, slot, number in runs.tolist():
+                is_kept[slot : slot + number] = True
+        self._is_kept = is_kept
+        is_used = is_kept.copy()
+        present = self._slots[self._slots > 0]
+        is_used[present - 1] = True
+        for start, stop in self._taken:
+            is_used[start:stop] = True
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], is_used, [True]]).astype(np.int8)))
+        self._free = IntervalSet()
+        for start, stop in edges.reshape(-1, 2).tolist():
+            self._free.add(start, stop)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _read(self, request: IORequest) -> None:
+        first, stop = request.offset // ALIGNMENT, -(-(request.offset + len(request.memory)) // ALIGNMENT)
+        with self._lock:
+            slots = self._slots[first:stop].tolist()
+        parts = []
+        for block, slot, number in _runs_of(slots):
+            low = max((first + block) * ALIGNMENT, request.offset) - request.offset
+            high = min((first + block + number) * ALIGNMENT - request.offset, len(request.memory))
+            if slot:
+                within = (request.offset + low) % ALIGNMENT
+                parts.append(((slot - 1) * ALIGNMENT + within, request.memory[low:high], request.address + low))
+            else:
+                request.memory[low:high] = bytes(high - low)
+        _Parts(self.inner, Direction.READ, parts, request.complete, len(request.memory)).start()
+
+    def _write(self, request: IORequest) -> None:
+        start, stop = request.offset, request.offset + len(request.memory)
+        first, last = start // ALIGNMENT, -(-stop // ALIGNMENT)
+        with self._lock:
+            before = self._slots[first:last].tolist()
+            ranges = self._take(last - first)
+        if ranges is None:
+            message = "no free slot: more was written since the last commit than there is room for"
+            request.complete(0, OSError(errno.ENOSPC, message))
+            return
+        # Blocks at the ends that are not written whole get the rest of what they hold.
+        cut = {block for block, address in ((first, start), (last - 1, stop)) if address % ALIGNMENT}
+        edges = {block: AlignedRegion(ALIGNMENT).array() for block in cut}
+        old = [
+            ((before[block - first] - 1) * ALIGNMENT, array.data, int(array.__array_interface__["data"][0]))
+            for block, array in edges.items()
+            if before[block - first] and not request.may_pad
+        ]
+
+        def put(_: int, error: OSError | None = None) -> None:
+            if error is not None:
+                self._end_write(request, first, ranges, error)
+                return
+            for block, array in edges.items():
+                low, high = max(block * ALIGNMENT, start), min((block + 1) * ALIGNMENT, stop)
+                array[low - block * ALIGNMENT : high - block * ALIGNMENT] = np.frombuffer(
+                    request.memory[low - start : high - start], dtype=np.uint8
+                )
+            _Parts(self.inner, Direction.WRITE, list(parts()), end, len(request.memory)).start()
+
+        def parts() -> Iterator[tuple[int, memoryview, int]]:
+            begin = first
+            for low, high in ranges:
+                inside = [block for block in edges if begin <= block < begin + high - low]
+                cuts = sorted({begin, begin + high - low, *inside, *(block + 1 for block in inside)})
+                for block, end_block in pairwise(cuts):
+                    place = (low + block - begin) * ALIGNMENT
+                    if block in edges:
+                        array = edges[block]
+                        yield place, array.data, int(array.__array_interface__["data"][0])
+                    else:
+                        head = block * ALIGNMENT - start
+                        yield place, request.memory[head : end_block * ALIGNMENT - start], request.address + head
+                begin += high - low
+
+        def end(transferred_bytes: int, error: OSError | None = None) -> None:
+            if error is None and transferred_bytes < len(request.memory):
+                error = OSError(errno.EAGAIN, "a transfer stayed short")
+            self._end_write(request, first, ranges, error)
+
+        _Parts(self.inner, Direction.READ, old, put, 0).start()
+
+    def _end_write(self, request: IORequest, first: int, ranges: list[tuple[int, int]], error: OSError | None) -> None:
+        with self._lock:
+            if error is None:
+                slots = np.concatenate([np.arange(low + 1, high + 1, dtype=np.uint32) for low, high in ranges])
+                present = self._slots[first : first + slots.size]
+                released = present[present > 0] - 1
+                released = released[~self._is_kept[released]].tolist()
+                present[:] = slots
+                for low, high in ranges:
+                    self._taken.remove(low, high)
+                for _, slot, number in _runs_of(released):
+                    self._free.add(slot, slot + number)
+            elif error.errno in _TRANSIENT:
+                for low, high in ranges:
+                    self._taken.remove(low, high)
+                    self._free.add(low, high)
+        request.complete(0 if error is not None else len(request.memory), error)
+
+    def _take(self, number: int) -> list[tuple[int, int]] | None:
+        """Take so many free slots; None if there are not so many."""
+        found: list[tuple[int, int]] = []
+        while number:
+            piece = self._free.first_overlap(self._cursor, self._num_slots) or self._free.first_overlap(0, self._cursor)
+            if piece is None:
+                for low, high in found:
+                    self._taken.remove(low, high)
+                    self._free.add(low, high)
+                return None
+            low, high = piece[0], min(piece[1], piece[0] + number)
+            self._free.remove(low, high)
+            self._taken.add(low, high)
+            found.append((low, high))
+            number -= high - low
+            self._cursor = high % self._num_slots
+        return found
+
+
+class _Parts:
+    """Knows the transfers that one request becomes, and tells when all of them are over."""
+
+    def __init__(
+        self,
+        inner: IOBackend,
+        direction: Direction,
+        parts: Iterable[tuple[int, memoryview, int]],
+        then: Callable[[int, OSError | None], None],
+        num_bytes: int,
+    ) -> None:
+        """``num_bytes``: what is told if all of them went well; else it is 0, or less if a transfer was short."""
+        self._inner = inner
+        self._then = then
+        self._num_bytes = num_bytes
+        self._lock = threading.RLock()
+        self._error: OSError | None = None
+        self._is_short = False
+        boundary = inner.boundary_bytes
+        self._requests = [
+            IORequest(direction, offset + low, memory[low:high], address + low, self._on_complete)
+            for offset, memory, address in parts
+            for low, high in _cuts(offset, len(memory), boundary)
+        ]
+        self._remaining = len(self._requests) + 1
+
+    def start(self) -> None:
+        for request in list(self._requests):
+            try:
+                self._inner.submit(request)
+            except Exception as error:  # others are on their way: all of them have to end
+                self._on_complete(request, 0, OSError(None, f"{type(error).__name__}: {error}"))
+        self._one_is_over()
+
+    def _on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._is_short = self._is_short or transferred_bytes < len(request.memory)
+        self._one_is_over()
+
+    def _one_is_over(self) -> None:
+        with self._lock:
+            self._remaining -= 1
+            is_over = not self._remaining
+        if is_over:
+            self._requests.clear()
+            self._then(0 if self._error is not None or self._is_short else self._num_bytes, self._error)
+
+
+def _cuts(offset: int, num_bytes: int, boundary_bytes: int) -> Iterator[tuple[int, int]]:
+    low = 0
+    while low < num_bytes:
+        length = num_bytes - low
+        if boundary_bytes:
+            length = min(length, boundary_bytes - (offset + low) % boundary_bytes)
+        yield low, low + length
+        low += length
+
+
+def _runs_of(slots: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(place, first value, number) of each run in which values rise by one; zeros make runs of their own."""
+    place = 0
+    while place < len(slots):
+        value, end = slots[place], place + 1
+        while end < len(slots) and slots[end] == (value + end - place if value else 0):
+            end += 1
+        yield place, value, end - place
+        place = end

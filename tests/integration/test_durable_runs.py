@@ -1,0 +1,295 @@
+"""Durable runs in one process: what a commit holds, what is refused, and that a run can be gone back in."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import CommitError, ConfigValueError, StepOrderError, StorageError, UnsupportedModelError
+from swapper import ChecksumMismatchError
+from tests.exactness.lockstep import BF16, everything_on_nvme
+
+_MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "remainder": BF16,
+    "fp32 beside bf16": {**BF16, "infinity": {"main_weights": "fp32"}},
+    "in the step": {**BF16, "infinity": {"update": "step"}},
+    "dynamic fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}},
+    "int8 states": {**BF16, "infinity": {"state_dtype": "int8"}},
+    "bf16 states": {**BF16, "infinity": {"state_dtype": "bf16"}},
+    "clipped": {**BF16, "gradient_clipping": 0.1},
+    "accumulated": {**BF16, "gradient_accumulation_steps": 3},
+    "vertical": {**BF16, "gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}},
+}
+
+
+class Model(nn.Module):
+    """With statistics, something frozen, tied weights, dropout, and a layer that is used late."""
+
+    def __init__(self, seed: int = 0, width: int = 96) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(8, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.2)
+        self.late = nn.Linear(8, width)
+        self.frozen = nn.Linear(width, 8).requires_grad_(False)
+        self.last = nn.Linear(8, width)
+        self.last.weight = self.first.weight
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = x.to(self.first.weight.dtype)
+        hidden = self.dropout(self.norm(self.first(x))) + (self.late(x) if int(self.seen) > 3 else 0)
+        result: torch.Tensor = self.last(self.frozen(hidden).relu()).float().square().mean()
+        return result
+
+
+_SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
+
+
+@contextmanager
+def training(drive: Path, changes: dict[str, Any], model: nn.Module) -> Iterator[Any]:
+    drive.mkdir(exist_ok=True)
+    own = {"durable": True, **changes.get("infinity", {})}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    common = {"optimizer": optimizer, "scheduler": _SCHEDULER, "train_micro_batch_size_per_gpu": 2}
+    config = everything_on_nvme(drive, {**common, **changes, "infinity": own})
+    data = list(torch.randn(14, 8, generator=torch.Generator().manual_seed(7)))
+    engine, *_ = infinity.initialize(model=model, config=config, training_data=data)
+    with engine:
+        yield engine
+
+
+def train(engine: Any, until: int) -> list[float]:
+    """Batches that begin anew when the loader ends, and dropout: both go on where the commit was made."""
+    if engine.config.infinity.schedule == "vertical":
+        return [float(engine.train_batch()) for _ in range(engine.global_steps, until)]
+    losses: list[float] = []
+    batches: Iterator[Any] = iter(())
+    while engine.global_steps < until:
+        batch = next(batches, None)
+        if batch is None:
+            batches = iter(engine.training_dataloader)
+            batch = next(batches)
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for fqn, parameter in engine.module.named_parameters():
+        found[fqn] = parameter.clone()
+        if parameter.requires_grad:
+            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in engine.state_of(parameter).items()}
+    found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers()}
+    found["lr"] = torch.tensor(engine.get_lr())
+    found["generators"] = torch.cat([torch.get_rng_state().long(), torch.tensor(random.getstate()[1])])
+    counts = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.loss_scale()]
+    found["counts"] = torch.tensor(counts)
+    return found
+
+
+def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def _seed() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_a_run_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
+    changes = _MODES[mode]
+    _seed()
+    with training(tmp_path / "whole", changes, Model()) as engine:
+        _seed()
+        losses = train(engine, 9)
+        expected = everything(engine)
+    found = []
+    for seed, until in enumerate((2, 5, 9)):
+        with training(tmp_path / "parts", changes, Model(seed)) as engine:
+            if not seed:
+                _seed()
+            assert engine.global_steps == (0, 2, 5)[seed]
+            found += train(engine, until)
+            last = everything(engine)
+    assert found == losses
+    require_equal(last, expected)
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["durable"]
+
+
+def test_it_is_the_same_as_not_durable(tmp_path: Path) -> None:
+    results = []
+    for durable in (False, True):
+        _seed()
+        with training(tmp_path / str(durable), {**BF16, "infinity": {"durable": durable}}, Model()) as engine:
+            train(engine, 4)
+            results.append(everything(engine))
+    require_equal(*results)
+
+
+def test_several_drives(tmp_path: Path) -> None:
+    directories = [str(tmp_path / name) for name in "ab"]
+    for directory in directories:
+        Path(directory).mkdir()
+    changes = {**BF16, "infinity": {"durable_path": directories}}
+    with training(tmp_path / "scratch", changes, Model()) as engine:
+        train(engine, 2)
+        expected = everything(engine)
+    with training(tmp_path / "scratch", changes, Model(1)) as engine:
+        assert engine.global_steps == 2
+        require_equal(everything(engine), expected)
+
+
+def test_going_back(tmp_path: Path) -> None:
+    changes = {**BF16, "infinity": {"keep_last": 3}}
+    _seed()
+    with training(tmp_path / "other", BF16, Model()) as engine:
+        train(engine, 2)
+        before = everything(engine)
+    _seed()
+    with training(tmp_path / "drive", changes, Model()) as engine:
+        losses = train(engine, 4)
+        after = everything(engine)
+        with pytest.raises(StepOrderError, match=r"3 commits are kept.*keep_last"):
+            engine.rollback(3)
+        engine.rollback(2)
+        require_equal(everything(engine), before)
+        engine.rollback(0)
+        assert train(engine, 4) == losses[-2:]
+        require_equal(everything(engine), after)
+        engine.rollback(1)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        weight = engine.module.first.weight.clone()
+        train(engine, 4)
+        assert torch.equal(engine.module.first.weight, weight)
+
+
+def test_going_back_after_a_restart(tmp_path: Path) -> None:
+    changes = {**BF16, "infinity": {"keep_last": 2}}
+    with training(tmp_path / "drive", changes, Model()) as engine:
+        train(engine, 2)
+        before = everything(engine)
+        train(engine, 3)
+    with training(tmp_path / "drive", changes, Model(1)) as engine:
+        engine.rollback(1)
+        require_equal(everything(engine), before)
+
+
+@pytest.mark.parametrize("what", ["wider", "optimizer", "page"])
+def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
+    with training(tmp_path / "drive", BF16, Model()) as engine:
+        train(engine, 1)
+        expected = everything(engine)
+    changes = {
+        "wider": {**BF16},
+        "optimizer": {**BF16, "optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}},
+        "page": {**BF16, "infinity": {"page_bytes": 65536}},
+    }[what]
+    model = Model(width=64 if what == "wider" else 96)
+    message = {
+        "wider": r"'first.weight' has shape \[96, 8\], not \[64, 8\]",
+        "optimizer": "has states .*exp_avg.*not.*sum",
+        "page": "infinity.page_bytes to 32768",
+    }[what]
+    with pytest.raises(UnsupportedModelError, match=message), training(tmp_path / "drive", changes, model):
+        pass
+    assert isinstance(model.first.weight, nn.Parameter) and model.first.weight.isfinite().all()
+    with training(tmp_path / "drive", BF16, Model(1)) as engine:  # nothing was changed
+        require_equal(everything(engine), expected)
+
+
+def test_a_second_engine_is_refused(tmp_path: Path) -> None:
+    refused = pytest.raises(StorageError, match=r"durable_path.*in use")
+    with training(tmp_path / "drive", BF16, Model()), refused, training(tmp_path / "drive", BF16, Model()):
+        pass
+    with training(tmp_path / "drive", BF16, Model()):
+        pass
+
+
+@pytest.mark.parametrize("what", ["states", "commit", "newest of two"])
+def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changes = {**BF16, "infinity": {"keep_last": 2 if what == "newest of two" else 1}}
+    with training(tmp_path / "drive", changes, Model()) as engine:
+        train(engine, 2)
+    run = tmp_path / "drive" / "durable"
+    commits = sorted(run.glob("commit-*"))
+    path = run / "states" if what == "states" else commits[-1]
+    data = bytearray(path.read_bytes())
+    places = range(0, len(data), 512) if what == "states" else [len(data) // 2]
+    for place in places:  # of the states, wherever the commit's happen to lie
+        data[place] ^= 1
+    path.write_bytes(data)
+    if what == "newest of two":
+        with training(tmp_path / "drive", changes, Model(1)) as engine:
+            assert engine.global_steps == 1 and "damaged" in caplog.text
+    elif what == "commit":
+        with pytest.raises(StorageError, match=r"damaged.*checksum"), training(tmp_path / "drive", changes, Model(1)):
+            pass
+    else:
+        found = pytest.raises(ChecksumMismatchError, match=r"states")
+        with found, training(tmp_path / "drive", changes, Model(1)) as engine:
+            everything(engine)
+
+
+def test_a_commit_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swapper.volumes.run_directory.FORMAT", 2)
+    with training(tmp_path / "drive", BF16, Model()) as engine:
+        train(engine, 1)
+    monkeypatch.undo()
+    refused = pytest.raises(StorageError, match=r"has format 2, and this version knows formats up to 1")
+    with refused, training(tmp_path / "drive", BF16, Model()):
+        pass
+
+
+def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive is full: the step is told, no later one is committed, and the run goes on from the one before."""
+    with training(tmp_path / "drive", BF16, Model()) as engine:
+        losses = train(engine, 3)
+
+        def refuse(fd: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        with pytest.raises(CommitError, match=r"step 4 could not be committed.*No space left"):
+            train(engine, 4)
+        monkeypatch.undo()
+        with pytest.raises(CommitError, match=r"an earlier commit failed"):
+            train(engine, 5)
+    del losses
+    with training(tmp_path / "drive", BF16, Model(1)) as engine:
+        assert engine.global_steps == 3
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for change, match in [
+        ({"zero_optimization": {"offload_param": {"device": "cpu", "nvme_path": None}}}, "offload_param.device"),
+        ({"infinity": {"keep_in_memory": True}}, "keep_in_memory"),
+    ]:
+        with pytest.raises(ConfigValueError, match=match), training(tmp_path / "drive", change, Model()):
+            pass
+    with training(tmp_path / "drive", {}, Model()) as engine:
+        loss = engine(torch.randn(2, 8))
+        loss.backward()
+        with pytest.raises(StepOrderError, match=r"engine.step\(\)"):
+            engine.optimizer.step()
+    refused = pytest.raises(StepOrderError, match=r"not durable")
+    with training(tmp_path / "drive", {"infinity": {"durable": False}}, Model()) as engine, refused:
+        engine.rollback(1)
