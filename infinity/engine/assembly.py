@@ -11,13 +11,13 @@ from torch import nn
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
-from infinity.checkpoint.commit_parts import layout_of
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
+from infinity.engine.commit_parts import layout_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
 from infinity.engine.late import UpperParts

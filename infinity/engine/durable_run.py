@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.checkpoint import commit_parts
 from infinity.checkpoint.random_states import set_random_states
 from infinity.config import DurableSection, InfinityConfig
+from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
 from infinity.errors import CommitError, StepOrderError, StorageError, UnsupportedModelError
 from infinity.paging.pager import Pager
