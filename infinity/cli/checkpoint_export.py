@@ -17,7 +17,7 @@ from infinity.checkpoint.safetensors_export import cut, save_configs, told_of, w
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.errors import CheckpointError, UnsupportedModelError
-from infinity.loading.drive_tensors import DriveTensors
+from infinity.device.drive_tensors import DriveTensors
 from swapper.volumes.publish import Staging, make_directory
 
 
