@@ -22,7 +22,7 @@ from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, train, training
 
 _STEPS = 12
-_KILLS = int(os.environ.get("INFINITY_KILLS", "40"))
+_KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
 _MODES: dict[str, dict[str, Any]] = {
     "in backward": BF16,
     "deferred": {**BF16, "gradient_clipping": 0.1},

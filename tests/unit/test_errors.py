@@ -78,6 +78,17 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["step 6", "2 of 9", "forward raised", "infinity.update"],
     ),
     (errors.CommitError("/x", step=8, problem="it is full"), RuntimeError, ["step 8", "/x", "it is full", "again"]),
+    (
+        errors.WeightFileError("/y", "is cut off", cure="Copy it again"),
+        ValueError,
+        ["'/y'", "cut off", "Copy it again"],
+    ),
+    (
+        errors.WeightsMismatchError("/y", missing=["head.w"], mismatched=[("w", (2,), (3,))]),
+        errors.ModelError,
+        ["head.w", "ignore_missing_keys", "(2,)", "(3,)", "ignore_mismatched_sizes"],
+    ),
+    (errors.CheckpointError("/y", "is cut off"), ValueError, ["'/y'", "cut off", "another checkpoint"]),
     (errors.LossScaleError(0.5, step=8), errors.StepError, ["step 8", "0.5", "Lower the learning rate"]),
     (
         errors.UnpreparedParameterError("head.bias", "was frozen", cure="Thaw it before"),
