@@ -16,8 +16,8 @@ from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_export import cut, save_configs, told_of, write_shards
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
-from infinity.errors import CheckpointError, UnsupportedModelError
 from infinity.device.drive_tensors import DriveTensors
+from infinity.errors import CheckpointError, UnsupportedModelError
 from swapper.volumes.publish import Staging, make_directory
 
 

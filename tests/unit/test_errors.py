@@ -42,7 +42,11 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["1048576 bytes (1.0 MiB)", "1073741824 bytes (1.0 GiB)", "Two units", "infinity.host_memory_budget"],
     ),
     (errors.ModelError("no", fqn="w"), ValueError, ["no"]),
-    (errors.MetaParameterError("layers.0.w", num_others=3), errors.ModelError, ["'layers.0.w'", "3 more", "Load"]),
+    (
+        errors.MetaParameterError("layers.0.w", num_others=3),
+        errors.ModelError,
+        ["'layers.0.w'", "3 more", "load_pretrained"],
+    ),
     (errors.NoTrainableParameterError(), errors.ModelError, ["no parameters"]),
     (errors.ModelInUseError(""), errors.ModelError, ["the model", "close()"]),
     (errors.UnsupportedModelError("it is compiled", cure="Compile later"), errors.ModelError, ["Compile later"]),
