@@ -29,9 +29,15 @@ def save_adapters(model: Any, directory: Path) -> None:
     """Write the adapters with PEFT's own ``save_pretrained``, all at once.
 
     Raises:
-        UnsupportedModelError: parameters outside the adapters are trained; nothing has been written.
+        UnsupportedModelError: parameters outside the adapters are trained, or the adapters are gone; nothing has been
+            written.
     """
     adapters = set(model.peft_config)
+    if not any(adapters.intersection(fqn.split(".")) for fqn, _ in model.named_parameters()):
+        raise UnsupportedModelError(
+            "the adapters have been merged into the model and unloaded: PEFT would write none of the weights",
+            cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)",
+        )
     trains_biases = any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values())
     for fqn, parameter in model.named_parameters():
         is_saved = not adapters.isdisjoint(fqn.split(".")) or (trains_biases and fqn.endswith("bias"))

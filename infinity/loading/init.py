@@ -235,7 +235,7 @@ def _on_made_tensor(made: torch.Tensor, source: torch.Tensor | None) -> None:
     """A tensor takes a parameter's place, or is its copy."""
     if _active.stack:
         _active.stack[-1].place(made)
-    elif source is not None and (tensors := drives_of(source)) is not None and _is_plain(made):
+    elif source is not None and _is_plain(source) and (tensors := drives_of(source)) is not None and _is_plain(made):
         tensors.move(made)
     elif not has_drive_tensors() and not _known:
         announce_nothing()

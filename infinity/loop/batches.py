@@ -108,12 +108,13 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
     Raises:
         StepOrderError: the loader is empty.
     """
+    num_empty = 0
     while True:
-        is_empty = True
         for batch in loader:
-            is_empty = False
+            num_empty = 0
             yield batch
-        if is_empty:
+        num_empty += 1
+        if num_empty > 1:  # the rest of an epoch may be empty, where a run goes on at its very end
             raise StepOrderError(
                 "engine.train_batch()", "training_data gives no batch", cure="Check its length and dataloader_drop_last"
             )

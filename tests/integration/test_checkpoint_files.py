@@ -200,7 +200,7 @@ def test_objects_of_unknown_classes_are_refused_by_name(tmp_path: Path, caplog: 
 
 def test_too_little_room_is_told_before_anything_is_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(saved.parent.rglob("*"))
-    monkeypatch.setattr("infinity.checkpoint.training_checkpoint.free_bytes", lambda directory: 1000)
+    monkeypatch.setattr("infinity.checkpoint.saved.free_bytes", lambda directory: 1000)
     with _engine(saved.parents[1] / "drive") as engine:
         with pytest.raises(StorageError, match=r"has 1000 bytes free, and the checkpoint takes \d+ bytes"):
             engine.save_checkpoint(saved.parent, tag="two")

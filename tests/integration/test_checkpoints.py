@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint import training_checkpoint as checkpoint
+from infinity.checkpoint import saved as saved_files
 from infinity.errors import StorageError, UnsupportedModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 
@@ -199,7 +199,7 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
         _steps(engine, 1)
         new = _everything(engine)
         exchange, rename = publish.exchange, publish.rename
-        monkeypatch.setattr(checkpoint, "exchange", lambda *a: (photograph(), exchange(*a), photograph()))
+        monkeypatch.setattr(saved_files, "exchange", lambda *a: (photograph(), exchange(*a), photograph()))
         monkeypatch.setattr(publish, "rename", lambda *a: (photograph(), rename(*a), photograph()))
         engine.save_checkpoint(tmp_path / "saved", tag="here")
         engine.save_checkpoint(tmp_path / "saved", tag="there")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import BudgetTooSmallError
+from infinity.errors import BudgetTooSmallError, UnsupportedModelError
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.unit import Unit
 
@@ -163,6 +163,12 @@ def test_merged_adapters_are_those_of_plain_torch(how: str, is_bf16: bool, tmp_p
         ours, theirs = merged(model), merged(plain)
         with torch.no_grad():
             assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+        if how == "unload":
+            with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+                engine.save_16bit_model(tmp_path / "saved")
+            ours.save_pretrained(tmp_path / "saved")
+            again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+            assert torch.equal(again(tokens).logits, theirs(tokens).logits)
         expected = theirs.state_dict()
         found = ours.state_dict()
         assert found.keys() == expected.keys()

@@ -392,3 +392,19 @@ def test_a_forked_child_does_not_give_the_parents_space_back(config: dict[str, A
     os.waitpid(child, 0)
     mapped_memory.write_out()
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_models_that_are_trained_convert_as_if_there_were_no_init(offload: str, tmp_path: Path) -> None:
+    # While a model that lies on drives is alive, conversions of all modules are watched.
+    tier = {"device": offload, **({"nvme_path": str(tmp_path)} if offload == "nvme" else {})}
+    on_nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    common = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
+    config = {**common, "zero_optimization": {"stage": 3, "offload_param": on_nvme, "offload_optimizer": on_nvme}}
+    with infinity.Init(config=config):
+        other = nn.Linear(2048, 256)
+    trained = {**common, "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier}}
+    engine, *_ = infinity.initialize(model=nn.Linear(4, 4), config=trained)
+    with engine, pytest.raises(infinity.errors.InfinityError, match=r"cannot be cast to torch\.float64"):
+        engine.module.double()
+    assert other.double().weight.dtype == torch.float64
