@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from infinity.errors import StorageError
 from infinity.torch_internals.foreign_writes import plain_address, plain_storage
@@ -114,39 +113,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-@outside_modes
-def give_memory(model: nn.Module, tensors: DriveTensors) -> list[str]:
-    """Replace what a model has on ``meta``, parameters by tensors on drives, buffers by those in memory, without defined values.
-
-    A parameter that is at several places is one there again. Parameters become new objects, as in ``Module.to_empty``.
-
-    Returns:
-        The FQNs, of each parameter and buffer the first: whoever calls this gives them values.
-
-    Raises:
-        StorageError: see `DriveTensors.empty`.
-    """
-    made: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # so that no id is used twice
-    names: list[str] = []
-    for prefix, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in made:
-                    if isinstance(tensor, nn.Parameter):
-                        new: torch.Tensor = nn.Parameter(tensors.like(tensor), requires_grad=tensor.requires_grad)
-                        new.__dict__.update(tensor.__dict__)
-                    else:
-                        new = torch.empty_like(tensor, device="cpu")
-                    made[id(tensor)] = new
-                    kept.append(tensor)
-                    names.append(f"{prefix}.{name}" if prefix else name)
-                held[name] = made[id(tensor)]
-    return names
 
 
 def write_out() -> None:

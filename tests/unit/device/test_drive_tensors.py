@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.device.drive_tensors import DriveTensors, give_memory, on_drive, write_out
+from infinity.device.drive_tensors import DriveTensors, on_drive, write_out
 from infinity.errors import StorageError
 from swapper.volumes import mapped_memory
 
@@ -94,16 +94,3 @@ def test_another_directory_takes_what_one_has_no_room_for(small_tmpfs: Callable[
     tensors = DriveTensors([small_tmpfs(1 << 20), tmp_path])
     made = [tensors.empty((4 << 20,), torch.uint8).fill_(number) for number in range(4)]
     assert [int(tensor[-1]) for tensor in made] == [0, 1, 2, 3]
-
-
-def test_a_model_on_meta_gets_memory_and_keeps_its_ties(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256, bias=False), nn.BatchNorm1d(256))
-    model[1].weight = model[0].weight
-    model[1].requires_grad_(False)
-    names = give_memory(model, DriveTensors([tmp_path]))
-    assert names == [
-        *("0.weight", "2.weight", "2.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked"),
-    ]
-    assert model[1].weight is model[0].weight and not model[0].weight.requires_grad
-    assert on_drive(model[0].weight) and not any(tensor.is_meta for tensor in model.state_dict().values())
