@@ -76,7 +76,7 @@ def build(
         undo.callback(durable.directory.close)
         config = durable.adapted(config)
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
-    units = make_units(model, config, is_trained=bool(template.param_groups))
+    units = make_units(model, config, is_trained=bool(template.param_groups), grouped=template.params())
     updater = PieceUpdater(template)
     places = {
         id(parameter): (unit, slot)
@@ -84,7 +84,7 @@ def build(
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
     }
     groups = [
-        [places[id(parameter)] for parameter in group["params"] if id(parameter) in places and parameter.requires_grad]
+        [place for place in map(places.get, map(id, group["params"])) if place is not None and place[1].spec.is_trainable]
         for group in template.param_groups
     ]
     names: dict[int, dict[str, None]] = {unit.index: {} for unit in units}

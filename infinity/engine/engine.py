@@ -353,7 +353,7 @@ class Engine(CheckpointCalls):
         return {**self._parts.access.state(parameter), "weight": self._parts.access.main_weight(parameter)}
 
     def has_place(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter can have optimizer state: it was trainable in `initialize`."""
+        """Whether a parameter can have optimizer state: it was trainable, or in a group, in `initialize`."""
         return self._parts.access.has_place(parameter)
 
     def has_state(self, parameter: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from infinity.errors import LateGradientError, LateUseError, SparseGradientWarni
 from infinity.gradients.listener import GradientListener
 from infinity.torch_internals.modes import outside_modes
 from infinity.units.layout import Slot
-from infinity.units.parameter import plain_grad, set_plain_grad
+from infinity.units.parameter import hook_gradient, plain_grad, set_plain_grad
 from infinity.units.unit import Unit
 
 Key = tuple[int, int]
@@ -83,7 +83,7 @@ class GradientCollector:
         for unit in self._units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 if slot.spec.is_trainable:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(unit, slot)))
+                    self._handles.append(hook_gradient(parameter, self._hook(unit, slot)))
 
     def close(self) -> None:
         """Remove the hooks."""

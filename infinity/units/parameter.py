@@ -484,3 +484,14 @@ def set_plain_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> No
     """Set or clear the gradient that autograd accumulates into."""
     with as_plain():
         _AUTOGRAD_FIELD.__set__(parameter, gradient)
+
+
+def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """As ``register_post_accumulate_grad_hook``, for a frozen parameter as well: it may be thawed. Returns the handle."""
+    with as_plain():
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
+        try:
+            return parameter.register_post_accumulate_grad_hook(hook)
+        finally:
+            parameter.requires_grad_(requires_grad)

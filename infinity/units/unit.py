@@ -407,15 +407,16 @@ def spec_of(
     compute_dtype: torch.dtype,
     *,
     keeps_double: bool = False,
-    is_trained: bool = True,
+    is_trainable: bool | None = None,
 ) -> ParameterSpec:
     """The layout's view of a parameter. Overlapping or gapped strides become contiguous ones.
 
-    ``keeps_double``: a frozen fp64 parameter stays one. ``is_trained``: False if nothing is ever updated, whatever requires
-    a gradient.
+    ``keeps_double``: a frozen fp64 parameter stays one. ``is_trainable``: whether it gets room for states; None: if it
+    requires a gradient.
     """
     dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
-    is_trainable = parameter.requires_grad and is_trained
+    if is_trainable is None:
+        is_trainable = parameter.requires_grad
     if keeps_double and parameter.dtype == torch.float64 and not is_trainable:
         dtype = torch.float64
     stride = tuple(parameter.stride())

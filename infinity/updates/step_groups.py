@@ -103,9 +103,9 @@ class StepGroups:
                 fqn = self._template.fqn(parameter)
                 raise UnpreparedParameterError(
                     fqn,
-                    "was frozen when infinity.initialize took the model over, so its gradient and state have no place",
-                    cure="Call requires_grad_(True) before infinity.initialize, with the parameter in the optimizer, and "
-                    "requires_grad_(False) right after it, until it is to be trained",
+                    "was frozen and in no group when infinity.initialize took the model over, so its gradient and state "
+                    "have no place",
+                    cure="Put it into a group before infinity.initialize, be it frozen",
                 )
 
     def _check_states(self, groups: Groups) -> None:

@@ -112,7 +112,8 @@ class RandomModel(nn.Module):
         self.checkpointing = draw.choice(["none", "none", "none", "reentrant", "non_reentrant"])
         self.frozen: list[str] = []
         if draw.random() < 0.25:
-            self.frozen = draw.sample([name for name, _ in self.blocks.named_parameters()], k=1)
+            names_of_blocks = [name for name, _ in self.blocks.named_parameters()]
+            self.frozen = draw.sample(names_of_blocks, k=draw.randint(1, len(names_of_blocks)))
             for name in self.frozen:
                 self.blocks.get_parameter(name).requires_grad_(False)
         self._told = f"{names} x {self.width}, {self.num_tokens} tokens, tied={self.is_tied}, borrows={self.borrows}, "

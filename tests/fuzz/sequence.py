@@ -30,7 +30,7 @@ _OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def _setting(draw: random.Random) -> Setting:
+def _setting(draw: random.Random, *, groups_frozen: bool) -> Setting:
     loop = draw.choice(["engine", "engine", "plain", "batch"])
     max_norm = draw.choice([0.0, 0.0, 0.05])
     updates = ["auto", "deferred", "step"]
@@ -57,6 +57,7 @@ def _setting(draw: random.Random) -> Setting:
         offload=draw.choice([("nvme", "nvme"), ("nvme", "nvme"), ("cpu", "cpu"), ("none", "nvme"), ("none", "none")]),
         is_tight=is_tight,
         own=own,
+        groups_frozen=groups_frozen,
     )
 
 
@@ -70,7 +71,7 @@ def run_sequence(number: int, directory: Path) -> str | None:
         Exception: anything that differs from plain torch, with what had been done.
     """
     draw = random.Random(number)
-    setting = _setting(draw)
+    setting = _setting(draw, groups_frozen=number % 4 < 2)
     torch.manual_seed(number)
     model = RandomModel(draw, is_simple=setting.loop == "batch")
     told = f"sequence {number}\n{setting}\n{model}"

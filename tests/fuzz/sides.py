@@ -25,7 +25,7 @@ class Setting:
 
     Attributes:
         loop: ``engine`` (engine.backward, engine.step), ``plain`` (loss.backward, optimizer.step), ``batch`` (train_batch).
-        changes: blocks of the config beside those that follow from the other fields.
+        groups_frozen: whether what is frozen at first stands in the optimizer's groups.
     """
 
     loop: str
@@ -39,6 +39,11 @@ class Setting:
     offload: tuple[str, str]
     is_tight: bool
     own: Mapping[str, Any]
+    groups_frozen: bool
+
+    def members(self, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """What is in the optimizer's groups at first."""
+        return {fqn: p for fqn, p in params.items() if p.requires_grad or self.groups_frozen}
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         kind: Any = getattr(torch.optim, self.optimizer)
@@ -66,7 +71,7 @@ class PlainSide:
         else:
             self.main = self.params
         self.model = model
-        self.trainable = {fqn: p for fqn, p in self.main.items() if p.requires_grad}
+        self.trainable = setting.members(self.main)
         self.optimizer = setting.make_optimizer(setting.groups(self.trainable))
         self._cast(self.params)
 
@@ -164,7 +169,7 @@ class PagedSide:
         self.setting = setting
         self.model = model
         self.params = dict(model.named_parameters())
-        trainable = {fqn: p for fqn, p in self.params.items() if p.requires_grad}
+        trainable = setting.members(self.params)
         config = self._config(directory)
         optimizer = setting.make_optimizer(setting.groups(trainable))
         if setting.is_tight:

@@ -273,19 +273,24 @@ def _with_frozen_first(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Par
     return engine, optimizer, first
 
 
-@pytest.mark.parametrize("loop", ["engine", "plain"])
-def test_thawing_what_was_frozen_in_initialize_is_refused(loop: str, tmp_path: Path) -> None:
-    engine, _, first = _with_frozen_first(tmp_path)
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-        first.requires_grad_(True)
-        with pytest.raises(UnpreparedParameterError, match=r"was frozen when .*requires_grad_\(True\) before"):
-            (engine if loop == "engine" else engine.module)(**make_batch(1))
-        first.requires_grad_(False)
-        engine.reset()
-        engine.backward(engine(**make_batch(1)))
-        engine.step()
+@in_all_modes
+def test_what_is_frozen_in_initialize_and_in_a_group_is_thawed(mode: str, tmp_path: Path) -> None:
+    def make(named: Named) -> torch.optim.Optimizer:
+        for name in frozen:
+            named[name].requires_grad_(False)
+        return torch.optim.AdamW(list(named.values()), lr=1e-2)
+
+    frozen = [fqn for fqn, _ in PLAIN.make("none").named_parameters()][:-3]
+    with _start(tmp_path, mode, make) as both:
+        for name in frozen:
+            _require_grad(both, name, False)
+        for step, name in enumerate(frozen[::2]):
+            take_step(both, mode, step)
+            assert not both.optimizer.state[both.model.get_parameter(name)]
+            _require_grad(both, name, True)
+        take_step(both, mode, len(frozen))
+        _require_grad(both, "", True)
+        both.require_equal()
 
 
 def test_thawing_what_is_in_no_group_gives_a_plain_gradient(tmp_path: Path) -> None:

@@ -194,11 +194,13 @@ class PagedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.
 
-        Its parameters are those of the model that were trainable in `initialize` and are in no group now, or new ones that
-        the engine does not hold: these stay ordinary parameters, with gradient and state in memory beyond the budget.
+        Its parameters are those of the model that were trainable or in a group in `initialize` and are in no group now, or
+        new ones that the engine does not hold: these stay ordinary parameters, with gradient and state in memory beyond the
+        budget.
 
         Raises:
-            UnpreparedParameterError: in the next forward, if a parameter was frozen in `initialize` and is not any more.
+            UnpreparedParameterError: in the next forward, if a parameter was frozen and in no group in `initialize` and is
+                not frozen any more.
         """
         self._template.add_group(param_group)
 
