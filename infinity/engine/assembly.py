@@ -84,7 +84,11 @@ def build(
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
     }
     groups = [
-        [place for place in map(places.get, map(id, group["params"])) if place is not None and place[1].spec.is_trainable]
+        [
+            place
+            for place in map(places.get, map(id, group["params"]))
+            if place is not None and place[1].spec.is_trainable
+        ]
         for group in template.param_groups
     ]
     names: dict[int, dict[str, None]] = {unit.index: {} for unit in units}
