@@ -1,4 +1,8 @@
-"""How fast a checkpoint is saved and loaded, beside fio on the same drive."""
+"""How fast a checkpoint is saved and loaded, beside fio on the same drive.
+
+States that rest on that drive are read from it while the checkpoint is written: the figure beside such a save is that of fio
+reading one file and writing another at the same time, "both".
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,19 @@ import infinity
 from infinity.checkpoint.saved import Checkpoint
 
 
-def fio(directory: Path, direction: str, num_bytes: int) -> float:
-    """Bytes per second of fio's direct, sequential I/O: 1 MiB blocks, 16 under way."""
-    command = [
-        "fio",
-        "--name=x",
-        f"--filename={directory / 'fio'}",
-        f"--rw={direction}",
-        "--bs=1M",
-        f"--size={num_bytes}",
-    ]
-    command += ["--direct=1", "--ioengine=libaio", "--iodepth=16", "--end_fsync=1", "--output-format=json"]
+def fio(directory: Path, num_bytes: int, *directions: str) -> float:
+    """Bytes per second of fio's direct, sequential I/O: 1 MiB blocks, 16 under way; of several directions at once, the slower."""
+    command = ["fio", "--bs=1M", f"--size={num_bytes}", "--direct=1", "--ioengine=libaio", "--iodepth=16"]
+    command += ["--end_fsync=1", "--output-format=json"]
+    for direction in directions:
+        command += [f"--name={direction}", f"--filename={directory / direction}", f"--rw={direction}"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(json.loads(answer.stdout)["jobs"][0][direction]["bw_bytes"])
+    jobs = json.loads(answer.stdout)["jobs"]
+    return min(float(job[direction]["bw_bytes"]) for job, direction in zip(jobs, directions, strict=True))
 
 
-def make_engine(directory: Path, num_layers: int, width: int) -> Any:
-    """A stack of linear layers in bf16 with AdamW, all on the drive."""
+def make_engine(directory: Path, num_layers: int, width: int, budget: str) -> Any:
+    """A stack of linear layers in bf16 with AdamW, on the drive as far as the budget does not hold it."""
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
     config = {
         "train_batch_size": 1,
@@ -45,7 +45,7 @@ def make_engine(directory: Path, num_layers: int, width: int) -> Any:
             "offload_param": {"device": "nvme", "nvme_path": str(directory)},
             "offload_optimizer": {"device": "nvme", "nvme_path": str(directory)},
         },
-        "infinity": {"host_memory_budget": "192MiB"},
+        "infinity": {"host_memory_budget": budget},
     }
     return infinity.initialize(model=model, config=config)[0]
 
@@ -56,31 +56,35 @@ def main() -> None:
     arguments.add_argument("directory", type=Path, help="on the drive that is measured")
     arguments.add_argument("--layers", type=int, default=8)
     arguments.add_argument("--width", type=int, default=4096)
+    arguments.add_argument(
+        "--budget", default="192MiB", help="of host memory; what it holds is not read from the drive"
+    )
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory(dir=given.directory) as name:
         directory = Path(name)
-        engine = make_engine(directory, given.layers, given.width)
+        engine = make_engine(directory, given.layers, given.width, given.budget)
         with engine:
             engine.backward(engine(torch.randn(1, given.width).bfloat16()).float().square().mean())
             engine.step()
             engine.flush()
-            rows: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
+            rows: dict[str, list[float]] = {"write": [], "both": [], "save": [], "read": [], "load": []}
             for _ in range(3):
                 print("measuring ...", flush=True)
-                rows["write"].append(fio(directory, "write", 1 << 30))
+                rows["write"].append(fio(directory, 1 << 30, "write"))
                 start = time.perf_counter()
                 engine.save_checkpoint(directory / "saved", tag="one")
                 seconds = time.perf_counter() - start
                 num_bytes = sum(tensor.num_bytes for tensor in Checkpoint.open(directory / "saved").tensors)
                 rows["save"].append(num_bytes / seconds)
-                rows["read"].append(fio(directory, "read", 1 << 30))
+                rows["read"].append(fio(directory, 1 << 30, "read"))
+                rows["both"].append(fio(directory, 1 << 30, "read", "write"))
                 start = time.perf_counter()
                 engine.load_checkpoint(directory / "saved")
                 engine.flush()
                 rows["load"].append(num_bytes / (time.perf_counter() - start))
     medians = {what: sorted(found)[1] for what, found in rows.items()}
     print(f"checkpoint of {num_bytes / 1e9:.2f} GB; medians of three, MB/s")
-    for ours, peer in (("save", "write"), ("load", "read")):
+    for ours, peer in (("save", "write"), ("save", "both"), ("load", "read")):
         share = medians[ours] / medians[peer]
         spread = f"{min(rows[ours]) / 1e6:.0f} to {max(rows[ours]) / 1e6:.0f}"
         print(f"{ours}: {medians[ours] / 1e6:.0f} ({spread}), fio {peer}: {medians[peer] / 1e6:.0f}: {share:.0%}")

@@ -1,6 +1,6 @@
 """All main weights and states of a unit in one pass over its records: out to a checkpoint, or in from one.
 
-Memory: two pages. Knows records and weights at rest; must not be used while updates are pending.
+Memory: pages of the arena, two at least. Knows records and weights at rest; must not be used while updates are pending.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from swapper import Handle
 
 WEIGHT = "weight"
 _PART_NUMEL = 1 << 19
+_AHEAD_BYTES = 32 << 20
+"""Of records that are read ahead, where as many pages are free."""
 
 
 class Part(NamedTuple):
@@ -82,7 +84,7 @@ class RecordStream:
                     yield from self._parts_of(opened.popleft())
                     ahead = self._open(unit, chunk, is_blocking=not opened)
                 opened.append(ahead)
-                if len(opened) > 1:
+                if sum(each.lease.workspace.record.nbytes for each in opened) > _AHEAD_BYTES and len(opened) > 1:
                     yield from self._parts_of(opened.popleft())
             while opened:
                 yield from self._parts_of(opened.popleft())
@@ -91,12 +93,13 @@ class RecordStream:
                 left.lease.discard()
 
     def _open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> _Opened | None:
-        lease = self._records.open(unit, chunk, is_blocking=is_blocking)
+        in_place = _weights_in_place(unit, chunk)
+        lease = self._records.open(unit, chunk, is_blocking=is_blocking, weight=in_place, needs_scratch=False)
         if lease is None:
             return None
         weights: Handle | LandedRead | None = None
         try:
-            if lease.workspace.needs_weight:
+            if lease.workspace.needs_weight and in_place is None:
                 weights = self._bring_weights(unit, chunk, lease.workspace.weight)
         except BaseException:
             lease.discard()
@@ -198,6 +201,13 @@ class RecordStream:
         except BaseException:
             lease.discard()
             raise
+
+
+def _weights_in_place(unit: Unit, chunk: Chunk) -> torch.Tensor | None:
+    """The chunk's model weights where they rest, if that is host memory that a workspace can have."""
+    if not unit.stays_resident or unit.flat is None or unit.flat.tensor().device.type != "cpu":
+        return None
+    return unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
 
 
 def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:

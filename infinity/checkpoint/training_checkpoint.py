@@ -26,6 +26,7 @@ from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import without_main_weight
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
+from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -154,7 +155,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_tensors(training: Training, planned: Sequence[_Planned], open_array: OpenArray) -> None:
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, one_thread():
         streamed: dict[tuple[int, int, str], _Sink] = {}
         frozen: dict[int, list[_Planned]] = {}
         for each in planned:
@@ -267,7 +268,7 @@ def load(
         loading = Loading(saved, threads, training.access, training.module_hooks)
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
             loading.optimizer(training.optimizer, rest, parameters)
-        with changing:
+        with changing, one_thread():
             loading.buffers(buffers)
             loading.parameters(parameters)
     if (

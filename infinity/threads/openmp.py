@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,6 +37,19 @@ def use_one_thread() -> None:
     torch.get_num_threads()  # torch sets a thread's number when it is first asked for it
     for library in _libraries():
         library.omp_set_num_threads(1)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators of the calling thread run on it alone inside the ``with`` block: copies of a few MiB, between waits."""
+    torch.get_num_threads()
+    before = [library.omp_get_max_threads() for library in _libraries()]
+    use_one_thread()
+    try:
+        yield
+    finally:
+        for library, number in zip(_libraries(), before, strict=True):
+            library.omp_set_num_threads(number)
 
 
 @functools.cache

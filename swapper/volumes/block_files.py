@@ -95,7 +95,7 @@ def _open(path: Path, flags: int) -> int:
 class BlockThreads:
     """Threads and memory for blocks. A context manager: in its end nothing is under way any more."""
 
-    def __init__(self, block_bytes: int, num_threads: int = 4) -> None:
+    def __init__(self, block_bytes: int, num_threads: int = 8) -> None:
         """``block_bytes``: the largest block; rounded up to a multiple of 4096."""
         self.block_bytes = round_up(block_bytes, ALIGNMENT)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint")

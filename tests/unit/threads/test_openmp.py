@@ -98,6 +98,19 @@ def test_one_thread_does_without_workers() -> None:
     in_a_thread(lambda: torch.get_num_threads() == _NUM_THREADS or pytest.fail("a new thread got another number"))
 
 
+def test_a_thread_has_its_workers_again_after_a_block_on_one_thread() -> None:
+    def work() -> None:
+        with pytest.raises(KeyError), openmp.one_thread():
+            before = threads()
+            assert torch.get_num_threads() == 1
+            compute()
+            assert threads() <= before
+            raise KeyError
+        assert torch.get_num_threads() == _NUM_THREADS
+
+    in_a_thread(work)
+
+
 def test_a_parked_lane_has_no_workers() -> None:
     lane = Lane(0)
     lane.start()
