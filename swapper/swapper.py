@@ -15,6 +15,8 @@ from swapper.config import Priority, SwapperConfig
 from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
 from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
+from swapper.measure.choice import open_backend
+from swapper.measure.speeds import with_speeds
 from swapper.memory.buffer import Buffer, memory_of
 from swapper.memory.region import AlignedRegion
 from swapper.meters.busy import BusyTimes
@@ -23,7 +25,6 @@ from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
-from swapper.selection.choice import open_backend
 from swapper.sync import switching
 from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Uncopyable
@@ -90,6 +91,7 @@ class Swapper(Uncopyable):
             VolumeError: A subclass says what is wrong with which directory; nothing was left behind.
         """
         config = config or SwapperConfig()
+        directories = with_speeds(directories, capacity_bytes, direct=config.direct)
         volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
         try:
             return cls(_verified(open_backend(volume, config), config), config, busy=busy)

@@ -12,8 +12,8 @@ import numpy as np
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
 from swapper.errors import DamagedCommitError, SwapperError
+from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
-from swapper.selection.choice import open_backend
 from swapper.swapper import Swapper
 from swapper.volumes.directory import DirectoryLike
 from swapper.volumes.publish import sync_directory

@@ -24,6 +24,7 @@ from infinity.version import __version__
 from swapper import ArgumentError, BackendUnavailableError, Swapper
 from swapper.config import ALIGNMENT, BackendName
 from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
+from swapper.measure.speeds import with_speeds
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive
 
@@ -190,6 +191,7 @@ def _measure(
     )
     is_network = any(describe_drive(directory.path).is_network for directory in directories)
     backends: tuple[BackendName, ...] = ("aiofiles", "threads") if is_network else ("threads", "uring")
+    test_directories = with_speeds(test_directories, file_bytes * len(directories), direct=io.direct)
     with DriveTest(test_directories, file_bytes, direct=io.direct, deadline_seconds=io.deadline_seconds) as test:
         test.prepare(max_seconds=limits.fill_seconds)
         logger.info("infinity.autotune_io: %d MB written", test.num_bytes // 10**6)

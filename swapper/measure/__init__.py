@@ -1,1 +1,1 @@
-"""What drives do under the requests that the engine makes. Knows the swapper as its users do."""
+"""What drives do under the requests that the engine makes, and what is decided by it. Knows no extents of others."""

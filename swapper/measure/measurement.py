@@ -1,8 +1,8 @@
 """What drives do under the requests that the engine makes: read, write, and both at once.
 
 [Note: how it is measured]
-Everything goes through a real ``Swapper``: extents, hazards, queues, handles and the backend are those of training, only
-the data mean nothing. A window of requests is kept full: as soon as one is over the next is issued, sequentially
+Everything goes through the scheduler of a swapper: extents, hazards, queues, handles and the backend are those of
+training, only the data mean nothing. A window of requests is kept full: as soon as one is over the next is issued, sequentially
 through the files and round again. The next measurement goes on where the last one ended, so that no cache on the way
 still has the bytes. The time runs from the first request to the end of the last; where the page cache takes the writes,
 it includes their way to the drive.
@@ -10,24 +10,25 @@ it includes their way to the drive.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from swapper.backend import Direction
-from swapper.config import ALIGNMENT, SwapperConfig
+from swapper.backend import Direction, IOBackend
+from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError
 from swapper.measure.borrowed import BorrowedVolume
+from swapper.measure.by_name import open_by_name
 from swapper.measure.io_setting import OPERATION_BYTES, IOSetting, WindowSize, Workload
 from swapper.measure.pattern import CheckedPattern
 from swapper.measure.window import RequestWindow, Track
-from swapper.selection.choice import open_backend
-from swapper.swapper import Swapper
+from swapper.scheduling.scheduler import IOScheduler
 from swapper.uncopyable import Uncopyable
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.volume import Volume
@@ -142,15 +143,17 @@ class DriveTest(Uncopyable):
 
         Args:
             progress: Called after each few MiB.
-            max_seconds: Stop filling after so long, and use no more than what is filled.
+            max_seconds: Stop filling after so long, but not before a few MiB, and use no more than what is filled.
 
         Raises:
             SwapperError: The drive failed.
         """
         setting = IOSetting("threads", self._stripe_bytes, num_threads=4, max_inflight=6 * len(self._volume.files))
-        stop_at = math.inf if max_seconds is None else time.monotonic() + max_seconds
+        max_seconds = math.inf if max_seconds is None else max_seconds
         self._filled_bytes = 0
-        self._filled_bytes = self._pass_over(setting, Direction.WRITE, self._volume.capacity_bytes, progress, stop_at)
+        self._filled_bytes = self._pass_over(
+            setting, Direction.WRITE, self._volume.capacity_bytes, progress, max_seconds
+        )
 
     def measure(
         self,
@@ -180,14 +183,13 @@ class DriveTest(Uncopyable):
             raise ArgumentError(
                 f"seconds must be positive and read_share inside (0, 1), got {seconds} and {read_share}"
             )
-        config = self._config(setting)
         volume = BorrowedVolume(self._volume, self._filled_bytes)
         volume.restripe(setting.request_bytes)
-        with Swapper(open_backend(volume, config), config) as swapper:
-            size = _window_size(setting, swapper)
+        with self._scheduler(setting, volume) as (scheduler, backend):
+            size = _window_size(setting, backend)
             tracks = self._tracks(setting, workload, size, volume.capacity_bytes)
-            window = self._window(size, workload, volume, swapper, checks_reads=verify)
-            is_cached = not swapper.backend.is_direct
+            window = RequestWindow(scheduler, backend, volume, self._pattern, size, workload, checks_reads=verify)
+            is_cached = not backend.is_direct
             if is_cached:
                 volume.drop_cache()
             cpu_seconds = -_cpu_seconds()
@@ -241,16 +243,15 @@ class DriveTest(Uncopyable):
         if not self._filled_bytes:
             raise ArgumentError(f"the files hold nothing yet: call prepare() before {method}()")
 
-    def _config(self, setting: IOSetting) -> SwapperConfig:
-        return setting.swapper_config(direct=self._direct, deadline_seconds=self._deadline_seconds)
-
-    def _window(
-        self, size: WindowSize, workload: Workload, volume: BorrowedVolume, swapper: Swapper, *, checks_reads: bool
-    ) -> RequestWindow:
-        num_operations = size.operations_for(workload)
-        return RequestWindow(
-            swapper, volume, self._pattern, size.operation_bytes, num_operations, checks_reads=checks_reads
-        )
+    @contextlib.contextmanager
+    def _scheduler(self, setting: IOSetting, volume: BorrowedVolume) -> Iterator[tuple[IOScheduler, IOBackend]]:
+        config = setting.swapper_config(direct=self._direct, deadline_seconds=self._deadline_seconds)
+        backend = open_by_name(volume, config)
+        scheduler = IOScheduler(backend, config)
+        try:
+            yield scheduler, backend
+        finally:
+            scheduler.close("the measurement is over")
 
     def _tracks(
         self, setting: IOSetting, workload: Workload, size: WindowSize, capacity_bytes: int
@@ -280,21 +281,22 @@ class DriveTest(Uncopyable):
         direction: Direction,
         num_bytes: int,
         progress: Progress | None,
-        stop_at: float,
+        max_seconds: float,
     ) -> int:
         """Read and check, or write, every byte once; return how many, if time was up before."""
-        config = self._config(setting)
         volume = BorrowedVolume(self._volume, num_bytes)
-        with Swapper(open_backend(volume, config), config) as swapper:
-            size = _window_size(setting, swapper)
+        with self._scheduler(setting, volume) as (scheduler, backend):
+            size = _window_size(setting, backend)
             workload = Workload.READ if direction is Direction.READ else Workload.WRITE
-            window = self._window(size, workload, volume, swapper, checks_reads=True)
-            if direction is Direction.READ and not swapper.backend.is_direct:
+            window = RequestWindow(scheduler, backend, volume, self._pattern, size, workload, checks_reads=True)
+            if direction is Direction.READ and not backend.is_direct:
                 volume.drop_cache()
             track = Track(0, num_bytes, 0, size.operation_bytes)
+            stop_at = math.inf
             while True:
                 while window.has_room and track.issued_bytes < num_bytes and time.monotonic() < stop_at:
                     window.issue(direction, track)
+                stop_at = min(stop_at, time.monotonic() + max_seconds)
                 if window.is_idle:
                     return track.issued_bytes
                 window.complete()
@@ -302,8 +304,8 @@ class DriveTest(Uncopyable):
                     progress(window.done_bytes[direction], num_bytes)
 
 
-def _window_size(setting: IOSetting, swapper: Swapper) -> WindowSize:
-    return WindowSize(setting.request_bytes, min(setting.max_inflight, swapper.backend.concurrency))
+def _window_size(setting: IOSetting, backend: IOBackend) -> WindowSize:
+    return WindowSize(setting.request_bytes, min(setting.max_inflight, backend.concurrency))
 
 
 def _choose(tracks: dict[Direction, Track], read_share: float) -> Direction:

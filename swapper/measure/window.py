@@ -5,13 +5,17 @@ from __future__ import annotations
 import queue
 from dataclasses import dataclass
 
-from swapper.backend import Direction
+from swapper.backend import Direction, IOBackend, register_memory
+from swapper.config import Priority
 from swapper.errors import WrongDataError
+from swapper.extents.extent import Extent
 from swapper.measure.borrowed import BorrowedVolume
+from swapper.measure.io_setting import WindowSize, Workload
 from swapper.measure.pattern import CheckedPattern, Memory, Piece
 from swapper.memory.region import AlignedRegion
 from swapper.scheduling.handle import Handle
-from swapper.swapper import Swapper
+from swapper.scheduling.operation import Operation
+from swapper.scheduling.scheduler import IOScheduler
 from swapper.uncopyable import Uncopyable
 
 
@@ -58,33 +62,37 @@ class RequestWindow(Uncopyable):
     """Knows a fixed number of buffers and the reads and writes under way in them; must not know when to stop.
 
     Args:
-        swapper: Carries them out; closed by its owner.
-        volume: The files under the swapper.
+        scheduler: Carries them out; closed by its owner.
+        backend: Under the scheduler.
+        volume: The files under the backend.
         pattern: What the files hold.
-        operation_bytes: Size of each buffer, a multiple of 4096.
-        num_operations: Number of buffers.
+        size: What is under way at once.
+        workload: What is done.
         checks_reads: Compare what is read with what was written.
     """
 
     def __init__(
         self,
-        swapper: Swapper,
+        scheduler: IOScheduler,
+        backend: IOBackend,
         volume: BorrowedVolume,
         pattern: CheckedPattern,
-        operation_bytes: int,
-        num_operations: int,
+        size: WindowSize,
+        workload: Workload,
         *,
         checks_reads: bool = False,
     ) -> None:
-        self._swapper = swapper
+        self._scheduler = scheduler
+        self._block_bytes = backend.block_bytes
         self._volume = volume
         self._pattern = pattern
         self._checks_reads = checks_reads
-        self._extent = swapper.allocate(volume.capacity_bytes, "drive test", is_prewritten=True)
-        region = AlignedRegion(operation_bytes * num_operations)
+        self._extent = Extent("drive test", 0, volume.capacity_bytes, volume, is_prewritten=True)
+        operation_bytes = size.operation_bytes
+        region = AlignedRegion(operation_bytes * size.operations_for(workload))
         memory = region.array()
         pattern.fill(memory)
-        self._forget_memory = swapper.register_memory(region)  # as the engine does with its pages
+        self._forget_memory = register_memory(backend, region)  # as the engine does with its pages
         self._free = [memory[start : start + operation_bytes] for start in range(0, memory.size, operation_bytes)]
         self._jobs: dict[Handle, _Job] = {}
         self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()
@@ -105,11 +113,13 @@ class RequestWindow(Uncopyable):
         offset, num_bytes = track.advance()
         memory = self._free.pop()
         job = _Job(memory, memory[:num_bytes], self._volume.pieces(offset, num_bytes), 0)
-        if direction is Direction.READ:
-            handle = self._swapper.read(self._extent, job.used, offset=offset)
-        else:
+        priority = Priority.DEMAND
+        if direction is Direction.WRITE:
             job.generation = self._pattern.mark(job.used, job.pieces)
-            handle = self._swapper.write(self._extent, job.used, offset=offset)
+            priority = Priority.WRITE_BACK
+        operation = Operation(direction, self._extent, offset, job.used, priority, self._block_bytes)
+        self._scheduler.submit(operation)
+        handle = Handle(operation, self._scheduler)
         self._jobs[handle] = job
         handle.add_done_callback(self._over.put)
 

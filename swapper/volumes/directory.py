@@ -19,7 +19,8 @@ class Directory:
     Attributes:
         path: The directory; it must exist.
         capacity_bytes: Take no more space than this there; as much as is free by default.
-        bytes_per_second: How fast the drive is, for sharing the work out with others; measured by default.
+        bytes_per_second: How fast the drive is, for sharing the work out with others; `Swapper.open` measures
+            it by default.
     """
 
     path: Path

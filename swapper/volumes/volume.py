@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,6 @@ from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError, VolumeError, VolumeTooSmallError
 from swapper.uncopyable import Uncopyable
 from swapper.volumes.directory import Directory, DirectoryLike, as_directories
-from swapper.volumes.drive_speed import speeds_of
 from swapper.volumes.file_system import describe_drive
 from swapper.volumes.named_file import NamedFile
 from swapper.volumes.scratch_file import ScratchFile
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class Volume(Uncopyable):
     """Knows scratch files and how one address space is striped over them; must not know extents.
 
-    With several directories, stripes are dealt to the drives in proportion to their speeds, which are measured unless
-    they are given; ``swapper/volumes/striping.py`` draws it. A directory takes no more than its capacity, or than what is free
+    With several directories, stripes are dealt to the drives in proportion to their speeds, as far as they are given;
+    ``swapper/volumes/striping.py`` draws it. A directory takes no more than its capacity, or than what is free
     in it: the others take the rest. What is reserved is exactly what addresses need.
 
     Args:
@@ -65,10 +65,11 @@ class Volume(Uncopyable):
                 file = NamedFile(drive, file_name) if file_name else ScratchFile(drive)
                 self.files = (*self.files, file)
             _refuse_twins(self.files)
+            _warn_of_shared_drives(self.files)
             held_bytes = sum(file.num_bytes for file in self.files)  # by named files
             self.capacity_bytes = max(self.capacity_bytes, round_up(held_bytes, self.stripe_bytes or ALIGNMENT))
             if self.stripe_bytes:
-                self._share_out(wanted, direct)
+                self._share_out(wanted)
             else:
                 self._take_all(wanted[0])
             for file in self.files:
@@ -134,12 +135,13 @@ class Volume(Uncopyable):
             )
         self.files[0].reserve(self.capacity_bytes)
 
-    def _share_out(self, directories: Sequence[Directory], direct: bool) -> None:
+    def _share_out(self, directories: Sequence[Directory]) -> None:
         """Decide what lies where, and reserve exactly that."""
         drives = [file.drive for file in self.files]
         space = Space(directories, drives, self.capacity_bytes, self.stripe_bytes)
-        rooms = [space.room_bytes(column) for column in range(len(drives))]
-        speeds = speeds_of(self.files, directories, rooms, self.capacity_bytes, direct)
+        known = [each.bytes_per_second for each in directories if each.bytes_per_second is not None]
+        default = sum(known) / len(known) if known else 1.0  # only ratios count
+        speeds = [each.bytes_per_second or default for each in directories]
         while True:
             stripes = space.share_out(speeds)
             try:
@@ -203,6 +205,15 @@ def _refuse_twins(files: Sequence[ScratchFile]) -> None:
             raise ArgumentError(
                 f"a directory is given twice, as {str(twin.directory)!r} and as {str(file.directory)!r}; "
                 "name each drive once"
+            )
+
+
+def _warn_of_shared_drives(files: Sequence[ScratchFile]) -> None:
+    for identity, count in Counter(file.drive.identity for file in files).items():
+        if count > 1:
+            names = ", ".join(repr(str(file.directory)) for file in files if file.drive.identity == identity)
+            logger.warning(
+                "%s are on one drive (%s): two directories on one drive do not add bandwidth", names, identity
             )
 
 

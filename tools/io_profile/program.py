@@ -17,6 +17,7 @@ from infinity.numerics.state_format import StateFormat
 from swapper.errors import SwapperError, VolumeError
 from swapper.measure.io_setting import Workload
 from swapper.measure.measurement import STEP_READ_SHARE, DriveTest
+from swapper.measure.speeds import with_speeds
 
 from . import config_file, fio, picture, tables
 from .advice import Advice, advise
@@ -103,7 +104,9 @@ def _measure(
             display = stack.enter_context(Display(console, plan.total_seconds(len(places.paths))))
             session = Session(plan, results, display)
             session.measure_alone(places.paths)
-            test = stack.enter_context(DriveTest(places.paths, plan.effort.file_bytes))
+            file_bytes = plan.effort.file_bytes
+            directories = with_speeds(places.paths, file_bytes * len(places.paths))
+            test = stack.enter_context(DriveTest(directories, file_bytes))
             is_direct = test.is_direct
             theirs = None
             if executable is not None:

@@ -16,7 +16,7 @@ from infinity.engine.resources import _swapper_config
 from infinity.errors import StorageError
 from swapper import BackendUnavailableError, SwapperConfig, Volume
 from swapper.backend import IOBackend
-from swapper.selection.choice import open_backend
+from swapper.measure.choice import open_backend
 
 
 def _raw(path: object, aio: dict[str, Any] | None = None, **ours: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from swapper.backend import Direction, IORequest
 from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.threads import ThreadsBackend
-from swapper.selection.choice import open_backend
+from swapper.measure.choice import open_backend
 from swapper.testing import run_conformance
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from swapper.volumes.scratch_file import ScratchFile
@@ -280,7 +280,7 @@ def test_a_network_file_system_gets_it_and_the_log_says_so(
     monkeypatch.setattr("swapper.volumes.file_system._mount_of", lambda path: ("nfs4", "server:/export"))
     with caplog.at_level(logging.INFO, "swapper"):
         assert _opened(Volume([tmp_path], ALIGNMENT)) == "AiofilesBackend"
-    (line,) = [record.message for record in caplog.records if record.name == "swapper.selection.choice"]
+    (line,) = [record.message for record in caplog.records if record.name == "swapper.measure.choice"]
     assert line == f"aiofiles is used: {str(tmp_path)!r} is on a network file system (nfs4)"
     assert _opened(Volume([tmp_path], ALIGNMENT), backend="threads") == "ThreadsBackend"
 
@@ -291,7 +291,7 @@ def test_a_file_system_without_direct_transfers_gets_it_and_the_log_says_why(
     monkeypatch.setattr("swapper.volumes.scratch_file._O_DIRECT", 0)
     with caplog.at_level(logging.INFO, "swapper"):
         assert _opened(Volume([tmp_path], ALIGNMENT)) == "AiofilesBackend"
-    (line,) = [record.message for record in caplog.records if record.name == "swapper.selection.choice"]
+    (line,) = [record.message for record in caplog.records if record.name == "swapper.measure.choice"]
     assert line.startswith("aiofiles is used: ") and line.endswith("page cache: this platform has no O_DIRECT")
 
 

@@ -27,8 +27,8 @@ from swapper import (
 from swapper.backends import gds
 from swapper.backends.gds import GdsBackend, find_driver
 from swapper.backends.threads import ThreadsBackend
+from swapper.measure.choice import open_backend
 from swapper.memory.device_bytes import DeviceBytes
-from swapper.selection.choice import open_backend
 from swapper.testing import run_conformance
 from swapper.volumes.volume import Volume
 from tests.fake_device_files import FakeDriver

@@ -25,11 +25,11 @@ from swapper import (
 )
 from swapper.backend import Direction, IOBackend, IORequest
 from swapper.measure.borrowed import BorrowedVolume
+from swapper.measure.by_name import open_by_name
 from swapper.measure.io_setting import WindowSize
 from swapper.measure.measurement import STEP_READ_SHARE, DriveTest, IOSetting, Sample, Workload
 from swapper.measure.pattern import CheckedPattern, Piece
 from swapper.measure.window import Track
-from swapper.selection.choice import open_backend
 from swapper.volumes.directory import Directory
 
 SMALL = IOSetting("threads", 64 << 10, num_threads=2, max_inflight=2)
@@ -95,11 +95,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, hold: _Hold) -> list[_Watched]:
     opened: list[_Watched] = []
 
     def open_watched(volume: Volume, config: SwapperConfig) -> IOBackend:
-        opened.append(_Watched(open_backend(volume, config)))
+        opened.append(_Watched(open_by_name(volume, config)))
         opened[-1].holds_until_inflight = hold.num_inflight
         return opened[-1]  # type: ignore[return-value]
 
-    monkeypatch.setattr(measurement_module, "open_backend", open_watched)
+    monkeypatch.setattr(measurement_module, "open_by_name", open_watched)
     return opened
 
 
@@ -482,7 +482,7 @@ def test_a_filling_that_is_cut_short_is_used_as_far_as_it_came(tmp_path: Path, w
             test.prepare(max_seconds=5)
         assert time.monotonic is real
         written = sum(num_bytes for *_, num_bytes in watched[-1].requests)
-        assert test.num_bytes == written == 16 << 20
+        assert test.num_bytes == written == 28 << 20, "a window of 20 MiB, and two more"
         test.measure(SMALL, Workload.READ, 0.05, verify=True)
         assert max(offset for _, offset, _ in watched[-1].requests) < written
         test.verify(SMALL)

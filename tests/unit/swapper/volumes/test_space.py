@@ -94,8 +94,7 @@ def test_paths_and_directories_can_be_mixed(paths: list[Path]) -> None:
         assert _shares(volume) == [3, 3, 3]
 
 
-def test_small_volumes_are_not_measured(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swapper.volumes.drive_speed.measure_speed", lambda file: pytest.fail("measured"))
+def test_without_speeds_all_take_the_same(paths: list[Path]) -> None:
     with _opened(list(paths), 7) as volume:
         assert _shares(volume) == [3, 2, 2]
 

@@ -3,62 +3,51 @@
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-import swapper.selection.race as race_module
 from swapper import (
     ALIGNMENT,
-    AlignedRegion,
     BackendUnavailableError,
-    StallError,
+    Directory,
     Swapper,
     SwapperConfig,
     SwapperError,
     Volume,
 )
-from swapper.backend import IOBackend, IORequest
-from swapper.backends.memory import MemoryBackend
+from swapper.backend import IOBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring import ring as ring_module
 from swapper.backends.uring.backend import UringBackend
 from swapper.backends.uring.ring import library
-from swapper.scheduling.scheduler import IOScheduler
-from swapper.selection import choice as choice_module
-from swapper.selection.choice import open_backend
-from swapper.selection.race import RaceResult, race
+from swapper.measure import choice as choice_module
+from swapper.measure.choice import measure_gain, open_backend
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import Sample
 from swapper.testing.conformance import random_bytes, read, write
-from swapper.wrappers.base import BackendWrapper
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
-from swapper.wrappers.rate_limit import RateLimitBackend
-from tests.ticking import LONG_SECONDS, ticking
 from tests.uring import needs_uring
 
 _MIB = 1 << 20
 _SECONDS = 20.0
-_WON = RaceResult(True, "it is 1.50 times as fast as worker threads")
-_LOST = RaceResult(False, "it is 0.90 times as fast as worker threads")
+_WON = (True, "it is 1.50 times as fast as worker threads")
+_LOST = (False, "it is 0.90 times as fast as worker threads")
 
 _Opener = Callable[..., IOBackend]
 
 
 @pytest.fixture
 def open_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[_Opener]:
-    """Opens backends on small volumes as if they were large, with a race that io_uring always wins."""
-    monkeypatch.setattr(choice_module, "MIN_CAPACITY_BYTES", 0)
-    monkeypatch.setattr(choice_module, "_results", {})
-    monkeypatch.setattr(choice_module, "race", lambda *_: _WON)
-    caplog.set_level(logging.INFO, "swapper.selection.choice")
+    """Opens backends on small volumes as if they were large, with a comparison that io_uring always wins."""
+    monkeypatch.setattr(choice_module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(choice_module, "_compared", {})
+    monkeypatch.setattr(choice_module, "measure_gain", lambda *_: _WON)
+    caplog.set_level(logging.INFO, "swapper.measure.choice")
     opened: list[IOBackend] = []
 
     def open_one(capacity_bytes: int = _MIB, **settings: object) -> IOBackend:
@@ -77,7 +66,7 @@ def open_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
 
 def _line(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
-    (record,) = [record for record in caplog.records if record.name == "swapper.selection.choice"]
+    (record,) = [record for record in caplog.records if record.name == "swapper.measure.choice"]
     return record
 
 
@@ -92,7 +81,7 @@ def test_threads_by_name(open_one: _Opener, caplog: pytest.LogCaptureFixture) ->
 
 @needs_uring
 def test_uring_by_name_is_not_compared_with_anything(open_one: _Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "race", None)
+    monkeypatch.setattr(choice_module, "measure_gain", None)
     backend = open_one(backend="uring", max_inflight=7)
     assert isinstance(backend, UringBackend) and backend.concurrency == 7
     assert isinstance(open_one(backend="uring", max_inflight=100_000), UringBackend)
@@ -142,8 +131,7 @@ def test_what_lies_in_the_volume_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_small_volume_gets_threads_without_any_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice_module, "race", None)
-    monkeypatch.setattr(choice_module, "_open_uring", None)
+    monkeypatch.setattr(choice_module, "measure_gain", None)
     caplog.set_level(logging.INFO)
     with Swapper.open([tmp_path], _MIB) as swapper:
         assert isinstance(swapper.backend, ThreadsBackend)
@@ -153,7 +141,7 @@ def test_a_small_volume_gets_threads_without_any_trial(
 @needs_uring
 def test_uring_is_taken_if_it_works_and_wins(open_one: _Opener, caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(open_one(), UringBackend)
-    assert _line(caplog).message == f"io_uring is used: {_WON.reason}"
+    assert _line(caplog).message == f"io_uring is used: {_WON[1]}"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("swapper-io")], "the loser stays"
 
 
@@ -161,10 +149,10 @@ def test_uring_is_taken_if_it_works_and_wins(open_one: _Opener, caplog: pytest.L
 def test_threads_are_taken_if_uring_does_not_win(
     open_one: _Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice_module, "race", lambda *_: _LOST)
+    monkeypatch.setattr(choice_module, "measure_gain", lambda *_: _LOST)
     backend = open_one()
     assert isinstance(backend, ThreadsBackend)
-    assert _line(caplog).message == f"worker threads are used and not io_uring: {_LOST.reason}"
+    assert _line(caplog).message == f"worker threads are used and not io_uring: {_LOST[1]}"
     assert not [thread for thread in threading.enumerate() if thread.name == "swapper-ring"], "the loser stays"
     data = random_bytes(ALIGNMENT, 1)
     write(backend, 0, data)  # its files are open
@@ -172,22 +160,22 @@ def test_threads_are_taken_if_uring_does_not_win(
 
 @needs_uring
 @pytest.mark.parametrize("result", [_WON, _LOST])
-def test_a_race_is_held_once_per_process_drive_and_setting(
-    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, result: RaceResult
+def test_a_comparison_is_made_once_per_process_drive_and_setting(
+    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, result: tuple[bool, str]
 ) -> None:
-    races: list[SwapperConfig] = []
+    compared: list[SwapperConfig] = []
 
-    def count(first: IOBackend, second: IOBackend, config: SwapperConfig) -> RaceResult:
-        races.append(config)
+    def count(directories: list[Directory], config: SwapperConfig) -> tuple[bool, str]:
+        compared.append(config)
         return result
 
-    monkeypatch.setattr(choice_module, "race", count)
+    monkeypatch.setattr(choice_module, "measure_gain", count)
     kinds = {type(open_one()) for _ in range(3)}
-    assert len(races) == 1 and kinds == {UringBackend if result.is_won else ThreadsBackend}
+    assert len(compared) == 1 and kinds == {UringBackend if result[0] else ThreadsBackend}
     open_one(request_bytes=4 * _MIB)
     open_one(max_inflight=3)
     open_one(deadline_seconds=7.0)
-    assert len(races) == 3
+    assert len(compared) == 3
 
 
 @needs_uring
@@ -291,13 +279,13 @@ def test_memory_that_cannot_be_registered_does_not_rule_uring_out(
 def test_a_trial_run_that_fails_gives_threads_and_is_tried_again_next_time(
     open_one: _Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> RaceResult:
+    def fail(*_: object) -> None:
         raise SwapperError("the drive is gone")
 
-    monkeypatch.setattr(choice_module, "race", fail)
+    monkeypatch.setattr(choice_module, "measure_gain", fail)
     assert isinstance(open_one(), ThreadsBackend)
     assert "a trial run failed (the drive is gone)" in _line(caplog).message
-    monkeypatch.setattr(choice_module, "race", lambda *_: _WON)
+    monkeypatch.setattr(choice_module, "measure_gain", lambda *_: _WON)
     assert isinstance(open_one(), UringBackend)
 
 
@@ -306,145 +294,73 @@ def test_the_page_cache_gets_threads(open_one: _Opener, caplog: pytest.LogCaptur
     assert "some files go through the page cache" in _line(caplog).message
 
 
-# -- the race ------------------------------------------------------------------------------------------------------------
+# -- the comparison ------------------------------------------------------------------------------------------------------
 
-_CAPACITY = 64 * _MIB
-
-
-class _Counting(BackendWrapper):
-    num_bytes = 0
-
-    def submit(self, request: IORequest) -> None:
-        self.num_bytes += len(request.memory)
-        super().submit(request)
+_SPEED = 2e9
 
 
-def _memory() -> MemoryBackend:
-    return MemoryBackend(_CAPACITY, num_threads=2)
+class _FakeDrive:
+    """Stands in for `DriveTest`: answers at once."""
+
+    fill_share = 1.0
+    speeds: Mapping[str, float]
+
+    def __init__(self, directories: object, file_bytes: int, **_: object) -> None:
+        self.num_bytes = file_bytes
+        self.settings: list[IOSetting] = []
+        _FakeDrive.last = self
+
+    def __enter__(self) -> _FakeDrive:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def prepare(self, max_seconds: float) -> None:
+        self.num_bytes = int(self.fill_share * self.num_bytes)
+
+    def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
+        assert setting.request_bytes * setting.max_inflight <= 64 * _MIB
+        self.settings.append(setting)
+        return Sample(setting, workload, int(self.speeds[setting.backend] * seconds), 0, seconds, 0.0)
+
+    last: _FakeDrive
 
 
-class _Clock:
-    """Time that passes only while requests are handed over."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-class _Timed(BackendWrapper):
-    """Has a speed by a clock of the test's, whatever the machine does meanwhile."""
-
-    def __init__(self, clock: _Clock, bytes_per_second: float) -> None:
-        super().__init__(_memory())
-        self._clock = clock
-        self._bytes_per_second = bytes_per_second
-
-    def submit(self, request: IORequest) -> None:
-        self._clock.now += len(request.memory) / self._bytes_per_second  # only one thread of a race submits at a time
-        super().submit(request)
-
-
-@pytest.mark.parametrize(("gain", "is_won"), [(2.0, True), (1.1, True), (1.01, False), (0.5, False)])
-def test_the_faster_one_wins_and_both_stay_open(gain: float, is_won: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock()
-    monkeypatch.setattr(race_module, "time", clock)
-    champion, challenger = _Timed(clock, 2e9), _Timed(clock, gain * 2e9)
-    result = race(champion, challenger, SwapperConfig())
-    assert result.is_won is is_won
-    assert f"it is {gain:.2f} times as fast as worker threads" in result.reason
-    for backend in (champion, challenger):
-        write(backend, 0, random_bytes(ALIGNMENT, 0))
-        assert backend.close(_SECONDS)
-
-
-@pytest.mark.parametrize(("bytes_per_second", "num_written"), [(20e6, 4), (150e6, 52)])
-def test_a_slow_drive_ends_the_race_after_a_few_bytes(bytes_per_second: float, num_written: int) -> None:
-    champion, challenger = _Counting(RateLimitBackend(_memory(), 1e9, bytes_per_second)), _Counting(_memory())
-    result = race(champion, challenger, SwapperConfig())
-    assert not result.is_won and "worker threads keep up with a drive of" in result.reason
-    assert champion.num_bytes <= (48 + num_written) * _MIB and challenger.num_bytes == 0
-    for backend in (champion, challenger):
-        backend.close(_SECONDS)
-
-
-def _let_it_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow a busy machine makes the champion."""
-    for limit in ("_SLOW_BYTES_PER_SECOND", "_CRAWLING_BYTES_PER_SECOND"):
-        monkeypatch.setattr(race_module, limit, 0.0)
-
-
-@pytest.mark.parametrize("request_bytes", [64 << 10, 3 * _MIB, 16 * _MIB])
-def test_a_race_leaves_the_content_as_it_was(request_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race_module, "_NUM_ROUNDS", 2)
-    backend = _memory()
-    content = random_bytes(_CAPACITY, 1)
-    backend.region.array()[:] = content
-    race(backend, backend, SwapperConfig(request_bytes=request_bytes))
-    assert np.array_equal(backend.region.array(), content)
-    backend.close(_SECONDS)
-
-
-def test_a_race_gives_its_memory_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race_module, "_NUM_ROUNDS", 2)
-    bases: list[weakref.ref[object]] = []
-
-    class Region(AlignedRegion):
-        def array(self) -> npt.NDArray[np.uint8]:
-            array = super().array()
-            bases.append(weakref.ref(array.base))  # which every view keeps alive
-            return array
-
-    monkeypatch.setattr(race_module, "AlignedRegion", Region)
-    backend = _memory()
-    gc.disable()  # which may come much later, or never
-    try:
-        race(backend, backend, SwapperConfig())
-        assert [base() is None for base in bases] == [True, True]
-    finally:
-        gc.enable()
-    backend.close(_SECONDS)
-
-
-def test_a_failing_drive_ends_the_race_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    _let_it_go_on(monkeypatch)
-    challenger = FaultInjectingBackend(_memory(), [FaultRule(nth=20, errno=errno.EIO)])
-    champion = _memory()
-    with pytest.raises(SwapperError, match="EIO"):
-        race(champion, challenger, SwapperConfig())
-    for backend in (champion, challenger):
-        backend.close(_SECONDS)
-
-
-def test_a_drive_that_hangs_ends_the_race_in_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("gain", "is_faster"), [(2.0, True), (1.1, True), (1.01, False), (0.5, False)])
+@pytest.mark.parametrize("request_bytes", [_MIB, 64 * _MIB])
+def test_the_faster_one_is_found(
+    gain: float, is_faster: bool, request_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(race_module, "_DEADLINE_SECONDS", LONG_SECONDS)
-    _let_it_go_on(monkeypatch)
-    champion, challenger = _memory(), FaultInjectingBackend(_memory(), [FaultRule(nth=20, hangs=True)])
-    schedulers: list[IOScheduler] = []
+    monkeypatch.setattr(choice_module, "DriveTest", _FakeDrive)
+    monkeypatch.setattr(_FakeDrive, "speeds", {"threads": _SPEED, "uring": gain * _SPEED}, raising=False)
+    took, reason = measure_gain([Directory(Path("."))], SwapperConfig(request_bytes=request_bytes))
+    assert took is is_faster
+    assert f"it is {gain:.2f} times as fast as worker threads" in reason
+    order = [setting.backend for setting in _FakeDrive.last.settings[1:]]
+    assert order[:4] in (["threads", "uring", "uring", "threads"], ["uring", "threads", "threads", "uring"])
 
-    def scheduler(*arguments: Any) -> IOScheduler:
-        schedulers.append(IOScheduler(*arguments))
-        return schedulers[-1]
 
-    monkeypatch.setattr(race_module, "IOScheduler", scheduler)
-    with ticking(challenger, lambda: schedulers), pytest.raises(StallError, match="saw no answer"):
-        race(champion, challenger, SwapperConfig())
-    assert "closed while transfers hang" in caplog.text
-    challenger.release_hung()
-    for backend in (champion, challenger):
-        assert backend.close(_SECONDS)
+@pytest.mark.parametrize(("fill_share", "speed"), [(1.0, 150e6), (1e-6, _SPEED)])
+def test_a_slow_drive_ends_the_comparison_at_once(
+    fill_share: float, speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice_module, "DriveTest", _FakeDrive)
+    monkeypatch.setattr(choice_module.time, "perf_counter", iter([0.0, 0.5]).__next__)
+    monkeypatch.setattr(_FakeDrive, "fill_share", fill_share)
+    monkeypatch.setattr(_FakeDrive, "speeds", {"threads": speed}, raising=False)
+    took, reason = measure_gain([Directory(Path("."))], SwapperConfig())
+    assert not took and "worker threads keep up with a drive of" in reason
+    assert len(_FakeDrive.last.settings) == (fill_share == 1.0)
 
 
 @needs_uring
-def test_a_real_race_on_a_real_drive(nvme_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "_results", {})
+def test_a_real_comparison_on_a_real_drive(nvme_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "_compared", {})
     config = SwapperConfig()
     with Swapper.open([nvme_dir], 256 * _MIB, config) as swapper:
         assert isinstance(swapper.backend, (ThreadsBackend, UringBackend))
-        (result,) = choice_module._results.values()
-        assert isinstance(swapper.backend, UringBackend) is result.is_won
+        (result,) = choice_module._compared.values()
+        assert isinstance(swapper.backend, UringBackend) is result[0]
         extent = swapper.allocate(_MIB, "x")
         data, copy = random_bytes(_MIB, 1), np.zeros(_MIB, dtype=np.uint8)
         swapper.write(extent, data)

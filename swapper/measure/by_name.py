@@ -1,0 +1,49 @@
+"""From the name of a backend to that backend."""
+
+from __future__ import annotations
+
+from swapper.backend import IOBackend
+from swapper.backends.aio_files import AiofilesBackend
+from swapper.backends.gds import open_gds
+from swapper.backends.threads import ThreadsBackend
+from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, UringBackend
+from swapper.backends.uring.self_test import find_fault
+from swapper.config import SwapperConfig
+from swapper.errors import ArgumentError, BackendUnavailableError
+from swapper.volumes.volume import Volume
+
+_STOP_SECONDS = 10.0
+
+
+def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
+    """Return the backend that ``config`` names; it owns the volume from then on.
+
+    What lies in the volume stays as it is, but until this returns nobody else may use it.
+
+    Raises:
+        BackendUnavailableError: It cannot work here. The volume is still the caller's.
+        ArgumentError: ``"auto"`` names none.
+    """
+    match config.backend:
+        case "threads":
+            return ThreadsBackend(volume, config.num_threads)
+        case "aiofiles":
+            return AiofilesBackend(volume, config.num_threads)
+        case "gds":
+            return open_gds(volume, config.num_threads)
+        case "uring":
+            return _open_uring(volume, config)
+    raise ArgumentError(f"{config.backend!r} is no backend by itself; name one")
+
+
+def _open_uring(volume: Volume, config: SwapperConfig) -> UringBackend:
+    """Set a ring up and have it pass the self-test."""
+    backend = UringBackend(volume, min(config.max_inflight, MAX_QUEUE_DEPTH))
+    try:
+        fault = find_fault(backend)
+        if fault:
+            raise BackendUnavailableError("uring", fault, "report this with the version of your kernel")
+    except BaseException:
+        backend.stop(_STOP_SECONDS)
+        raise
+    return backend

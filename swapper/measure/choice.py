@@ -1,0 +1,137 @@
+"""From a config to the backend that moves the bytes of a volume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from dataclasses import replace
+
+from swapper.backend import IOBackend
+from swapper.config import SwapperConfig
+from swapper.errors import BackendUnavailableError, SwapperError
+from swapper.measure.by_name import open_by_name
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import DriveTest
+from swapper.volumes.directory import Directory
+from swapper.volumes.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BYTES = 256 << 20  # of a volume: on a smaller one a comparison takes longer than it could ever save
+_MOST_INFLIGHT_BYTES = 32 << 20
+_FILL_SECONDS = 0.5
+_SLOW_BYTES_PER_SECOND = 300e6
+_ROUND_SECONDS = 0.025
+_NUM_ROUNDS = 7
+_MIN_GAIN = 1.05
+_MIN_SHARE_WON = 0.7
+_DEADLINE_SECONDS = 10.0
+
+_compared: dict[tuple[object, ...], tuple[bool, str]] = {}
+"""How comparisons ended in this process, by drives and settings."""
+
+
+def open_backend(volume: Volume, config: SwapperConfig) -> IOBackend:
+    """Return the backend that ``config`` asks for; it owns the volume from then on.
+
+    ``"auto"`` takes io_uring where it works and is clearly faster in files of the same directories, else worker threads;
+    one line in the log says why. What lies in the volume stays as it is, but until this returns nobody else may use it.
+
+    Raises:
+        BackendUnavailableError: A backend that was asked for by name cannot work here. The volume is still the caller's.
+    """
+    if config.backend != "auto":
+        return open_by_name(volume, config)
+    portable_because = _why_portable(volume, config)
+    if portable_because:
+        logger.info("aiofiles is used: %s", portable_because)
+        return open_by_name(volume, replace(config, backend="aiofiles"))
+    level = logging.INFO
+    try:
+        is_faster, reason = _compare(volume, config)
+        if is_faster:
+            backend = open_by_name(volume, replace(config, backend="uring"))
+            logger.info("io_uring is used: %s", reason)
+            return backend
+    except BackendUnavailableError as error:
+        reason = f"{error.reason}; to change that, {error.cure}"
+        if not isinstance(error.__cause__, ModuleNotFoundError):  # who has not installed it does not expect it
+            level = logging.WARNING
+    logger.log(level, "worker threads are used and not io_uring: %s", reason)
+    return open_by_name(volume, replace(config, backend="threads"))
+
+
+def _why_portable(volume: Volume, config: SwapperConfig) -> str:
+    """Return why the files are such that only ordinary reads and writes can be relied on; nothing if they are not."""
+    for file in volume.files:
+        if file.drive.is_network:
+            return f"{str(file.directory)!r} is on a network file system ({file.drive.file_system})"
+    if config.direct and not any(file.is_direct for file in volume.files):
+        return f"{volume.files[0].name} goes through the page cache: {volume.files[0].buffered_because}"
+    return ""
+
+
+def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
+    """Return whether io_uring is to be used, and why, or why not.
+
+    Raises:
+        BackendUnavailableError: It does not work.
+    """
+    if volume.capacity_bytes < _LEAST_BYTES:
+        return False, f"a volume of {volume.capacity_bytes} bytes is too small for a comparison to pay"
+    if not volume.is_direct:
+        return False, "some files go through the page cache"
+    drives = tuple(os.fstat(file.fd).st_dev for file in volume.files)
+    key = (drives, config.request_bytes, config.max_inflight, config.num_threads)
+    if key not in _compared:
+        # The same shares as in the volume.
+        directories = [Directory(file.directory, bytes_per_second=max(1, file.num_bytes)) for file in volume.files]
+        try:
+            _compared[key] = measure_gain(directories, config)
+        except BackendUnavailableError:
+            raise
+        except SwapperError as error:
+            return False, f"a trial run failed ({error})"
+    return _compared[key]
+
+
+def measure_gain(directories: list[Directory], config: SwapperConfig) -> tuple[bool, str]:
+    """Have worker threads and io_uring move the bytes of optimizer steps, in turns, for about half a second.
+
+    Args:
+        directories: Where; some space is taken there meanwhile.
+        config: Length and number of the requests.
+
+    Returns:
+        Whether io_uring is faster, by enough and in nearly all rounds; and why, in words.
+
+    Raises:
+        BackendUnavailableError: io_uring does not work.
+        SwapperError: A transfer failed, or had no answer, or there is no space.
+    """
+    num_inflight = max(1, min(config.max_inflight, _MOST_INFLIGHT_BYTES // config.request_bytes))
+    threads = IOSetting("threads", config.request_bytes, config.num_threads, num_inflight)
+    uring = replace(threads, backend="uring")
+    file_bytes = 3 * max(_MOST_INFLIGHT_BYTES, config.request_bytes) // len(directories)
+    with DriveTest(directories, file_bytes, deadline_seconds=_DEADLINE_SECONDS) as test:
+        wanted_bytes = test.num_bytes
+        started = time.perf_counter()
+        test.prepare(max_seconds=_FILL_SECONDS)
+        speed = test.num_bytes / (time.perf_counter() - started)
+        if test.num_bytes == wanted_bytes:
+            speed = test.measure(threads, Workload.MIXED, _ROUND_SECONDS).bytes_per_second
+        if speed < _SLOW_BYTES_PER_SECOND:
+            return False, f"worker threads keep up with a drive of {speed / 1e6:.0f} MB/s"
+        gains: list[float] = []
+        for number in range(_NUM_ROUNDS):
+            # Each is first in every other round: what the drive does in the course of time then hits both.
+            order = (threads, uring) if number % 2 else (uring, threads)
+            speeds = {one: test.measure(one, Workload.MIXED, _ROUND_SECONDS).bytes_per_second for one in order}
+            gains.append(speeds[uring] / speeds[threads])
+    gain, num_won = statistics.median(gains), sum(one > 1 for one in gains)
+    words = (
+        f"it is {gain:.2f} times as fast as worker threads (median of {len(gains)} rounds, of which it won {num_won})"
+    )
+    return gain >= _MIN_GAIN and num_won >= _MIN_SHARE_WON * len(gains), words

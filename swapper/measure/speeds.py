@@ -1,0 +1,74 @@
+"""How fast the drives are over which a volume is to be striped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from swapper.errors import SwapperError, VolumeError, VolumeTooSmallError
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import DriveTest
+from swapper.volumes.directory import Directory, DirectoryLike, as_directories
+from swapper.volumes.file_system import describe_drive
+
+_LEAST_BYTES = 64 << 20  # of a volume: on a smaller one the measurement would take longer than what it saves
+_FILE_BYTES = 32 << 20
+_SETTING = IOSetting("threads", 1 << 20, num_threads=4, max_inflight=4)
+_SECONDS = 0.12
+_DEADLINE_SECONDS = 30.0
+
+_known: dict[tuple[str, str], float] = {}  # by drive and directory, while the process lives
+
+
+def with_speeds(
+    directories: Sequence[DirectoryLike] | DirectoryLike, capacity_bytes: int, *, direct: bool = True
+) -> list[Directory]:
+    """Return the directories, each with the speed of its drive where that matters and can be found out.
+
+    What is not given is measured, one drive after the other, unless all directories lie on one drive, the volume is
+    small, or transfers go through the page cache, whose speed says nothing of the drive's. Directories on one drive
+    share its speed.
+
+    Args:
+        directories: What was asked for.
+        capacity_bytes: Size of the volume.
+        direct: Whether transfers are to bypass the page cache.
+
+    Raises:
+        VolumeError: A directory cannot be used, or a drive fails.
+    """
+    wanted = as_directories(directories)
+    if len(wanted) == 1 or capacity_bytes < _LEAST_BYTES or not direct:
+        return wanted
+    drives = [describe_drive(directory.path).identity for directory in wanted]
+    sharing = Counter(drives)
+    measured: dict[str, float | None] = {}
+    found = []
+    for directory, drive in zip(wanted, drives, strict=True):
+        if directory.bytes_per_second is None and len(sharing) > 1:
+            if drive not in measured:
+                measured[drive] = _measured(directory, drive)
+            speed = measured[drive]
+            directory = replace(directory, bytes_per_second=None if speed is None else speed / sharing[drive])
+        found.append(directory)
+    return found
+
+
+def _measured(directory: Directory, drive: str) -> float | None:
+    """Return the bytes per second of an optimizer step's mix there, or ``None`` if it cannot be found out."""
+    key = (drive, str(directory.path.resolve()))
+    if key not in _known:
+        try:
+            with DriveTest(directory, _FILE_BYTES, deadline_seconds=_DEADLINE_SECONDS) as test:
+                if not test.is_direct:
+                    return None
+                test.prepare(max_seconds=_SECONDS)
+                _known[key] = test.measure(_SETTING, Workload.MIXED, _SECONDS).bytes_per_second
+        except VolumeTooSmallError:
+            return None
+        except VolumeError:
+            raise
+        except SwapperError as error:
+            raise VolumeError(directory.path, f"its speed cannot be measured: {error}") from error
+    return _known[key]
