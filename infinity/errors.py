@@ -36,7 +36,8 @@
     ├── TurnError (RuntimeError)               another thread has the model, and does not move
     ├── ForkedError (RuntimeError)             a forked child uses its parent's model
     ├── EngineClosedError (RuntimeError)       a call after `close()`
-    └── StandInError (ImportError)             `infinity` cannot stand in for `deepspeed` any more
+    ├── StandInError (ImportError)             `infinity` cannot stand in for `deepspeed` any more
+    └── LibraryVersionError (ImportError)      an integration needs another version of its library
 
     NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
     SparseGradientWarning (UserWarning)        a gradient is sparse, and is made dense
@@ -535,6 +536,21 @@ class StandInError(InfinityError, ImportError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args), {"problem": self.problem}
+
+
+class LibraryVersionError(InfinityError, ImportError):
+    """A library that an integration is for is missing, or too old."""
+
+    def __init__(self, library: str, *, found: str | None, least: str, extra: str) -> None:
+        self.library, self.found, self.least = library, found, least
+        problem = "is not installed" if found is None else f"is {found} here"
+        super().__init__(
+            f"{library} {problem}, and {least} or newer is needed. pip install '{library}>={least}', or this package with "
+            f"its extra '{extra}'"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args), {"library": self.library, "found": self.found, "least": self.least}
 
 
 def _shorten(value: object, limit: int = 120) -> str:

@@ -1,6 +1,6 @@
 """What somebody writes who trains with accelerate and DeepSpeed. Leaves what happened in files.
 
-    accelerate_script.py OUT [--die-after STEPS] [--resume]
+    accelerate_script.py OUT [--infinity CONFIG] [--die-after STEPS] [--resume]
 
 Whether DeepSpeed is used is up to ``accelerate launch``.
 """
@@ -23,14 +23,20 @@ from tests.stand_in.text import rows
 NUM_STEPS, ACCUMULATION = 30, 2
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
+    parser.add_argument("--infinity")
     parser.add_argument("--die-after", type=int)
     parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
 
-    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
+    kind, more = Accelerator, {}
+    if args.infinity:
+        from infinity.integrations.accelerate import InfinityAccelerator
+
+        kind, more = InfinityAccelerator, {"infinity_config": args.infinity}
+    accelerator = kind(gradient_accumulation_steps=ACCUMULATION, **more)
     model = models.llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))

@@ -1,6 +1,7 @@
 """What somebody writes who trains with transformers' Trainer and DeepSpeed. Leaves what happened in files.
 
-    trainer_script.py OUT MODEL [--deepspeed CONFIG] [--bf16] [--accumulate N] [--clip X] [--die-after STEPS] [--resume]
+    trainer_script.py OUT MODEL [--deepspeed CONFIG | --infinity CONFIG] [--bf16] [--accumulate N] [--clip X]
+                      [--die-after STEPS] [--resume]
 
 Several trainings in one process are separated by the word ``then``.
 """
@@ -25,13 +26,13 @@ from tests.stand_in.text import rows
 NUM_STEPS = 30
 
 
-class Recording(Trainer):
-    """Writes down what `training_step` gives back."""
+class Recording:
+    """Stands before a Trainer, and writes down what `training_step` gives back."""
 
     losses: list[float]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.losses.append(float(loss))
         return loss
 
@@ -52,6 +53,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("model", choices=["llama", "gpt2"])
     parser.add_argument("--deepspeed")
+    parser.add_argument("--infinity")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=1.0)
@@ -60,7 +62,7 @@ def main(words: list[str]) -> None:
     args = parser.parse_args(words)
 
     model = getattr(models, args.model)()
-    is_reference = args.bf16 and not args.deepspeed
+    is_reference = args.bf16 and not (args.deepspeed or args.infinity)
     arguments = TrainingArguments(
         output_dir=str(args.out),
         deepspeed=args.deepspeed,
@@ -85,7 +87,12 @@ def main(words: list[str]) -> None:
     if is_reference:  # what DeepSpeed means by bf16: 16-bit weights, fp32 main weights in the optimizer
         decayed = Trainer(model, arguments).get_decay_parameter_names(model)
         more["optimizers"] = (MainWeightAdamW(model, decayed, arguments, clip=args.clip), None)
-    trainer = Recording(
+    base: Any = Trainer
+    if args.infinity:
+        from infinity.integrations.transformers import InfinityTrainer
+
+        base, more["infinity_config"] = InfinityTrainer, args.infinity
+    trainer = type("RecordingTrainer", (Recording, base), {})(
         model=model,
         args=arguments,
         train_dataset=rows(80, 32),

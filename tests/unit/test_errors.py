@@ -106,6 +106,11 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["forward", "'T'", "engine.reset()"],
     ),
     (errors.ForkedError("forward"), RuntimeError, ["forward", "forked", "spawn"]),
+    (
+        errors.LibraryVersionError("peft", found="0.1", least="0.14", extra="hf"),
+        ImportError,
+        ["peft is 0.1", "0.14 or newer", "pip install 'peft>=0.14'", "'hf'"],
+    ),
     (errors.StandInError("too late", "accelerate"), ImportError, ["too late", "before accelerate", "first line"]),
     (errors.EngineBusyError("engine.flush()", "Pager.touch"), RuntimeError, ["engine.flush()", "Pager.touch", "flag"]),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),

@@ -1,0 +1,331 @@
+# ruff: noqa: E402 - an older library than is needed has to be named before something of it is missed
+"""accelerate on the engine, without DeepSpeed's name: `InfinityAccelerator` in place of ``Accelerator``.
+
+Knows accelerate and the engine's calls; must not know what the engine is made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infinity.integrations.versions import require
+
+require("accelerate", "1.1", extra="hf")
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from infinity.config import ConfigSource
+from infinity.engine.engine import Engine
+from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.initialize import initialize
+from infinity.integrations.settings import Setting, agreed
+
+_FOLDER = "infinity"
+"""Of the engine's checkpoint in a directory of accelerate's or the Trainer's."""
+
+
+def checkpoint_in(directory: str | Path, index: int = 0) -> Path:
+    """Where the checkpoint of the so-many-th engine lies in a directory of accelerate's or the Trainer's."""
+    return Path(directory) / (f"{_FOLDER}_{index}" if index else _FOLDER)
+
+
+def save_engine(engine: Engine, directory: str | Path, index: int = 0) -> None:
+    """Write the engine's checkpoint (weights, main weights, optimizer states) into a directory of a library's.
+
+    Raises:
+        StorageError: the directory cannot take it.
+    """
+    path = checkpoint_in(directory, index)
+    engine.save_checkpoint(path.parent, tag=path.name, save_latest=False)
+
+
+def load_engine(engine: Engine, directory: str | Path, index: int = 0, *, only_module: bool = False) -> None:
+    """Go on from what `save_engine` wrote; random generators and positions of loaders are the library's business.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, ValueError: as ``engine.load_checkpoint``.
+    """
+    path = checkpoint_in(directory, index)
+    engine.load_checkpoint(
+        path.parent, tag=path.name, load_module_only=only_module, load_random_states=False, load_data_position=False
+    )
+
+
+class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """accelerate's optimizer whose step is the engine's.
+
+    Attributes:
+        engine: whose optimizer it is.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """``engine`` trains: it has an optimizer."""
+        # No placement: that would gather all states and main weights, and load them again.
+        super().__init__(engine.optimizer, device_placement=False)
+        self.engine = engine
+        self._is_accelerate_prepared = True
+        self._has_backward = False
+        self._norm: torch.Tensor | None = None
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool, retain_graph: bool = False) -> None:
+        """Backward of one micro-batch; ``is_last``: its step comes next. ``loss`` is not divided any more."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        self.engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
+        self._has_backward = is_last
+        if not is_last:
+            self.engine.step()
+
+    def norm_to_come(self) -> torch.Tensor:
+        """The gradients' norm, a 0-dim fp64 tensor on the CPU, which gets its value in the next `step`."""
+        self._norm = torch.full((), float("nan"), dtype=torch.float64, device="cpu")
+        return self._norm
+
+    def step(self, closure: Any = None) -> None:
+        """As accelerate's: only where gradients are complete."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if self._has_backward and closure is None:
+            self._has_backward = False
+            self.engine.step()
+            self.engine.set_gradient_accumulation_boundary(None)
+        else:  # of a backward of the script's own
+            self.optimizer.step(closure)
+        norm = self.engine.get_global_grad_norm()
+        if self._norm is not None and norm is not None:
+            self._norm.fill_(norm)
+        self._norm = None
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether gradients were not finite, and the config checks that."""
+        return self.engine.was_step_skipped()
+
+
+class InfinityAccelerator(Accelerator):  # type: ignore[misc]
+    """``Accelerator`` whose `prepare` has the engine take a model over together with its optimizer.
+
+        accelerator = InfinityAccelerator(infinity_config="ds_config.json", gradient_accumulation_steps=2)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    The rest of a script stays as it is: `backward`, `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`,
+    `get_state_dict`, `unwrap_model`, `save_model`. Numbers are those of accelerate alone, bit for bit. What `prepare` gives
+    back for a model is that model. Models without an optimizer among what was prepared stay in memory.
+
+    Attributes:
+        engines: in the order in which they were made; ``engine`` is the only one.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, infinity_config: ConfigSource, defers_norms: bool = False, **kwargs: Any) -> None:
+        """
+        Args:
+            args, kwargs: of ``Accelerator``.
+            infinity_config: the engine's config: path of a JSON file, or a dict. `gradient_accumulation_steps` and "auto" are
+                filled from the arguments. Of "bf16" and "fp16" it decides alone: without them, ``mixed_precision="bf16"`` is
+                accelerate's, fp32 weights under autocast.
+            defers_norms: whether `clip_grad_norm_` may give a tensor that gets its value in the optimizer's step.
+
+        Raises:
+            ConfigError: config and arguments contradict each other.
+        """
+        super().__init__(*args, **kwargs)
+        self.engines: list[Engine] = []
+        self._defers_norms = defers_norms
+        self._candidates: list[nn.Module] = []
+        steps = self.gradient_accumulation_steps
+        settings = [
+            Setting("gradient_clipping", 0.0, "clip_grad_norm_", True, must_match=False),
+            Setting("train_micro_batch_size_per_gpu", "auto", "the loader", True, must_match=False),
+            Setting("gradient_accumulation_steps", steps, "gradient_accumulation_steps", True, must_match=steps > 1),
+            *(
+                Setting(f"{name}.enabled", self.mixed_precision == name, "mixed_precision", must_match=False)
+                for name in ("bf16", "fp16")
+            ),
+        ]
+        # Which micro-batch is the last is accelerate's to say.
+        self.infinity_config = agreed(infinity_config, settings, drops=["managed_gradient_accumulation"])
+        if self.mixed_precision == "fp16" and self.infinity_config.loss_scaling is None:
+            raise ConfigError(
+                'mixed_precision="fp16" would scale losses beside the engine. Add "fp16": {"enabled": true} to the config: '
+                "the engine scales them then",
+                key="fp16.enabled",
+            )
+        if self.infinity_config.autocast_dtype is not None and self.mixed_precision != "bf16":
+            raise ConfigError(
+                "config key 'torch_autocast' is switched on, and mixed_precision is not. Pass mixed_precision=\"bf16\": "
+                "accelerate runs the model under autocast",
+                key="torch_autocast.enabled",
+            )
+        self.register_save_state_pre_hook(self._save_engines)
+        self.register_load_state_pre_hook(self._load_engines)
+
+    # ------------------------------------------------------------------------------------------------------------ prepare
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, if there is one and no other."""
+        return self.engines[0] if len(self.engines) == 1 else None
+
+    def engine_of(self, model: Any) -> Engine | None:
+        """The engine that holds this very model."""
+        return next((engine for engine in self.engines if engine.module is model), None)
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As accelerate's. Each optimizer's model is taken over by an engine.
+
+        Raises:
+            InfinityError: as `infinity.initialize`.
+        """
+        self._candidates = [each for each in args if isinstance(each, nn.Module)]
+        try:
+            made = {id(each): self._take_over(each) for each in args if self._is_to_be_taken(each)}
+            # A model first, so that its scheduler's optimizer is there when the scheduler comes.
+            return super().prepare(*[made.get(id(each), each) for each in args], device_placement=device_placement)
+        finally:
+            self._candidates = []
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As accelerate's; the model was prepared before."""
+        prepared = self._take_over(optimizer) if self._is_to_be_taken(optimizer) else optimizer
+        return super().prepare_optimizer(prepared, device_placement)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As accelerate's; of a model that an engine holds, the engine knows device and precision."""
+        engine = self.engine_of(model)
+        if engine is None:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
+            raise UnsupportedModelError(
+                "accelerate would compile the whole model", cure="Compile its blocks one by one before prepare"
+            )
+        if engine.config.compute_dtype is torch.float32:
+            return super().prepare_model(model, False, evaluation_mode)
+        if not any(each is model for each in self._models):
+            self._models.append(model)
+        return model
+
+    def _is_to_be_taken(self, optimizer: Any) -> bool:
+        return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, AcceleratedOptimizer)
+
+    def _take_over(self, optimizer: torch.optim.Optimizer) -> Any:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in [*self._candidates, *self._models]:
+            if self.engine_of(model) is None and any(id(parameter) in own for parameter in model.parameters()):
+                engine, *_ = initialize(
+                    model=model, optimizer=optimizer, config=self.infinity_config, device=self.device
+                )
+                return self.adopt(engine)
+        raise UnsupportedModelError(
+            f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
+            cure="Pass model and optimizer to the same accelerator.prepare(...)",
+        )
+
+    def adopt(self, engine: Engine) -> EngineOptimizer | None:
+        """From now on, this engine's model is known as held; returns its optimizer as accelerate's, if it has one."""
+        self.engines.append(engine)
+        return EngineOptimizer(engine) if engine.optimizer is not None else None
+
+    def close(self, engine: Engine) -> None:
+        """Close an engine, and forget it."""
+        self.engines.remove(engine)
+        engine.close()
+
+    # ----------------------------------------------------------------------------------------------------------- the loop
+
+    def _optimizer(self) -> EngineOptimizer | None:
+        found = [each for each in self._optimizers if isinstance(each, EngineOptimizer)]
+        return found[0] if len(found) == 1 else None
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's: the loss is divided by the accumulation steps."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            super().backward(loss, **kwargs)
+            return
+        optimizer.backward(
+            loss / self.gradient_accumulation_steps,
+            is_last=self.sync_gradients,
+            retain_graph=kwargs.get("retain_graph", False),
+        )
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradients, and return their norm before.
+
+        Where the config says ``gradient_clipping``, the engine clips in the step, and this only returns the norm.
+
+        Raises:
+            ConfigError: the config says another norm.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        limit = optimizer.engine.gradient_clipping()
+        is_infinite = max_norm == float("inf")
+        if limit and not is_infinite and (limit != max_norm or norm_type != 2):
+            raise ConfigError(
+                f"clip_grad_norm_ is called with {max_norm}, and config key 'gradient_clipping' is {limit}. Set them alike, or "
+                "remove the key",
+                key="gradient_clipping",
+            )
+        if self._defers_norms and norm_type == 2 and (limit or is_infinite):
+            return optimizer.norm_to_come()
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if limit or is_infinite:
+            return nn.utils.get_total_norm([each.grad for each in found if each.grad is not None], norm_type)
+        return nn.utils.clip_grad_norm_(found, max_norm, norm_type=norm_type)
+
+    # ------------------------------------------------------------------------------------------------------------- saving
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; models and optimizers that engines hold are written by these, streamed, to ``infinity`` in it."""
+        with self._without_engines():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's; what accelerate alone saved is loaded as well, and then is in memory for a moment."""
+        with self._without_engines():
+            super().load_state(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _without_engines(self) -> Iterator[None]:
+        kept = self._models, self._optimizers
+        self._models = [each for each in self._models if self.engine_of(each) is None]
+        self._optimizers = [each for each in self._optimizers if not isinstance(each, EngineOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = kept
+
+    def _save_engines(self, models: Any, weights: Any, output_dir: str) -> None:
+        for index, engine in enumerate(self.engines):
+            save_engine(engine, output_dir, index)
+
+    def _load_engines(self, models: Any, input_dir: str) -> None:
+        for index, engine in enumerate(self.engines):
+            if checkpoint_in(input_dir, index).exists():
+                load_engine(engine, input_dir, index)
+            else:  # accelerate goes on with these very lists
+                models.append(engine.module)
+                self._optimizers.append(EngineOptimizer(engine))
+
+    def save_model(
+        self,
+        model: Any,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As accelerate's: safetensors under the model's own names; of a model that an engine holds, streamed."""
+        engine = self.engine_of(model)
+        if engine is None or not safe_serialization:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        else:
+            engine.save_16bit_model(save_directory)

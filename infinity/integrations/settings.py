@@ -1,0 +1,103 @@
+"""What a library's own arguments say beside a config: they fill what the config leaves open, and may not contradict it.
+
+Knows configs and pairs of names; must not know the libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.config import ConfigSource, InfinityConfig, load_config
+from infinity.config.reading import tidy
+from infinity.config.schema.block import Findings
+from infinity.config.text import read_file, read_text
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that config and library both say.
+
+    Attributes:
+        key: in the config, dotted.
+        value: what the library's argument says.
+        argument: its name, for messages.
+        is_always: whether it goes for a config without this key as well; else only where that says "auto".
+        must_match: whether another value in the config is a conflict.
+    """
+
+    key: str
+    value: Any
+    argument: str
+    is_always: bool = False
+    must_match: bool = True
+
+
+def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable[str] = ()) -> InfinityConfig:
+    """The config with what the library says in place of each "auto".
+
+    Args:
+        source: as for `infinity.load_config`.
+        settings: see `Setting`.
+        drops: blocks and keys, at the top, of what the library does in place of the engine.
+
+    Raises:
+        ConfigError: config and library contradict each other, with all keys; or as `infinity.load_config`.
+    """
+    raw = _read(source)
+    findings = Findings()
+    given = tidy(raw, findings)
+    fills: dict[str, Any] = {}
+    conflicts = []
+    for setting in settings:
+        value = _at(given, setting.key)
+        if setting.key in findings.auto or (value is None and setting.is_always):
+            fills[setting.key] = setting.value
+        elif value is not None and setting.must_match and not _same(value, setting.value):
+            conflicts.append((setting, value))
+    if conflicts:
+        described = ", ".join(
+            f"'{each.key}' is {value!r} and {each.argument} {each.value!r}" for each, value in conflicts
+        )
+        raise ConfigError(
+            f'config and arguments contradict each other: {described}. Set them alike, or the key to "auto", which takes '
+            "the argument's value",
+            key=conflicts[0][0].key,
+        )
+    dropped = tuple(drops)
+    kept = {key: value for key, value in fills.items() if key.partition(".")[0] not in dropped}
+    return load_config(dict(raw), overrides=kept | dict.fromkeys(dropped))
+
+
+def has_block(source: ConfigSource, name: str) -> bool:
+    """Whether the config has a block of this name."""
+    return name in tidy(_read(source), Findings())
+
+
+def _read(source: ConfigSource) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return read_text(source)
+    return read_file(Path(source))
+
+
+def _at(values: Mapping[str, Any], dotted: str) -> Any:
+    found: Any = values
+    for name in dotted.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    if isinstance(given, list | tuple):
+        return len(given) == len(wanted) and all(_same(*pair) for pair in zip(given, wanted, strict=True))
+    if isinstance(given, bool) or isinstance(wanted, bool) or wanted is None:
+        return given is wanted
+    try:
+        return float(given) == float(wanted)
+    except (TypeError, ValueError):
+        return str(given) == str(wanted)

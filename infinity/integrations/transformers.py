@@ -1,0 +1,265 @@
+# ruff: noqa: E402 - an older library than is needed has to be named before something of it is missed
+"""transformers' Trainer on the engine, without DeepSpeed's name.
+
+    trainer = InfinityTrainer(model, args, train_dataset=data, infinity_config="ds_config.json")
+    trainer.train()
+
+`InfinityTrainerMixin` does the same for what derives from ``Trainer``: ``class MyTrainer(InfinityTrainerMixin, SFTTrainer)``.
+
+Knows the Trainer, accelerate's side of it and the engine's calls; must not know what the engine is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from infinity.integrations.versions import require
+
+require("transformers", "5.0", extra="hf")
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from infinity.config import ConfigSource
+from infinity.engine.engine import Engine
+from infinity.errors import ConfigError
+from infinity.initialize import initialize
+from infinity.integrations.accelerate import (
+    EngineOptimizer,
+    InfinityAccelerator,
+    checkpoint_in,
+    load_engine,
+    save_engine,
+)
+from infinity.integrations.settings import Setting, agreed, has_block
+from infinity.optim.lr_schedules import build_scheduler
+
+_SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+
+
+class InfinityTrainerMixin:
+    """Stands before a ``Trainer`` among the bases, and has the engine train its model: the same numbers, bit for bit.
+
+    The engine is made when the training begins, or the first evaluation, and holds the model until ``engine.close()``; the
+    model stays the same object, so `evaluate`, `predict`, `save_model` and ``generate`` go on working. What the Trainer
+    saves is streamed: weights as ``save_pretrained`` writes them (adapters alone, of a PEFT model), and in the directory
+    ``infinity`` of each checkpoint main weights and optimizer states, in place of ``optimizer.pt``.
+
+    Attributes:
+        engine: None before it is made.
+    """
+
+    engine: Engine | None = None
+    # The Trainer's:
+    accelerator: Any
+    args: Any
+    gather_function: Any
+    lr_scheduler: Any
+    model: Any
+    optimizer: Any
+    state: Any
+    train_dataset: Any
+
+    def __init__(self, *args: Any, infinity_config: ConfigSource, **kwargs: Any) -> None:
+        """
+        Args:
+            args, kwargs: of the Trainer.
+            infinity_config: the engine's config, path of a JSON file or a dict. What it leaves open or says "auto" to is
+                taken from ``TrainingArguments``: batch sizes, accumulation, clipping, ``bf16``, ``fp16``, and the
+                parameters of an "optimizer" or "scheduler" in it. Without a block "bf16", ``bf16=True`` is the Trainer's:
+                fp32 weights under autocast.
+
+        Raises:
+            ConfigError: config and ``TrainingArguments`` contradict each other.
+        """
+        self._infinity_source = infinity_config
+        super().__init__(*args, **kwargs)
+
+    # -------------------------------------------------------------------------------------------------- before the training
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with an accelerator that knows the engine."""
+        arguments = self.args
+        _check(arguments)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.infinity_config = agreed(
+            self._infinity_source, _settings(arguments), drops=["managed_gradient_accumulation", "scheduler"]
+        )
+        self.accelerator = InfinityAccelerator(
+            **self._accelerator_arguments, infinity_config=self.infinity_config, defers_norms=True
+        )
+        gather = self.gather_function
+        options = gather.keywords if isinstance(gather, functools.partial) else {}
+        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, **options)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_arguments = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        return dict(self._accelerator_arguments)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """The engine moves what is computed with; the whole model may be larger than the device."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; then the engine takes the model over, with the optimizer that came out.
+
+        Raises:
+            InfinityError: as `infinity.initialize`.
+        """
+        if isinstance(self.optimizer, EngineOptimizer) and self.optimizer.engine is self.engine:
+            return self.optimizer
+        if self.engine is not None:  # a trial's, or one that only evaluated
+            self.accelerator.close(self.engine)
+        optimizer = None
+        if self.infinity_config.optimizer is None or self.optimizer is not None:
+            optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self.optimizer = self._start(optimizer)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, or the config's, if that has a "scheduler"."""
+        arguments = self.args
+        if self.lr_scheduler is None and has_block(self._infinity_source, "scheduler"):
+            settings = [
+                *_settings(arguments),
+                Setting("scheduler.params.total_num_steps", num_training_steps, "max_steps"),
+                Setting(
+                    "scheduler.params.warmup_num_steps", arguments.get_warmup_steps(num_training_steps), "warmup_steps"
+                ),
+            ]
+            section = agreed(self._infinity_source, settings).scheduler
+            if section is not None:
+                self.lr_scheduler = build_scheduler(section, self.optimizer)
+                self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
+
+    def _start(self, optimizer: torch.optim.Optimizer | None) -> EngineOptimizer | None:
+        arguments = self.args
+        self.engine, *_ = initialize(
+            model=self.model,
+            optimizer=optimizer,
+            config=self.infinity_config,
+            device=arguments.device,
+        )
+        self._mixed_mesh_grads = False  # else the Trainer looks for it in all gradients
+        adopted: EngineOptimizer | None = self.accelerator.adopt(self.engine)
+        return adopted
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, on the engine."""
+        if self.engine is None:
+            if self.train_dataset is not None:
+                self.create_optimizer()
+            else:
+                self._start(None)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_input(self, data: Any) -> Any:
+        """As the Trainer's; numbers are in the dtype of 16-bit weights."""
+        dtype = self.infinity_config.compute_dtype
+        if isinstance(data, torch.Tensor) and data.is_floating_point() and dtype is not torch.float32:
+            data = data.to(dtype)
+        return super()._prepare_input(data)  # type: ignore[misc]
+
+    # --------------------------------------------------------------------------------------------------- saving and resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. True goes on from the newest checkpoint that is whole: a kill may have left one that is not."""
+        if resume_from_checkpoint is True:
+            directory = Path(self.args.output_dir)
+            resume_from_checkpoint = newest_checkpoint(directory) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.engine is None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        engine = self.engine
+        directory = output_dir if output_dir is not None else self.args.output_dir
+        own: dict[str, Any] = self.model.__dict__
+        own["save_pretrained"] = lambda *_, **__: None
+        try:  # the configuration of the tokenizer, the arguments, and whatever a subclass writes
+            super()._save(output_dir, state_dict={})  # type: ignore[misc]
+        finally:
+            del own["save_pretrained"]
+        engine.save_pretrained(directory)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        save_engine(self.engine, output_dir)
+        if self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not checkpoint_in(resume_from_checkpoint).exists():  # else the engine loads it, as soon as there is one
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.engine is None or checkpoint is None or not checkpoint_in(checkpoint).exists():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        load_engine(self.engine, checkpoint)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.engine is not None and checkpoint_in(best).exists():
+            load_engine(self.engine, best, only_module=True)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+
+class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]
+    """transformers' ``Trainer`` with `infinity_config`. See `InfinityTrainerMixin`."""
+
+
+def newest_checkpoint(output_dir: Path) -> str | None:
+    """The directory of the newest of a Trainer's checkpoints that is whole; None if there is none."""
+    found = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    for path in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        try:  # the Trainer writes it last
+            json.loads((path / _STATE).read_text())
+        except (OSError, ValueError):
+            continue
+        return str(path)
+    return None
+
+
+def _settings(arguments: TrainingArguments) -> list[Setting]:
+    micro, steps = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    betas = [arguments.adam_beta1, arguments.adam_beta2]
+    return [
+        Setting("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size", is_always=True),
+        Setting("gradient_accumulation_steps", steps, "gradient_accumulation_steps", is_always=True),
+        Setting("train_batch_size", micro * steps, "per_device_train_batch_size * gradient_accumulation_steps"),
+        Setting("gradient_clipping", float(arguments.max_grad_norm or 0), "max_grad_norm", is_always=True),
+        Setting("bf16.enabled", bool(arguments.bf16), "bf16"),
+        Setting("fp16.enabled", bool(arguments.fp16), "fp16"),
+        Setting("torch_autocast.enabled", bool(arguments.bf16), "bf16"),
+        Setting("optimizer.params.lr", arguments.learning_rate, "learning_rate"),
+        Setting("optimizer.params.betas", betas, "adam_beta1, adam_beta2"),
+        Setting("optimizer.params.eps", arguments.adam_epsilon, "adam_epsilon"),
+        Setting("optimizer.params.weight_decay", arguments.weight_decay, "weight_decay"),
+        Setting("scheduler.params.warmup_min_lr", 0, "warmup_min_lr", must_match=False),
+        Setting("scheduler.params.warmup_max_lr", arguments.learning_rate, "learning_rate"),
+    ]
+
+
+def _check(arguments: Any) -> None:
+    """Raise if the Trainer is to do what the engine does, or cannot be done with it."""
+    refused = {
+        "deepspeed": "the config goes to infinity_config=",
+        "fsdp": "there is one process",
+        "torch_compile": "compile the model's blocks one by one",
+        "auto_find_batch_size": "set per_device_train_batch_size",
+        "bf16_full_eval": 'put "bf16": {"enabled": true} into the config',
+        "fp16_full_eval": 'put "fp16": {"enabled": true} into the config',
+    }
+    for name, cure in refused.items():
+        if getattr(arguments, name, None):
+            raise ConfigError(f"TrainingArguments({name}=...) does not go with an engine: {cure}", key=name)

@@ -1,0 +1,149 @@
+"""`InfinityAccelerator` gives the bits of accelerate alone, and resumes to them after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+
+from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.integrations.accelerate import InfinityAccelerator
+from tests.stand_in import accelerate_script
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps what it was told for the whole process."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
+    directory.mkdir(exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    return {"zero_optimization": zero, "infinity": memory, **changes}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def losses_of(accelerator: Any, *, steps: int = 5, max_norm: float | None = None) -> tuple[list[float], Any]:
+    """What a short training gives: losses, and the model."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    data = torch.randn(2 * steps, 4, 8, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in data:
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            if max_norm is not None and accelerator.sync_gradients:
+                losses.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.slow
+def test_thirty_steps(tmp_path: Path) -> None:
+    """Accumulation, clipping, a scheduler; killed in the 17th step and resumed from the tenth."""
+    there, here, path = tmp_path / "plain", tmp_path / "ours", tmp_path / "config.json"
+    path.write_text(json.dumps(on_nvme(tmp_path / "nvme")))
+    accelerate_script.main([str(there)])
+    words = [str(here), "--infinity", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.stand_in.accelerate_script", *words, "--die-after", "17"]
+    assert subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True).returncode == -9
+    accelerate_script.main([*words, "--resume"])
+    expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
+    assert (len(expected["losses"]), len(found["losses"])) == (60, 40)
+    assert found["losses"] == expected["losses"][20:]
+    assert found["norms"] == expected["norms"][10:]
+    weights, expected_weights = (torch.load(folder / "model.pt") for folder in (here, there))
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
+    assert not [name for name in os.listdir(here / "state") if name.startswith(("model", "optimizer"))]
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}])
+def test_what_the_config_leaves_open(options: dict[str, Any], tmp_path: Path) -> None:
+    """Without a word about clipping and precision, nothing is clipped, and autocast is accelerate's."""
+    plain, expected = losses_of(Accelerator(**options))
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"), **options)
+    ours, model = losses_of(accelerator)
+    assert ours == plain
+    assert accelerator.unwrap_model(model) is accelerator.engine.module
+    accelerator.save_model(model, str(tmp_path / "saved"))
+    saved, values = network(), accelerator.get_state_dict(model)
+    load_checkpoint_in_model(saved, str(tmp_path / "saved"))
+    for name, value in expected.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value)
+        assert torch.equal(values[name], value)
+    accelerator.engine.close()
+
+
+def test_clipping_by_the_config(tmp_path: Path) -> None:
+    plain, _ = losses_of(Accelerator(), max_norm=0.1)
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme", gradient_clipping=0.1))
+    ours, model = losses_of(accelerator, max_norm=0.1)
+    assert ours == plain
+    with pytest.raises(ConfigError, match=r"called with 0\.5, and config key 'gradient_clipping' is 0\.1"):
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    accelerator.engine.close()
+
+
+def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
+    plain = Accelerator()
+    losses_of(plain)
+    plain.save_state(str(tmp_path / "state"))
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
+    other = accelerator.prepare(network())
+    assert accelerator.prepare(model) is model
+    prepared = accelerator.prepare(optimizer)
+    accelerator.prepare(scheduler)
+    assert accelerator.engine_of(model) is accelerator.engine and accelerator.engine_of(other) is None
+    accelerator._models.remove(other)
+    accelerator.load_state(str(tmp_path / "state"))
+    expected = plain._models[0].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert float(prepared.state_dict()["state"][0]["step"]) == 10
+    accelerator.engine.close()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    config = on_nvme(tmp_path / "nvme")
+    with pytest.raises(ConfigError, match=r"fp16.*enabled"):
+        InfinityAccelerator(infinity_config=config, mixed_precision="fp16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        InfinityAccelerator(infinity_config={**config, "gradient_accumulation_steps": 3}, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="mixed_precision"):
+        InfinityAccelerator(infinity_config={**config, "torch_autocast": {"enabled": True}})
+    accelerator = InfinityAccelerator(infinity_config=config)
+    with pytest.raises(UnsupportedModelError, match="same accelerator"):
+        accelerator.prepare(torch.optim.SGD(network().parameters()))

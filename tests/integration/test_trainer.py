@@ -1,0 +1,206 @@
+"""`InfinityTrainer` gives the bits of the plain Trainer, and resumes to them after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
+from tests.stand_in import models, trainer_script
+from tests.stand_in.text import rows
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OF_TIME = ("runtime", "per_second")
+
+
+def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
+    """A config that leaves to the arguments what it can; nothing stays in memory."""
+    directory.mkdir(exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    return {"zero_optimization": zero, "infinity": memory, **changes}
+
+
+def arguments(directory: Path, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    settings |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+    settings |= {"logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-3}
+    return TrainingArguments(output_dir=str(directory), **{**settings, **changes})
+
+
+def trained(directory: Path, config: dict[str, Any] | None, model: Any, **changes: Any) -> Any:
+    """A Trainer that has trained ``model``: plain without a config."""
+    kind: Any = Trainer if config is None else InfinityTrainer
+    more = {} if config is None else {"infinity_config": config}
+    data = {"train_dataset": rows(16, 32), "eval_dataset": rows(4, 32, first=80)}
+    trainer = kind(model=model, args=arguments(directory, **changes), **data, **more)
+    trainer.train()
+    return trainer
+
+
+def log_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without times, and without the mean loss of the steps that one process made."""
+    kept = [{key: value for key, value in entry.items() if not key.endswith(_OF_TIME)} for entry in entries]
+    return [{key: value for key, value in entry.items() if key != "train_loss"} for entry in kept]
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    expected, found = load_file(first), load_file(second)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "config"),
+    [
+        ("llama", "", {}),
+        ("llama", "--bf16", {"bf16": {"enabled": "auto"}}),
+        ("gpt2", "--accumulate 2 --clip 0.5", {"gradient_clipping": "auto", "gradient_accumulation_steps": 2}),
+    ],
+    ids=["fp32", "bf16", "accumulation"],
+)
+@pytest.mark.slow
+def test_thirty_steps(model: str, options: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, norms, evaluation and weights; the last case is killed in the 17th step and resumed from the tenth."""
+    there, here, path = tmp_path / "plain", tmp_path / "ours", tmp_path / "config.json"
+    path.write_text(json.dumps(on_nvme(tmp_path / "nvme", **config)))
+    trainer_script.main([str(there), model, *options.split()])
+    words = [str(here), model, *options.split(), "--infinity", str(path)]
+    if "accumulate" in options:
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.stand_in.trainer_script", *words, "--die-after", "17"]
+        assert subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True).returncode == -9
+        (here / "checkpoint-12").mkdir()  # as a kill in the midst of saving leaves it
+        words.append("--resume")
+    trainer_script.main(words)
+    expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
+    assert found["losses"] == expected["losses"][-len(found["losses"]) :]
+    assert len(found["losses"]) == (40 if "accumulate" in options else 30)
+    assert found["eval"] == expected["eval"]
+    if not options.startswith("--bf16"):  # there the Trainer alone reports the norm of 16-bit gradients
+        assert log_of(found["log"]) == log_of(expected["log"])
+    assert_same_weights(there / "model" / "model.safetensors", here / "model" / "model.safetensors")
+    assert not list(here.rglob("optimizer.pt"))
+
+
+def test_what_the_trainer_does_around_a_step(tmp_path: Path) -> None:
+    """Autocast, label smoothing, NEFTune, checkpointing, no clipping, a short last step, the best model, rotation."""
+    options: dict[str, Any] = {"bf16": True, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5}
+    options |= {"gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "activation_checkpointing": True}
+    options |= {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2}
+    options |= {"save_steps": 2, "save_total_limit": 1}
+    options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first one is the best
+    plain = trained(tmp_path / "plain", None, models.gpt2(), **options)
+    ours = trained(tmp_path / "ours", on_nvme(tmp_path / "nvme"), models.gpt2(), **options)
+    assert log_of(ours.state.log_history) == log_of(plain.state.log_history)
+    assert Path(ours.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name == "checkpoint-2"
+    folders = [sorted(path.name for path in (tmp_path / kind).glob("checkpoint-*")) for kind in ("plain", "ours")]
+    assert folders[0] == folders[1]
+    assert ours.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    for trainer, name in ((plain, "a"), (ours, "b")):
+        trainer.save_model(str(tmp_path / name))
+    assert_same_weights(tmp_path / "a" / "model.safetensors", tmp_path / "b" / "model.safetensors")
+    prompt = torch.arange(5)[None]
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        assert torch.equal(ours.model.generate(prompt, **settings), plain.model.generate(prompt, **settings))
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {path.name for path in (tmp_path / "a").iterdir()}
+    ours.engine.close()
+
+
+def test_optimizer_and_scheduler_of_the_config(tmp_path: Path) -> None:
+    adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+    plain = trained(tmp_path / "plain", None, models.llama(), warmup_steps=2, weight_decay=0.0)
+    ours = trained(tmp_path / "ours", on_nvme(tmp_path / "nvme", optimizer=adam), models.llama(), warmup_steps=2)
+    assert log_of(ours.state.log_history) == log_of(plain.state.log_history)
+    ours.engine.close()
+    rates = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    schedule = {"type": "WarmupDecayLR", "params": {**rates, "warmup_type": "linear"}}
+    config = on_nvme(tmp_path / "nvme", optimizer=adam, scheduler=schedule)
+    ours = trained(tmp_path / "scheduled", config, models.llama(), warmup_steps=2)
+    found = [entry["learning_rate"] for entry in ours.state.log_history if "learning_rate" in entry]
+    assert found == [0.0, 0.0, 0.0005, 0.001]  # as DeepSpeed's does it
+    assert type(ours.lr_scheduler).__name__ == "WarmupDecayLR"
+    ours.engine.close()
+
+
+def test_evaluation_before_and_without_training(tmp_path: Path) -> None:
+    data = rows(4, 32)
+    trainers = []
+    for train_data in (data, None):
+        model, config = models.llama(), on_nvme(tmp_path / "nvme")
+        trainers.append(
+            InfinityTrainer(
+                model, arguments(tmp_path), train_dataset=train_data, eval_dataset=data, infinity_config=config
+            )
+        )
+    plain = Trainer(models.llama(), arguments(tmp_path), eval_dataset=data).evaluate()["eval_loss"]
+    assert [trainer.evaluate()["eval_loss"] for trainer in trainers] == [plain, plain]
+    assert [trainer.engine.optimizer is None for trainer in trainers] == [False, True]
+    trainers[0].train()
+    for trainer in trainers:
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        ({"gradient_clipping": 0.5}, {}, ["gradient_clipping", "max_grad_norm 1.0", '"auto"']),
+        ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps"]),
+        ({"train_batch_size": 16}, {}, ["per_device_train_batch_size"]),
+        ({"bf16": {"enabled": True}}, {}, ["bf16.enabled"]),
+        ({"torch_autocast": {"enabled": True}}, {}, ["torch_autocast"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, {}, ["optimizer.params.lr", "learning_rate"]),
+        ({"bf16": {"enabled": False}, "gradient_clipping": 3}, {"bf16": True}, ["bf16.enabled", "max_grad_norm"]),
+        ({}, {"auto_find_batch_size": True}, ["auto_find_batch_size", "per_device"]),
+        ({}, {"bf16_full_eval": True}, ["bf16_full_eval", "bf16"]),
+    ],
+)
+def test_conflicts_are_named(config: dict[str, Any], changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        InfinityTrainer(
+            models.llama(), arguments(tmp_path, **changes), infinity_config=on_nvme(tmp_path / "nvme", **config)
+        )
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_a_plain_trainer_around_a_held_model(tmp_path: Path) -> None:
+    """It trains and saves as without an engine; or it would have to be refused."""
+    expected = trained(tmp_path / "plain", None, models.llama(), lr_scheduler_type="constant")
+    model = models.llama()
+    groups = expected.create_optimizer().param_groups
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=groups[0]["fused"])
+    config = on_nvme(tmp_path / "nvme", train_batch_size=2, gradient_clipping=0.0)  # the Trainer clips
+    with infinity.initialize(model=model, optimizer=optimizer, config=config)[0] as engine:
+        trainer = Trainer(
+            model,
+            arguments(tmp_path / "held", lr_scheduler_type="constant"),
+            train_dataset=rows(16, 32),
+            optimizers=(engine.optimizer, None),
+        )
+        trainer.train()
+        assert log_of(trainer.state.log_history) == log_of(expected.state.log_history)
+        trainer.save_model(str(tmp_path / "a"))
+    expected.save_model(str(tmp_path / "b"))
+    assert_same_weights(tmp_path / "b" / "model.safetensors", tmp_path / "a" / "model.safetensors")
+
+
+def test_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    for name, text in (("checkpoint-9", "{}"), ("checkpoint-10", "{}"), ("checkpoint-11", "{"), ("checkpoint-x", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(text)
+    (tmp_path / "checkpoint-12").mkdir()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
