@@ -365,7 +365,7 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     A bf16 gradient gives the same bits as its fp32 copy would. It must have no gaps in memory: on the CPU there is no copy.
     """
     norm: torch.Tensor
-    if gradient.is_cuda:
+    if gradient.device.type != "cpu":
         norm = norms_of_each([gradient.float()], 2.0)[0]
     elif gradient.dtype == torch.bfloat16:
         norm = narrow_norm(gradient)

@@ -33,6 +33,7 @@ class PlainTorch:
         model: as the user made it. Cast and trained in place.
         make_optimizer: takes the trainable main weights by FQN.
         num_micro_batches: the share of each loss is 1 / this; 1 where the user divides, or does not, himself.
+        device, main_device: where the model computes, and where its main weights are (None: there as well).
         max_norm: of the clipped gradient; 0 for no clipping.
         rounds_half_up: how trainable main weights are cast to bf16.
         rounds_gradients: whether main gradients are rounded to bf16.
@@ -49,6 +50,7 @@ class PlainTorch:
         num_micro_batches: int = 1,
         max_norm: float = 0.0,
         device: torch.device | str = "cpu",
+        main_device: torch.device | str | None = None,
         rounds_half_up: bool = False,
         rounds_gradients: bool = False,
         state_dtype: str = "fp32",
@@ -56,7 +58,7 @@ class PlainTorch:
     ) -> None:
         model.to(device)
         self.main = {
-            fqn: nn.Parameter(param.detach().to(torch.float32, copy=True))
+            fqn: nn.Parameter(param.detach().to(main_device or param.device, torch.float32, copy=True))
             for fqn, param in model.named_parameters()
             if param.requires_grad
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ import torch
 from torch import nn
 
 import infinity
-from tests.exactness.driver import train
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
-from tests.exactness.optimizers import MAX_NORM, torch_optimizer
-from tests.exactness.paged import paged_trainer
-from tests.exactness.record import Record, require_equal
-from tests.exactness.reference import PlainTorch
+from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
@@ -41,93 +36,15 @@ ROWS = (
 )
 
 
-class OnTheGpu(PlainTorch):
-    """Plain torch with the model on the GPU and the optimizer where the config puts it.
-
-    Gradients are accumulated, and clipped, on the CPU: that is where an engine keeps them until the step.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
-        *,
-        updates_on: str,
-        **settings: Any,
-    ) -> None:
-        super().__init__(model, make_optimizer, **settings)
-        self.model.to(DEVICE)
-        self._gradients: dict[str, torch.Tensor] = {}
-        for main in self.main.values():
-            main.data = main.data.to(updates_on)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self.num_micro_batches).backward()
-        for fqn, param in self.trainable.items():
-            if param.grad is not None:
-                gradient = param.grad.float().cpu()
-                known = self._gradients.get(fqn)
-                self._gradients[fqn] = gradient if known is None else known + gradient
-                param.grad = None
-
-    def step(self) -> torch.Tensor:
-        fqns = {id(main): fqn for fqn, main in self.main.items()}
-        in_group_order = [fqns[id(main)] for group in self.param_groups for main in group["params"]]
-        gradients = [self._gradients[fqn] for fqn in in_group_order if fqn in self._gradients]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.max_norm > 0:
-            coefficient = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
-            self._gradients = {fqn: gradient * coefficient for fqn, gradient in self._gradients.items()}
-        for fqn, gradient in self._gradients.items():
-            self.main[fqn].grad = gradient.to(self.main[fqn].device)
-        self._gradients = {}
-        self.update()
-        return norm
-
-
-def _without_norms(record: Record) -> Record:
-    return Record([event for event in record.events if not event[0].startswith("norm")], record.final)
-
-
-def _require_exact(name: str, row: Row, directory: Path) -> None:
-    case = _CASES[name]
-    settings: dict[str, Any] = {"dtype": row.compute_dtype, "accumulation": row.accumulation, "device": DEVICE}
-    reference = OnTheGpu(
-        case.make(row.checkpointing),
-        lambda named: torch_optimizer(row.optimizer, named),
-        updates_on=DEVICE if row.offload_optimizer == "none" else "cpu",
-        compute_dtype=row.compute_dtype,
-        num_micro_batches=row.accumulation if row.loop == "engine" else 1,
-        max_norm=MAX_NORM if row.clipping else 0.0,
-        rounds_half_up=row.rounds_half_up,
-        rounds_gradients=row.rounds_gradients,
-        state_dtype=row.state_dtype,
-    )
-    expected = train(reference, case.batch, **settings)
-    trainer = paged_trainer(case, row, directory)
-    assert trainer.engine.device.type == DEVICE
-    try:
-        actual = train(trainer, case.batch, **settings)
-    finally:
-        trainer.close()
-    if not row.clipping:
-        # Nothing depends on the norm then, and it is taken where the gradients are.
-        for (what, wanted), (_, got) in zip(expected.events, actual.events, strict=True):
-            if what.startswith("norm"):
-                torch.testing.assert_close(got, wanted)
-        expected, actual = _without_norms(expected), _without_norms(actual)
-    require_equal(expected, actual, context=f"{name} with {row} on {torch.cuda.get_device_name()}")
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_training_has_the_bits_of_plain_torch_on_the_same_gpu(row: Row, tmp_path: Path) -> None:
-    _require_exact("plain", row, tmp_path)
+    require_exact_training_on(DEVICE, _CASES["plain"], row, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tied_weights", "frozen_middle", "skipped_blocks", "llama", "gpt2", "t5"])
 def test_other_models_have_them_too(name: str, tmp_path: Path) -> None:
     # GPT-2 has dropout, whose numbers come from the GPU's generator: both runs seed it alike.
-    _require_exact(name, ROWS[3], tmp_path)
+    require_exact_training_on(DEVICE, _CASES[name], ROWS[3], tmp_path)
 
 
 _WIDTH = 2048

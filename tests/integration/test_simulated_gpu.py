@@ -1,18 +1,20 @@
-"""The path of a GPU, on the CPU: weights come through pages and an upload thread, gradients leave from the device.
+"""The path of a GPU without one: weights come through pages and an upload thread, gradients leave from the device.
 
-The device is the CPU treated as if its memory were a GPU's, with copies that run as late as they may. What it trains must
-have the bits of plain torch, as what the ordinary CPU device trains has, and no copy may overtake what it has to follow.
+What is trained on the simulated GPU must have the bits of plain torch there, and no copy or kernel may run in no order with
+another one that touches the same memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
@@ -21,11 +23,13 @@ from infinity.planning.cost_model import best_placement
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import Placement
 from infinity.vertical import eligibility as worth
+from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
+from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
-from tests.exactness.verification import require_exact_training
-from tests.lazy_device import LazyDevice
+from tests.simulated_gpu import backend
+from tests.simulated_gpu.device import SimulatedGpu
 
 _CASES = {case.name: case for case in (*SHAPES, *FAMILIES)}
 _UPLOAD_PAGE_BYTES = 8192
@@ -74,12 +78,15 @@ def _least_device_memory(units: Sequence[UnitSize], request: Request) -> int:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """What engines are made on in this test, with as little of its memory for weights as can be.
 
     Pages for uploads are small enough to cut the units of small models.
     """
-    lazy = LazyDevice()
+    try:
+        gpu = SimulatedGpu()
+    except backend.NoSimulation as error:
+        pytest.skip(str(error))
     open_storage = EngineResources.__init__
 
     def place(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
@@ -89,30 +96,44 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
 
     def opened(self: EngineResources, *args: Any, **kwargs: Any) -> None:
         open_storage(self, *args, **kwargs)
-        lazy.watch(self.pool)
+        gpu.watch(self.pool)
 
     # The function of the same name hides the module in the package's namespace.
     module = importlib.import_module("infinity.initialize")
-    monkeypatch.setattr(module, "device_for", lambda torch_device: lazy)
+    monkeypatch.setattr(module, "device_for", lambda torch_device: gpu)
     monkeypatch.setattr(worth, "best_placement", place)
     monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
     monkeypatch.setattr(EngineResources, "__init__", opened)
-    return lazy
+    yield gpu
+    gpu.end()
 
 
-def _require_exact(name: str, row: Row, directory: Path, device: LazyDevice) -> None:
-    require_exact_training(_CASES[name], row, directory)
-    assert not device.violations
+def _built_on(device: str, case: Case, checkpointing: str) -> nn.Module:
+    with torch.device(device):
+        return case.build(checkpointing)
+
+
+def _require_exact(name: str, row: Row, directory: Path, device: SimulatedGpu) -> None:
+    # Made there: torch cannot give a parameter of the CPU memory of a device that it does not know.
+    case = _CASES[name]
+    made_there = dataclasses.replace(case, build=lambda checkpointing: _built_on(backend.NAME, case, checkpointing))
+    require_exact_training_on(backend.NAME, made_there, row, directory)
+    assert not device.order.races
     if row.offload_param != "none":
-        assert device.num_lazy > 0, "weights took another way"
+        assert device.num_copies > 0, "weights took another way"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_staged_training_has_the_bits_of_plain_torch(row: Row, tmp_path: Path, device: LazyDevice) -> None:
+def test_training_has_the_bits_of_plain_torch_on_the_same_device(
+    row: Row, tmp_path: Path, device: SimulatedGpu
+) -> None:
     _require_exact("plain", row, tmp_path, device)
 
 
-@pytest.mark.parametrize("row", [ROWS[3], ROWS[6], ROWS[15], ROWS[18]], ids=lambda row: row.name)
-@pytest.mark.parametrize("name", MODELS)
-def test_staged_training_of_other_models(name: str, row: Row, tmp_path: Path, device: LazyDevice) -> None:
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [(name, ROWS[(3, 6, 15, 18)[number % 4]]) for number, name in enumerate(MODELS)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_other_models_have_them_too(name: str, row: Row, tmp_path: Path, device: SimulatedGpu) -> None:
     _require_exact(name, row, tmp_path, device)

@@ -1,0 +1,267 @@
+"""The simulated GPU as the engine's compute device: streams whose copies are late, memory that is poison, races that are seen.
+
+Kernels run when they are launched. Copies on the other streams wait in the order of their stream until somebody waits for
+them, or a seeded draw lets one run; until then their target holds poison. Whether a kernel or copy that really ran earlier
+was bound to is judged by what the streams were told to wait for, as a GPU would: see `Order`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.device.compute import Copy, FlatBuffer, SeparateHostDevice
+from infinity.device.flat_pool import FlatPool
+from swapper import AlignedRegion, SwapperError, hang_of, is_held
+from tests.simulated_gpu import backend
+
+COMPUTE, UPLOADS, DOWNLOADS = "compute", "uploads", "downloads"
+
+_POISON = 0xFF
+"""NaN in every floating dtype, and an index out of range."""
+
+
+@dataclass
+class _Accesses:
+    write: tuple[str, int] | None = None
+    reads: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point of a stream.
+
+    Attributes:
+        knows: for each stream, the number of its last piece of work that ends before this point.
+        stream, number: the copy that it follows, or -1.
+    """
+
+    knows: dict[str, int]
+    stream: str = COMPUTE
+    number: int = -1
+
+
+class Order:
+    """Which work on streams comes before which, by their waits alone, and what accesses to memory are in no order.
+
+    A vector clock for each stream, as of the sanitizer that torch has for CUDA; memory is told apart by storages.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._clocks: dict[str, dict[str, int]] = {}
+        self._accesses: dict[int, _Accesses] = {}
+        self.races: list[str] = []
+
+    def record(self, stream: str, number: int = -1) -> Event:
+        return Event(dict(self._clocks.get(stream, {})), stream, number)
+
+    def wait(self, stream: str, event: Event) -> None:
+        clock = self._clocks.setdefault(stream, {})
+        for other, time in event.knows.items():
+            clock[other] = max(clock.get(other, 0), time)
+
+    def host_waits(self, event: Event) -> None:
+        """What is launched from now on, on whatever stream, comes behind the event."""
+        for stream in (COMPUTE, UPLOADS, DOWNLOADS):
+            self.wait(stream, event)
+
+    def forget(self, address: int) -> None:
+        """The memory at an address is another's from now on; the allocator sees to the order."""
+        self._accesses.pop(address, None)
+
+    def launch(self, name: str, stream: str, read: set[int], written: set[int]) -> None:
+        """Work that reads and writes memory (addresses of storages)."""
+        self._now += 1
+        clock = self._clocks.setdefault(stream, {})
+        clock[stream] = self._now
+        for address in read | written:
+            known = self._accesses.setdefault(address, _Accesses())
+            before = [] if known.write is None else [(*known.write, "is written by")]
+            if address in written:
+                before += [(other, time, "is read by") for other, time in known.reads.items()]
+            for other, time, verb in before:
+                if clock.get(other, 0) < time:
+                    self.races.append(
+                        f"{name} on {stream} {'writes' if address in written else 'reads'} memory that {verb} work on "
+                        f"{other}, in no order (thread {threading.current_thread().name})"
+                    )
+            if address in written:
+                known.write, known.reads = (stream, self._now), {}
+            else:
+                known.reads[stream] = self._now
+
+
+class SimulatedFlatBuffer:
+    """Memory of the simulated device for one unit. Poison when it is handed out."""
+
+    def __init__(self, num_bytes: int, order: Order) -> None:
+        self.num_bytes = num_bytes
+        self._region = AlignedRegion(num_bytes)
+        self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
+        order.forget(self._region.address)
+        self.poison()
+
+    def poison(self) -> None:
+        self._region.array()[:] = _POISON
+
+    def tensor(self) -> torch.Tensor:
+        array = self._array() if self._array is not None else None
+        if array is None:
+            array = self._region.array()
+            self._array = weakref.ref(array)
+        return backend.on_device(torch.from_numpy(array))
+
+    @property
+    def has_views(self) -> bool:
+        return self._array is not None and self._array() is not None
+
+    @property
+    def address(self) -> int:
+        return self._region.address
+
+    @property
+    def is_held(self) -> bool:
+        return is_held(self.address, self.num_bytes)
+
+    @property
+    def hang(self) -> SwapperError | None:
+        return hang_of(self.address, self.num_bytes)
+
+    def discard_front(self, num_bytes: int) -> int:
+        return 0
+
+    def release(self) -> None:
+        self._region.release()
+
+
+class SimulatedGpu(SeparateHostDevice):
+    """See the module.
+
+    Attributes:
+        order: what it saw of races.
+        synchronisations: what made the host wait for the device, beside the calls of this class.
+        num_copies: how many there were.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        backend.register()
+        super().__init__(torch.device(backend.NAME, 0))
+        self._draw = random.Random(seed)
+        self._lock = threading.RLock()
+        self._pending: dict[str, deque[tuple[int, Callable[[], None]]]] = {UPLOADS: deque(), DOWNLOADS: deque()}
+        self.order = Order()
+        self.synchronisations: list[str] = []
+        self.num_copies = 0
+        self._pools: list[weakref.ref[FlatPool]] = []
+        self.end = backend.watch(self._saw_kernel, self.synchronisations.append)
+
+    def watch(self, pool: FlatPool) -> None:
+        """Fill every buffer that the pool hands out with poison: what lay there is nobody's."""
+        allocate = pool.allocate
+
+        def watched(num_bytes: int) -> FlatBuffer | None:
+            flat = allocate(num_bytes)
+            if isinstance(flat, SimulatedFlatBuffer):
+                flat.poison()
+            return flat
+
+        pool.allocate = watched  # type: ignore[method-assign]
+
+    def allocate_flat(self, num_bytes: int) -> FlatBuffer:
+        return SimulatedFlatBuffer(num_bytes, self.order)
+
+    def mark(self) -> Event:
+        with self._lock:
+            return self.order.record(COMPUTE)
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
+        with self._lock:
+            to = backend.on_host(target)
+            to.view(torch.uint8).fill_(_POISON) if to.is_contiguous() else to.fill_(float("nan"))
+            return self._enqueue("upload", UPLOADS, to, source, after, written={_address(target)})
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
+        with self._lock:
+            fence = self._enqueue(
+                "download", DOWNLOADS, target, backend.on_host(source), after, read={_address(source)}
+            )
+        self.synchronize(fence)
+
+    def _enqueue(
+        self,
+        name: str,
+        stream: str,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Event | None,
+        *,
+        read: set[int] | None = None,
+        written: set[int] | None = None,
+    ) -> Event:
+        if after is not None:
+            self.order.wait(stream, after)
+            self._run_until(after)
+        self.order.launch(name, stream, read or set(), written or set())
+        number, self.num_copies = self.num_copies, self.num_copies + 1
+        stamp = self.stamp()
+
+        def copy() -> None:
+            with torch.no_grad():
+                target.copy_(source)
+            self._copies.append(Copy(name, source.nbytes, stamp, self.stamp()))
+
+        self._pending[stream].append((number, copy))
+        self._maybe_run_one()
+        return self.order.record(stream, number)
+
+    def _maybe_run_one(self) -> None:
+        queue = self._pending[self._draw.choice((UPLOADS, DOWNLOADS))]
+        if queue and self._draw.random() < 0.3:
+            queue.popleft()[1]()
+
+    def _run_until(self, event: Event) -> None:
+        queue = self._pending.get(event.stream)
+        while queue and queue[0][0] <= event.number:
+            queue.popleft()[1]()
+
+    def is_done(self, fence: Event | None) -> bool:
+        if fence is None:
+            return True
+        with self._lock:
+            self._maybe_run_one()
+            queue = self._pending.get(fence.stream)
+            if queue and queue[0][0] <= fence.number:
+                return False
+            self.order.host_waits(fence)
+            return True
+
+    def synchronize(self, fence: Event | None) -> None:
+        if fence is None:
+            return
+        with self._lock:
+            self._run_until(fence)
+            self.order.host_waits(fence)
+
+    def compute_waits_for(self, fence: Event | None) -> None:
+        if fence is None:
+            return
+        with self._lock:
+            self._run_until(fence)
+            self.order.wait(COMPUTE, fence)
+
+    def _saw_kernel(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        with self._lock:
+            self.order.launch(name, COMPUTE, set(map(_address, read)), set(map(_address, written)))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

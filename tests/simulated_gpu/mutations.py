@@ -1,0 +1,118 @@
+"""Takes away one wait, fence or mark of the way to a GPU at a time, and sees whether a test fails.
+
+``python -m tests.simulated_gpu.mutations``: a table of all of them, and exit code 1 if the tests let one pass. It works on a
+copy of the tree and takes a minute for each.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = (
+    "tests/unit/tiers",
+    "tests/unit/updates",
+    "tests/unit/device",
+    "tests/integration/test_simulated_gpu.py",
+)
+_INSTEAD = {"mark": "None", "synchronize": "None", "compute_waits_for": "None", "is_done": "True"}
+_WITH_AFTER = ("upload", "download")
+_RECEIVERS = ("device", "pool")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Attributes:
+    path: of the file, relative to the root.
+    begin, end: what is replaced, in characters.
+    """
+
+    path: str
+    line: int
+    what: str
+    begin: int
+    end: int
+    instead: str
+
+
+def mutations() -> list[Mutation]:
+    """Each call in the package that orders copies and kernels, replaced by what orders nothing."""
+    found: list[Mutation] = []
+    for path in sorted((ROOT / "infinity").rglob("*.py")):
+        if path.name == "compute.py" and path.parent.name == "device":
+            continue  # a real GPU's are there, which nothing here runs
+        source = path.read_text()
+        starts = [0]
+        for line in source.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        for node in ast.walk(ast.parse(source)):
+            found += (
+                Mutation(
+                    str(path.relative_to(ROOT)),
+                    place.lineno,
+                    ast.unparse(node),
+                    _offset(source, starts, place.lineno, place.col_offset),
+                    _offset(source, starts, place.end_lineno or 0, place.end_col_offset or 0),
+                    instead,
+                )
+                for place, instead in _replaced(node)
+            )
+    return found
+
+
+def _offset(source: str, starts: list[int], line: int, column: int) -> int:
+    text = source[starts[line - 1] : starts[line]]
+    return starts[line - 1] + len(text.encode()[:column].decode())
+
+
+def _replaced(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return
+    receiver = ast.unparse(node.func.value).rsplit(".", 1)[-1].lstrip("_")
+    if receiver not in _RECEIVERS:
+        return
+    if node.func.attr in _INSTEAD:
+        yield node, _INSTEAD[node.func.attr]
+    if node.func.attr in _WITH_AFTER and len(node.args) == 3 and not isinstance(node.args[2], ast.Call):
+        yield node.args[2], "None"
+
+
+def survives(mutation: Mutation, tree: Path) -> bool:
+    """Whether all tests pass on a copy of the tree with it."""
+    path = tree / mutation.path
+    source = path.read_text()
+    path.write_text(source[: mutation.begin] + mutation.instead + source[mutation.end :])
+    try:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120", *TESTS]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        return subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False).returncode == 0
+    finally:
+        path.write_text(source)
+
+
+def main() -> int:
+    survivors = 0
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name)
+        for folder in ("infinity", "swapper", "tests", "tools", "configs"):
+            shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        for mutation in mutations():
+            lives = survives(mutation, tree)
+            survivors += lives
+            verdict = "SURVIVES" if lives else "fails a test"
+            print(f"{verdict:13} {mutation.path}:{mutation.line} {mutation.what} -> {mutation.instead}", flush=True)
+    print(f"{survivors} survive")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
