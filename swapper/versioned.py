@@ -11,18 +11,20 @@ import numpy as np
 
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
-from swapper.errors import DamagedCommitError, SwapperError
+from swapper.errors import DamagedCommitError, SwapperError, UnwritableDirectoryError, error_words
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
-from swapper.volumes.directory import DirectoryLike
-from swapper.volumes.publish import sync_directory
+from swapper.volumes.directory import DirectoryLike, as_directories
+from swapper.volumes.publish import make_directory
 from swapper.volumes.run_directory import RunDirectory
 from swapper.volumes.volume import Volume
 from swapper.wrappers.integrity import IntegrityBackend
 from swapper.wrappers.versions import Runs, VersionedBackend
 
 logger = logging.getLogger(__name__)
+_STRIPE_BYTES = 1 << 20
+"""The same in each process that uses a run, whatever its requests are."""
 
 
 class Versions:
@@ -74,10 +76,20 @@ class Versions:
         """Open or make the files of a run, one in each directory.
 
         Raises:
-            VolumeError: A subclass says what is wrong with which directory.
+            VolumeError: A subclass says what is wrong with which directory; one is that a file is missing that commits need.
         """
+        for directory in as_directories(directories):
+            try:
+                make_directory(directory.path, 0o700)
+            except OSError as error:
+                raise UnwritableDirectoryError(directory.path, error_words(error)) from error
         volume = Volume(
-            directories, volume_bytes, stripe_bytes=config.request_bytes, direct=config.direct, file_name="states"
+            directories,
+            volume_bytes,
+            stripe_bytes=_STRIPE_BYTES,
+            direct=config.direct,
+            file_name="states",
+            is_there=bool(run.commits()),
         )
         try:
             return cls(run, open_backend(volume, config), volume.sync, capacity_bytes, config, busy=busy)
@@ -120,48 +132,49 @@ class Versions:
             OSError: It could not be made. All older commits are as they were.
             SwapperError: A write failed, or an earlier commit.
         """
+        self.swapper.flush()
+        staying = np.array([old for old in keep if old in self._kept], dtype=np.int64)
+        self._write(number, {"runs": self._slots.snapshot(), "kept": staying, **self._checked.checksums()}, parts)
+
+    def go_to(self, number: int, as_number: int | None = None) -> list[bytes]:
+        """Make what a commit holds the present; returns what else belongs to it. No request may be on its way.
+
+        Args:
+            number: Of the commit.
+            as_number: Go back: the commit becomes the newest one by this number, larger than all others, and those after it
+                are gone. That happens at once or, after a crash, not at all.
+
+        Raises:
+            DamagedCommitError: It is not what was written.
+            OSError: It could not be made the newest; the present is as it was.
+            SwapperError: An earlier commit failed.
+        """
+        _, *parts = self._run.read(number)
+        known = _read(self._run, number)
+        self.swapper.flush()
+        if as_number is not None:
+            older = [old for old in self.kept if old < number]
+            self._write(as_number, {**known, "kept": np.array(older, dtype=np.int64)}, parts)
+        self._slots.restore(known["runs"])
+        self._checked.restore(known)
+        return parts
+
+    def _write(self, number: int, known: dict[str, Any], parts: Sequence[bytes]) -> None:
         if self._failure is not None:
             raise SwapperError(f"an earlier commit failed, and what was written then may be lost: {self._failure}")
-        self.swapper.flush()
-        runs = self._slots.snapshot()
         data = io.BytesIO()
-        staying = [old for old in keep if old in self._kept]
-        arrays: dict[str, Any] = {"runs": runs, "kept": np.array(staying, dtype=np.int64), **self._checked.checksums()}
-        np.savez(data, **arrays)
+        np.savez(data, **known)
         try:
             self._sync()
             self._run.write(number, [data.getvalue(), *parts])
         except BaseException as error:
             self._failure = error
             raise
-        kept = {old: self._kept[old] for old in staying} | {number: runs}
+        self._kept = {old: self._kept[old] for old in known["kept"].tolist()} | {number: known["runs"]}
         for old in self._run.commits():
-            if old not in kept:
+            if old not in self._kept:
                 self._run.remove(old)
-        self._kept = kept
-        self._slots.retain(kept)
-
-    def go_to(self, number: int) -> list[bytes]:
-        """Make a commit the present, and forget those after it; returns what else belongs to it.
-
-        No request may be on its way.
-
-        Raises:
-            DamagedCommitError: It is not what was written.
-        """
-        _, *parts = self._run.read(number)
-        known = _read(self._run, number)
-        self.swapper.flush()
-        self._slots.restore(known["runs"])
-        self._checked.restore(known)
-        newer = [each for each in self.kept if each > number]
-        for each in newer:  # the newest first: a crash in between leaves another commit the newest
-            self._run.remove(each)
-            self._kept.pop(each)
-        if newer:
-            sync_directory(self._run.path)
-            self._slots.retain(self._kept)
-        return parts
+        self._slots.retain(self._kept)
 
 
 def _read(run: RunDirectory, number: int) -> dict[str, Any]:

@@ -65,8 +65,6 @@ class DurableRun:
         self._path: Path = section.directories[0].path
         try:
             self.directory = RunDirectory(self._path)
-            for other in section.directories[1:]:
-                other.path.mkdir(0o700, parents=True, exist_ok=True)
             found = self.directory.newest()
         except (VolumeError, OSError) as error:
             raise StorageError(
@@ -175,6 +173,7 @@ class DurableRun:
 
         Raises:
             StepOrderError: so many are not kept.
+            CommitError: there is no room for a small file, say; nothing has changed.
         """
         kept = self._versions.kept
         if not 0 <= steps < len(kept):
@@ -183,20 +182,21 @@ class DurableRun:
                 f"{len(kept)} commits are kept, so 0 to {len(kept) - 1} steps can be gone back",
                 cure="Set config key 'infinity.keep_last' to one more than the steps to go back",
             )
-        training.flush()
-        self._go_to(training, kept[steps])
-        self._number = kept[steps]
+        self._go_to(training, kept[steps], as_number=self._number + 1 if steps else None)
         logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
 
-    def _go_to(self, training: Training, number: int) -> None:
+    def _go_to(self, training: Training, number: int, as_number: int | None = None) -> None:
         training.flush()
         for unit in self._units:
             self._pager.residency.evict(unit)
             unit.outdate()
         try:
-            head, data = self._versions.go_to(number)
-        except (VolumeError, SwapperError) as error:
+            head, data = self._versions.go_to(number, as_number)
+        except VolumeError as error:
             raise self._damaged(error) from error
+        except (OSError, SwapperError) as error:
+            raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
+        self._number = as_number or number
         if json.loads(head)["places"] != self._places():
             raise RuntimeError("the layout is that of the commit, but the extents lie elsewhere")
         rest = commit_parts.unpack(data)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from swapper.errors import UnwritableDirectoryError, error_words
+from swapper.errors import UnwritableDirectoryError, VolumeError, error_words
 from swapper.volumes.file_system import Drive
+from swapper.volumes.publish import sync_directory
 from swapper.volumes.scratch_file import ScratchFile
 
 
@@ -16,15 +17,17 @@ class NamedFile(ScratchFile):
     Args:
         drive: What lies under the directory in which it is, or is made.
         file_name: Its name there. What it holds stays.
+        is_there: It must be there already; else it is made, and its name is on the drive from then on.
 
     Raises:
-        VolumeError: A subclass says what is wrong with the directory.
+        VolumeError: A subclass says what is wrong with the directory, or it is not there.
     """
 
-    __slots__ = ("file_name",)
+    __slots__ = ("file_name", "is_there")
 
-    def __init__(self, drive: Drive, file_name: str) -> None:
+    def __init__(self, drive: Drive, file_name: str, *, is_there: bool = False) -> None:
         self.file_name = file_name
+        self.is_there = is_there
         super().__init__(drive)
         self.name = f"{str(drive.path / file_name)!r} on {drive.words()}"
         status = os.fstat(self.fd)
@@ -32,7 +35,18 @@ class NamedFile(ScratchFile):
         self.drive = dataclasses.replace(drive, free_bytes=drive.free_bytes + status.st_blocks * 512)
 
     def _open(self) -> int:
+        path = self.directory / self.file_name
         try:
-            return os.open(self.directory / self.file_name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self.is_there:
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            sync_directory(self.directory)
+            return descriptor
+        except FileNotFoundError as error:
+            raise VolumeError(
+                self.directory,
+                f"{str(path)!r} is missing, which the commits of the run need: name the same directories in the same order, "
+                "or remove the run's directories to begin anew",
+            ) from error
         except OSError as error:
             raise UnwritableDirectoryError(self.directory, error_words(error)) from error

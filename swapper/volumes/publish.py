@@ -156,10 +156,10 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def make_directory(directory: Path) -> None:
-    """Make it with its parents, so that it is still there after a crash."""
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Make it, with ``mode``, and its parents, so that it is still there after a crash."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode, parents=True, exist_ok=True)
     for path in missing:
         sync_directory(path.parent)
 

@@ -47,10 +47,7 @@ class RunDirectory(Uncopyable):
         self.path = directory
         self._fd = -1
         try:
-            is_new = not directory.exists()
-            make_directory(directory)
-            if is_new:
-                directory.chmod(0o700)
+            make_directory(directory, 0o700)
             self._fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UnwritableDirectoryError(directory, error_words(error)) from error

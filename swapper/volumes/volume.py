@@ -35,6 +35,7 @@ class Volume(Uncopyable):
         direct: Bypass the page cache where the file system can.
         file_name: Name of the file in each directory, which then outlives the process; what is in it stays, and it is
             never made shorter. Without, files have no names.
+        is_there: Such files must be there already.
 
     Raises:
         VolumeError: A subclass says what is wrong with which directory. Nothing is left behind.
@@ -48,6 +49,7 @@ class Volume(Uncopyable):
         stripe_bytes: int = 1 << 20,
         direct: bool = True,
         file_name: str = "",
+        is_there: bool = False,
     ) -> None:
         wanted = as_directories(directories)
         if capacity_bytes < 0:
@@ -62,7 +64,7 @@ class Volume(Uncopyable):
             for directory in wanted:
                 # One by one into the tuple, so that an error in a later directory closes the earlier files.
                 drive = describe_drive(directory.path)
-                file = NamedFile(drive, file_name) if file_name else ScratchFile(drive)
+                file = NamedFile(drive, file_name, is_there=is_there) if file_name else ScratchFile(drive)
                 self.files = (*self.files, file)
             _refuse_twins(self.files)
             _warn_of_shared_drives(self.files)

@@ -1,27 +1,35 @@
 """Durable runs whose process is killed at any moment: each goes on to the result of one that was never killed.
 
 The processes are forked from one that has imported everything, so that a kill costs a fraction of a second. Nothing else is
-shared: the parent has no engine, no thread of ours and no open file of the run.
+shared: the parent has no engine, no thread of ours and no open file of the run. A child is killed by itself, when it has done
+a given number of things (a write, a flush, a rename, a module's forward): that is as random, and does not depend on load.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import signal
-import time
+import threading
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, train, training
 
-_STEPS = 12
+_STEPS = 8
+_MOST_KILLS = 4
+"""Of one run."""
 _KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
 _MODES: dict[str, dict[str, Any]] = {
     "in backward": BF16,
@@ -31,11 +39,18 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _run(drive: Path, changes: dict[str, Any], result: Path) -> None:
+def _run(drive: Path, changes: dict[str, Any], result: Path, tick: Callable[[], None]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     random.seed(3)
-    with training(drive, changes, Model()) as engine:
+    patches = []
+    for name in ("pwritev", "fdatasync", "fsync", "replace", "unlink"):
+        is_flush = "sync" in name  # what was written survives a kill without
+        real = (lambda fd: None) if is_flush else getattr(os, name)
+        patches.append(mock.patch.object(os, name, _ticking(real, tick)))
+        patches[-1].start()
+    nn.modules.module.register_module_forward_pre_hook(lambda module, inputs: tick())
+    with training(drive, _with_threads(changes), Model()) as engine:
         if engine.global_steps == 0:
             torch.manual_seed(3)
         train(engine, _STEPS)
@@ -46,47 +61,68 @@ def _run(drive: Path, changes: dict[str, Any], result: Path) -> None:
                 for _, value in sorted(engine.state_of(parameter).items()):
                     found.update(torch.as_tensor(value).float().numpy().tobytes())
         found.update(torch.get_rng_state().numpy().tobytes())
-        result.write_text(f"{engine.global_steps} {engine.global_samples} {engine.get_lr()} {found.hexdigest()}")
+        told = f"{engine.global_steps} {engine.global_samples} {engine.get_lr()} {found.hexdigest()}"
+    result.write_text(told)
 
 
-def _forked(drive: Path, changes: dict[str, Any], result: Path, seconds: float | None) -> bool:
-    """Run in a child, which is killed after so many seconds; returns whether it came to its end before."""
+def _with_threads(changes: dict[str, Any]) -> dict[str, Any]:
+    return {**changes, "infinity": {**changes.get("infinity", {}), "io_backend": "threads"}}
+
+
+def _ticking(real: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tick()
+        return real(*args, **kwargs)
+
+    return call
+
+
+def _forked(drive: Path, changes: dict[str, Any], result: Path, num_ticks: int | None) -> tuple[bool, int]:
+    """Run in a child, which is killed after so many ticks; returns whether it came to its end before, and its ticks."""
+    readable, writable = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         status = 1
         try:
-            _run(drive, changes, result)
+            os.close(readable)
+            counter, lock = itertools.count(1), threading.Lock()
+            last = [0]
+
+            def tick() -> None:
+                with lock:
+                    last[0] = next(counter)
+                    if last[0] == num_ticks:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            _run(drive, changes, result, tick)
+            os.write(writable, str(last[0]).encode())
             status = 0
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             os._exit(status)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        told = pipe.read()
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     assert code in (0, -signal.SIGKILL), "the child failed by itself: see its output"
-    return code == 0
+    return code == 0, int(told or 0)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", _MODES)
 def test_kills_at_any_moment(mode: str, tmp_path: Path) -> None:
     changes = _MODES[mode]
-    begin = time.monotonic()
-    assert _forked(tmp_path / "whole", changes, tmp_path / "expected", None)
-    whole_seconds = time.monotonic() - begin
+    is_over, num_ticks = _forked(tmp_path / "whole", changes, tmp_path / "expected", None)
+    assert is_over
     expected = (tmp_path / "expected").read_text()
-    chance = random.Random(len(mode))
-    num_kills = num_runs = 0
-    while num_kills < _KILLS // len(_MODES):
-        drive, result = tmp_path / f"run{num_runs}", tmp_path / f"result{num_runs}"
-        num_runs += 1
-        while not _forked(drive, changes, result, chance.uniform(0.1, 1) * whole_seconds):
-            num_kills += 1
-        assert result.read_text() == expected, f"run {num_runs}, after {num_kills} kills in all"
+    chance = random.Random(f"{mode} {os.environ.get('INFINITY_SEED', 0)}")
+    for first in range(0, _KILLS // len(_MODES), _MOST_KILLS):
+        drive, result = tmp_path / f"run{first}", tmp_path / f"result{first}"
+        for _ in range(min(_MOST_KILLS, _KILLS // len(_MODES) - first)):
+            _forked(drive, changes, result, chance.randint(1, num_ticks * 2 // 3))
+        assert _forked(drive, changes, result, None)[0]
+        assert result.read_text() == expected, f"the run that begins with kill {first}"
