@@ -32,6 +32,12 @@ from infinity.loading.init import Init
 from infinity.loading.load_pretrained import load_pretrained
 from infinity.optim import lr_schedules as schedules
 from infinity.paging.gathered_parameters import GatheredParameters
+from infinity.planning.memory_needs import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from infinity.planning.plan import Plan
 from infinity.telemetry import StepReport
 from infinity.version import __version__
@@ -60,6 +66,10 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "get_accelerator",
     "init_distributed",
     "initialize",

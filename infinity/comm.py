@@ -1,12 +1,42 @@
-"""DeepSpeed's module ``comm`` for one process: what several would do together is done."""
+"""DeepSpeed's module ``comm`` for one process: what several would do together is done.
+
+Sums, means and largest values over one process are its own tensor; what is gathered, scattered or exchanged is copied from
+input to output. With ``async_op=True`` a handle comes back whose ``wait()`` returns at once. None of it needs
+`init_distributed`, but those that give a group do, and make it themselves.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 import torch
 
-from infinity.distributed.collectives import init_distributed, is_initialized
+from infinity.distributed.collectives import (
+    ReduceOp,
+    destroy_process_group,
+    init_distributed,
+    is_initialized,
+    new_group,
+    world_group,
+)
+
+
+class Done:
+    """The handle of what is done."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """True."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+def _done(async_op: bool) -> Done | None:
+    return Done() if async_op else None
 
 
 def get_rank(group: Any = None) -> int:
@@ -19,30 +49,212 @@ def get_local_rank() -> int:
     return 0
 
 
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """0: there is one process."""
+    return 0
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """[0]: there is one process."""
+    return [0]
+
+
 def get_world_size(group: Any = None) -> int:
     """1: there is one process."""
     return 1
 
 
-def barrier(*args: Any, **kwargs: Any) -> None:
+def get_world_group() -> Any:
+    """The group of this one process, as ``torch.distributed`` has it."""
+    return world_group()
+
+
+def is_available() -> bool:
+    """True: one process can always talk to itself."""
+    return True
+
+
+def barrier(*args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
     """Nobody else has to arrive."""
+    return _done(async_op)
 
 
-def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+monitored_barrier = barrier
+
+
+def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
     """The sum, mean, least or largest of one tensor is that tensor."""
+    return _done(async_op)
 
 
-def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+inference_all_reduce = all_reduce
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor], *args: Any, async_op: bool = False, **kwargs: Any
+) -> Done | None:
+    """As `all_reduce`, of each of them."""
+    return _done(async_op)
+
+
+def reduce(tensor: torch.Tensor, dst: int = 0, *args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
+    """As `all_reduce`."""
+    return _done(async_op)
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, *args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
     """It is where it has to be."""
+    return _done(async_op)
+
+
+def broadcast_object_list(object_list: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """They are where they have to be."""
+
+
+def all_gather(
+    tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+) -> Done | None:
+    """Copy ``tensor`` into the one tensor of ``tensor_list``.
+
+    Raises:
+        ValueError: the list has not one element.
+    """
+    _only(tensor_list).detach().copy_(tensor)
+    return _done(async_op)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
+    *args: Any,
+    async_op: bool = False,
+    **_: Any,
+) -> Done | None:
+    """As `all_gather`, where there is a list."""
+    return _done(async_op) if gather_list is None else all_gather(gather_list, tensor, async_op=async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
+    *args: Any,
+    async_op: bool = False,
+    **_: Any,
+) -> Done | None:
+    """Copy the one tensor of ``scatter_list`` into ``tensor``.
+
+    Raises:
+        ValueError: the list has not one element.
+    """
+    if scatter_list is not None:
+        tensor.detach().copy_(_only(scatter_list))
+    return _done(async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor, input_list: Sequence[torch.Tensor], *args: Any, async_op: bool = False, **kwargs: Any
+) -> Done | None:
+    """Copy the one tensor of ``input_list`` into ``output``.
+
+    Raises:
+        ValueError: the list has not one element.
+    """
+    return scatter(output, input_list, async_op=async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+) -> Done | None:
+    """Copy one tensor into the other, which has as many elements, in their order; shapes may differ.
+
+    Raises:
+        RuntimeError: it has not as many.
+    """
+    output_tensor.detach().copy_(tensor.detach().reshape(output_tensor.shape))
+    return _done(async_op)
+
+
+reduce_scatter_tensor = all_to_all_single = allgather_fn = reduce_scatter_fn = all_gather_into_tensor
+
+
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor],
+    input_tensor_list: Sequence[torch.Tensor],
+    *args: Any,
+    async_op: bool = False,
+    **kwargs: Any,
+) -> Done | None:
+    """Copy the one tensor of ``input_tensor_list`` into that of ``output_tensor_list``.
+
+    Raises:
+        ValueError: a list has not one element.
+    """
+    return all_gather(output_tensor_list, _only(input_tensor_list), async_op=async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Done | None:
+    """As `all_gather_into_tensor`, for each pair.
+
+    Raises:
+        ValueError: there are not as many outputs as inputs.
+    """
+    for output, tensor in zip(output_tensors, input_tensors, strict=True):
+        all_gather_into_tensor(output, tensor)
+    return _done(async_op)
+
+
+def all_gather_object(object_list: MutableSequence[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+    """Put a copy of ``obj`` into the one place of ``object_list``.
+
+    Raises:
+        ValueError: the list has not one element.
+    """
+    _only(object_list)
+    object_list[0] = copy.deepcopy(obj)
+
+
+def _only(items: Sequence[Any]) -> Any:
+    if len(items) != 1:
+        raise ValueError(f"a list of {len(items)} for 1 process. Make it as long as get_world_size() says")
+    return items[0]
 
 
 __all__ = [
+    "ReduceOp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
     "barrier",
     "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_global_rank",
     "get_local_rank",
     "get_rank",
+    "get_world_group",
     "get_world_size",
+    "inference_all_reduce",
     "init_distributed",
+    "is_available",
     "is_initialized",
+    "monitored_barrier",
+    "new_group",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,9 @@ import torch
 from infinity import checkpointing, comm, tiling, zero
 from infinity.accelerator import get_accelerator
 from infinity.checkpoint import full_tensors
-from infinity.compat import messages, optimizers
+from infinity.cli import fp32_weights
+from infinity.compat import groups, leaf_modules, messages, optimizers, small_functions
+from infinity.compat.deepspeed_api import REFUSED
 from infinity.compat.timers import Timers
 from infinity.config import InfinityConfig
 from infinity.config.schema.vocabulary import nearest
@@ -27,7 +29,8 @@ from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.loop.loader import RepeatingLoader
 from infinity.optim import lr_schedules
-from infinity.units.parameter import ZeroParamStatus
+from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.planning import memory_needs
 
 
 class OffloadDeviceEnum(str, Enum):  # noqa: UP042  # DeepSpeed's prints as such a class does
@@ -48,17 +51,21 @@ class OffloadStateTypeEnum(str, Enum):  # noqa: UP042
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-def clone_tensors_for_torch_save(item: Any, *args: Any, **kwargs: Any) -> Any:
-    """``item`` as it is: a tensor of ours has no larger storage that ``torch.save`` would write with it."""
-    return item
+class ZeroStageEnum(IntEnum):
+    """ZeRO's stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
 
 
 def _those_of(module: Any) -> dict[str, Any]:
     return {name: getattr(module, name) for name in module.__all__}
 
 
-_MESSAGES = {"logger": messages.logger, "log_dist": messages.log_dist}
-_ZERO: dict[str, Any] = {**_those_of(zero), "ZeroParamStatus": ZeroParamStatus}
+_ZERO = _those_of(zero)
 _CHECKPOINTING = {
     name: value for name, value in vars(checkpointing).items() if callable(value) and not name.startswith("_")
 }
@@ -68,13 +75,18 @@ _INIT_INTERNALS = {
     "_orig_torch_arange": torch.arange,
     "get_accelerator": get_accelerator,
 }
+_OFFLOADS = {"OffloadDeviceEnum": OffloadDeviceEnum, "OffloadStateTypeEnum": OffloadStateTypeEnum}
+_OPTIMIZERS = {"DeepSpeedOptimizer": PagedOptimizer, "ZeROOptimizer": PagedOptimizer}
+_GLOBALS = {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500}
 
 _MODULES: dict[str, dict[str, Any]] = {
     "accelerator": {"get_accelerator": get_accelerator},
     "checkpoint": {},
-    "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
+    "checkpoint.utils": {"clone_tensors_for_torch_save": small_functions.clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
     "comm": _those_of(comm),
+    "comm.comm": _those_of(comm),
+    "constants": _GLOBALS,
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
     "ops": {},
@@ -82,72 +94,92 @@ _MODULES: dict[str, dict[str, Any]] = {
     "ops.adam": {"DeepSpeedCPUAdam": optimizers.DeepSpeedCPUAdam, "FusedAdam": optimizers.FusedAdam},
     "ops.lion": {"DeepSpeedCPULion": optimizers.DeepSpeedCPULion, "FusedLion": optimizers.FusedLion},
     "runtime": {},
-    "runtime.activation_checkpointing": {"checkpointing": checkpointing},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.base_optimizer": _OPTIMIZERS,
     "runtime.config": {"DeepSpeedConfig": InfinityConfig, "DeepSpeedConfigError": ConfigError},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.engine": {"DeepSpeedEngine": Engine},
-    "runtime.lr_schedules": {**lr_schedules.SCHEDULES, "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES)},
-    "runtime.utils": {"see_memory_usage": messages.see_memory_usage},
-    "runtime.zero": _ZERO,
-    "runtime.zero.offload_config": {
-        "OffloadDeviceEnum": OffloadDeviceEnum,
-        "OffloadStateTypeEnum": OffloadStateTypeEnum,
+    "runtime.lr_schedules": {
+        **lr_schedules.SCHEDULES,
+        "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES),
+        "LR_RANGE_TEST": "LRRangeTest",
+        "ONE_CYCLE": "OneCycle",
+        "WARMUP_LR": "WarmupLR",
+        "WARMUP_DECAY_LR": "WarmupDecayLR",
+        "WARMUP_COSINE_LR": "WarmupCosineLR",
     },
+    "runtime.utils": {
+        "clip_grad_norm_": small_functions.clip_grad_norm_,
+        "copy_to_device": small_functions.copy_to_device,
+        "ensure_directory_exists": small_functions.ensure_directory_exists,
+        "get_global_norm": small_functions.get_global_norm,
+        "move_to_device": small_functions.move_to_device,
+        "see_memory_usage": messages.see_memory_usage,
+        "set_random_seed": small_functions.set_random_seed,
+    },
+    "runtime.zero": _ZERO,
+    "runtime.zero.config": {"ZeroStageEnum": ZeroStageEnum},
+    "runtime.zero.offload_config": _OFFLOADS,
     "runtime.zero.partition_parameters": {**_ZERO, **_INIT_INTERNALS},
+    "runtime.zero.stage3": {name: value for name, value in _those_of(memory_needs).items() if "zero3" in name},
+    "runtime.zero.stage_1_and_2": {name: value for name, value in _those_of(memory_needs).items() if "zero2" in name},
     "runtime.zero.tiling": _those_of(tiling),
     "utils": {
-        **_MESSAGES,
+        **_those_of(messages),
         **_those_of(full_tensors),
+        **_those_of(leaf_modules),
+        **groups.PUBLIC,
+        "OnDevice": small_functions.OnDevice,
         "RepeatingLoader": RepeatingLoader,
-        "set_z3_leaf_modules": zero.set_z3_leaf_modules,
+        "instrument_w_nvtx": small_functions.instrument_w_nvtx,
+        "recursive_getattr": small_functions.recursive_getattr,
+        "recursive_setattr": small_functions.recursive_setattr,
     },
-    "utils.logging": _MESSAGES,
+    "utils.groups": groups.PUBLIC,
+    "utils.init_on_device": {"OnDevice": small_functions.OnDevice},
+    "utils.logging": _those_of(messages),
+    "utils.nvtx": {"instrument_w_nvtx": small_functions.instrument_w_nvtx},
+    "utils.tensor_fragment": _those_of(full_tensors),
     "utils.timer": {"SynchronizedWallClockTimer": Timers},
+    "utils.z3_leaf_module": _those_of(leaf_modules),
+    "utils.zero_to_fp32": _those_of(fp32_weights),
     "zero": _ZERO,
 }
 
-_ABSENT = {
-    "moe": "Experts in a ModuleList need no layer of its own: only those that a batch goes to are read",
-    "pipe": "A model need not be cut into stages: pass it to initialize as it is, and use engine.train_batch",
-    "inference": "Without an optimizer, initialize gives an engine that evaluates",
-    "module_inject": "Without an optimizer, initialize gives an engine that evaluates",
-    "sequence": "There is one process: activation checkpointing keeps long sequences small",
-    "runtime.pipe": "A model need not be cut into stages: pass it to initialize as it is, and use engine.train_batch",
-    "runtime.sequence_parallel": "There is one process: activation checkpointing keeps long sequences small",
-    "tensor_parallel": "There is one process: a layer that is too large for the device is paged",
-    "runtime.tensor_parallel": "There is one process: a layer that is too large for the device is paged",
-    "hybrid_engine": "engine.generate works on the engine that trains",
-    "runtime.hybrid_engine": "engine.generate works on the engine that trains",
-    "profiling": "torch.utils.flop_counter counts operations; engine.report and infinity.timeline say what took time",
-    "compression": "Compress the model before initialize, or after engine.close(restore_weights=True)",
-    "checkpoint": "engine.save_checkpoint, load_checkpoint and save_16bit_model need no conversion",
-    "launcher": "Start the script with python",
+_OF_THE_PACKAGE: dict[str, Any] = {
+    **_GLOBALS,
+    "DeepSpeedConfig": InfinityConfig,
+    "DeepSpeedConfigError": ConfigError,
+    "DeepSpeedOptimizer": PagedOptimizer,
+    "OnDevice": small_functions.OnDevice,
+    "dist": comm,
+    "git_branch": None,
+    "git_hash": None,
+    "log_dist": messages.log_dist,
+    "logger": messages.logger,
 }
-"""Why there is nothing of that name, and the cure."""
-
-
-_ABOUT = {
-    "PipelineModule": "pipe",
-    "PipelineEngine": "pipe",
-    "init_inference": "inference",
-    "InferenceEngine": "inference",
-    "tp_model_init": "tensor_parallel",
-    "DeepSpeedHybridEngine": "hybrid_engine",
-}
-"""What is imported from the package itself: where to look up why it is not there."""
+"""What DeepSpeed's package itself has besides what `infinity` has."""
 
 
 def why_absent(name: str) -> str:
     """What to say about a name of DeepSpeed's, with dots, that there is not."""
-    name = _ABOUT.get(name, name)
-    cure = next((cure for prefix, cure in _ABSENT.items() if f"{name}.".startswith(f"{prefix}.")), None)
+    above, _, last = name.rpartition(".")
+    there = {each: module for module in sorted(_MODULES, key=len, reverse=True) for each in _MODULES[module]}
+    if name in REFUSED:
+        return REFUSED[name]
+    if last in there and there[last] != above:
+        return f"It is in {there[last]}"
+    own = [each for each in _MODULES.get(above, {}) if not each.startswith("_")]
+    near = nearest(last, own)
+    if near is not None:
+        return f"The nearest there is: {above}.{near}"
+    parts = name.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
+    cure = next((REFUSED[prefix] for prefix in prefixes if prefix in REFUSED), None)
     if cure is not None:
         return cure
-    above, _, last = name.rpartition(".")
-    there = {each: module for module, content in _MODULES.items() for each in content}
-    if last in there:
-        return f"It is in {there[last]}"
-    near = nearest(last, [each for each in _MODULES.get(above, {}) if not each.startswith("_")] or list(there))
+    near = nearest(last, list(there))
     if near is not None:
         return f"The nearest there is: {there[near]}.{near}"
     return f"Of DeepSpeed's modules there are {', '.join(_MODULES)}"
@@ -169,7 +201,7 @@ class _Explaining:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         package, _, rest = name.partition(".")
-        if package == "infinity" and rest.partition(".")[0] in _ABSENT:
+        if package == "infinity" and rest.partition(".")[0] in REFUSED:
             raise ModuleNotFoundError(f"infinity has no module '{rest}'. {why_absent(rest)}", name=name)
         if package == "deepspeed" and rest and not rest.rpartition(".")[2].startswith("__"):
             # Without a name in it: else Python would say something of its own in its place.
@@ -178,6 +210,9 @@ class _Explaining:
 
 def install(package: ModuleType) -> None:
     """Make the modules of the table parts of ``package``, where it has no files for them."""
+    for name, value in _OF_THE_PACKAGE.items():
+        if not hasattr(package, name):
+            setattr(package, name, value)
     for name, content in _MODULES.items():
         if f"{package.__name__}.{name}" in sys.modules:
             continue
@@ -187,6 +222,7 @@ def install(package: ModuleType) -> None:
         made.__path__ = []  # a module may have others below it
         sys.modules[made.__name__] = made
         above, _, last = made.__name__.rpartition(".")
-        setattr(sys.modules[above], last, made)
+        if last not in vars(sys.modules[above]):  # a function may have the name of its module
+            setattr(sys.modules[above], last, made)
     if _Explaining not in sys.meta_path:
         sys.meta_path.append(_Explaining)

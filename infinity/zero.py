@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
-from torch import nn
-
+from infinity.compat.leaf_modules import set_z3_leaf_modules
 from infinity.loading.init import Init
 from infinity.paging.gathered_parameters import GatheredParameters
 from infinity.tiling import TiledLinear, TiledLinearReturnBias
+from infinity.units.parameter import ZeroParamStatus
+
+
+class ZeroParamType(Enum):
+    """DeepSpeed's kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
 
 
 def register_external_parameter(module: Any, parameter: Any) -> None:
     """Not needed: a parameter is fetched whoever uses it."""
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Not needed: what a module calls in another order each time is fetched all the same.
+def unregister_external_parameter(module: Any, parameter: Any) -> None:
+    """As `register_external_parameter`."""
 
-    Args:
-        model: where to look.
-        leaf_module_classes: classes, or their names.
-        raise_if_not_found: whether there must be one.
 
-    Returns:
-        The modules of these classes.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [module for module in model.modules() if {type(module), type(module).__name__} & set(leaf_module_classes)]
-    if raise_if_not_found and not found:
-        raise ValueError(f"the model has no module of {leaf_module_classes}")
-    return found
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Inside the ``with`` block, ``model`` as it is: it generates with paged weights, and nothing is gathered for it."""
+    yield model
 
 
 __all__ = [
@@ -43,6 +41,10 @@ __all__ = [
     "Init",
     "TiledLinear",
     "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "ZeroParamType",
     "register_external_parameter",
     "set_z3_leaf_modules",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]

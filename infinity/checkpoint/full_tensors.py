@@ -5,6 +5,7 @@ A parameter that no engine holds is treated as ordinary: its own data and gradie
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,79 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     param.grad = value.detach().to(param.device if gradient is None else gradient.device, dtype, copy=True)
 
 
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """As `safe_get_full_fp32_param`, 1-D: the part of the one process is the whole. None of a frozen parameter."""
+    return safe_get_full_fp32_param(param).flatten() if param.requires_grad else None  # type: ignore[union-attr]
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """As `safe_set_full_fp32_param`, from as many elements in any shape.
+
+    Raises:
+        ValueError: there are not as many; nothing has been changed.
+    """
+    safe_set_full_fp32_param(param, _shaped(param, value))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """As `safe_get_full_optimizer_state`, 1-D."""
+    found = safe_get_full_optimizer_state(param, optim_state_key)
+    return None if found is None else found.flatten()
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """As `safe_set_full_optimizer_state`, from as many elements in any shape.
+
+    Raises:
+        ValueError: there are not as many, or the parameter has no such state yet; nothing has been changed.
+    """
+    safe_set_full_optimizer_state(param, _shaped(param, value), optim_state_key)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """As `safe_get_full_grad`, 1-D.
+
+    Raises:
+        GradientNotResidentError: as reading ``param.grad`` does.
+    """
+    found = safe_get_full_grad(param)
+    return None if found is None else found.flatten()
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """As `safe_set_full_grad`, from as many elements in any shape.
+
+    Raises:
+        GradientNotResidentError: as assigning ``param.grad`` does.
+        ValueError: there are not as many.
+    """
+    safe_set_full_grad(param, _shaped(param, value))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace gradients between backward and step, one after the other, by ``update_func(gradient, parameter)``.
+
+    Args:
+        param_list: those without a gradient are left out.
+        update_func: from the gradient (fp32, of the parameter's shape) to the new one.
+
+    Raises:
+        GradientNotResidentError: as reading ``param.grad`` does.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _shaped(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    if value.numel() != param.numel():
+        raise ValueError(f"value has {value.numel()} elements, but the parameter has {param.numel()}")
+    return value.reshape(param.shape)
+
+
 def _engine_of(param: nn.Parameter) -> _Engine | None:
     host = host_of(param)
     if host is None or isinstance(param, PagedView):  # a parameter over the memory of another one has only its values
@@ -109,7 +183,14 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]

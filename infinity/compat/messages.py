@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -17,11 +18,67 @@ logger.setLevel(logging.INFO)
 logger.propagate = False
 logger.addHandler(logging.StreamHandler(sys.stdout))
 
+log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+"""Number of each level of messages."""
+
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log, if ``ranks`` has this process, which is 0, or is None or has -1."""
     if ranks is None or {0, -1} & set(ranks):
         logger.log(level, "[Rank 0] %s", message)
+
+
+@functools.cache
+def _once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, each message once per process."""
+    _once(message, None if ranks is None else tuple(ranks), level)
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """Log a warning, each message once per process."""
+    logger.warning(message)
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of "debug", "info", "warning", "error" or "critical".
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"{log_level_str!r} is no level of messages. Take one of {', '.join(log_levels)}")
+    return log_levels[log_level_str.lower()]
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Let ``custom_logger``, or `logger`, say what is of that level or above.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    level = get_log_level_from_string(log_level_str)
+    (custom_logger or logger).setLevel(level)
+    for handler in (custom_logger or logger).handlers:
+        handler.setLevel(level)
+
+
+def get_current_level() -> int:
+    """The level of `logger`."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the level of `logger` is that one or a lower one.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
@@ -36,3 +93,16 @@ def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
             (memory.total - memory.available) / (1 << 30),
             memory.total / (1 << 30),
         )
+
+
+__all__ = [
+    "get_current_level",
+    "get_log_level_from_string",
+    "log_dist",
+    "log_dist_once",
+    "log_levels",
+    "logger",
+    "set_log_level_from_string",
+    "should_log_le",
+    "warning_once",
+]

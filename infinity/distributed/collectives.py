@@ -9,6 +9,9 @@ import torch
 
 from infinity.errors import ConfigError
 
+ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
+"""torch's names of what is done with several tensors."""
+
 
 def check_single_process() -> None:
     """Refuse to start in a group of several processes.
@@ -48,3 +51,31 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
         backend = "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def world_group() -> Any:
+    """The process group of this one process; made if there is none."""
+    init_distributed()
+    return torch.distributed.group.WORLD
+
+
+def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """A further process group of this one process, for scripts that pass groups around.
+
+    Args:
+        ranks: [0], or None.
+        args, kwargs: as of ``torch.distributed.new_group``.
+
+    Raises:
+        ConfigError: ``ranks`` names another process.
+    """
+    if ranks is not None and list(ranks) != [0]:
+        raise ConfigError(f"a group of the ranks {list(ranks)}, but there is one process, 0. Make it of [0]")
+    init_distributed()
+    return torch.distributed.new_group(ranks, *args, **kwargs)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Take a group down, as ``torch.distributed`` does; nothing if there is none."""
+    if is_initialized():
+        torch.distributed.destroy_process_group(group)

@@ -116,6 +116,9 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             ("from deepspeed.utils import FusedAdam", "It is in ops.adam"),
             ("deepspeed.runtime.engine.DeepSpedEngine", "runtime.engine.DeepSpeedEngine"),
             ("deepspeed.tp_model_init", "There is one process"),
+            ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "that initialize returns"),
+            ("from deepspeed.runtime.utils import CheckOverflow", "optimizer.overflow"),
+            ("from deepspeed.comm import irecv", "There is one process"),
         ):
             try:
                 exec(statement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import infinity as deepspeed
@@ -311,10 +313,170 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path) -> None:
 
 
 def test_leaf_modules_are_found() -> None:
-    from infinity.utils import set_z3_leaf_modules
+    from infinity.utils import (
+        get_z3_leaf_modules,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+        unset_z3_leaf_modules,
+        z3_leaf_module,
+    )
 
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert set_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
+    assert set_z3_leaf_modules(model, [nn.Linear]) == [model[0]] == get_z3_leaf_modules(model)
     assert set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
+    assert set_z3_leaf_modules(model, [nn.Module]) == [model, *model]
+    assert unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"]) == [model[0]]
+    assert z3_leaf_module(model[1]) and not z3_leaf_module(model[0])
+    assert set_z3_leaf_modules_by_name(model, ["0", "7"], raise_if_not_found=False) == ([model[0]], ["7"])
+    assert set_z3_leaf_modules_by_suffix(model, ["1"], flag=False) == ([model[1]], [])
+    assert get_z3_leaf_modules(model) == [model, model[0]]
     with pytest.raises(ValueError, match="no module"):
         set_z3_leaf_modules(model, [nn.Conv1d])
+    with pytest.raises(ValueError, match="no module"):
+        set_z3_leaf_modules_by_name(model, ["conv"])
+
+
+def test_exchanges_of_one_process_with_itself() -> None:
+    dist = deepspeed.comm
+    given, taken = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
+    flat = torch.zeros(6)
+    calls: list[tuple[Any, Any]] = [
+        (dist.all_gather, ([taken], given)),
+        (dist.all_to_all, ([taken], [given])),
+        (dist.reduce_scatter, (taken, [given])),
+        (dist.scatter, (taken, [given])),
+        (dist.all_gather_into_tensor, (flat, given)),
+        (dist.reduce_scatter_tensor, (taken, given)),
+        (dist.all_to_all_single, (taken, given)),
+        (dist.all_gather_coalesced, ([taken], [given])),
+    ]
+    for call, arguments in calls:
+        taken.zero_()
+        flat.zero_()
+        assert call(*arguments) is None
+        assert torch.equal(flat.reshape(2, 3) if arguments[0] is flat else taken, given)
+        handle = call(*arguments, async_op=True)
+        assert handle.wait() and handle.is_completed()
+    dist.gather(given, [taken])
+    dist.gather(given)
+    for call in (dist.all_reduce, dist.broadcast, dist.reduce):
+        before = given.clone()
+        assert call(given, 0) is None and torch.equal(given, before)
+    objects: list[Any] = [None]
+    dist.all_gather_object(objects, {"a": 1})
+    assert objects == [{"a": 1}]
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_all_ranks_from_group()) == (0, 1, [0])
+    for call, wrong in ((dist.all_gather, ([taken, taken], given)), (dist.all_to_all, ([taken], []))):
+        with pytest.raises(ValueError, match="1 process"):
+            call(*wrong)
+    try:
+        group = dist.new_group([0])
+        assert torch.distributed.get_world_size(group) == 1 == deepspeed.utils.groups.get_data_parallel_world_size()
+        assert (
+            dist.get_world_group() is torch.distributed.group.WORLD is deepspeed.utils.groups._get_data_parallel_group()
+        )
+        with pytest.raises(ConfigError, match="one process"):
+            dist.new_group([0, 1])
+    finally:
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_local_parts_are_the_whole(tmp_path: Path) -> None:
+    from infinity.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+        safe_update_full_grad_vectorized,
+    )
+
+    config = everything_on_nvme(tmp_path, {"infinity": {"update": "step"}})
+    engine, *_ = deepspeed.initialize(model=PLAIN.make("none"), config=config)
+    weight = engine.module.head.weight
+    _step(engine)
+    safe_set_local_fp32_param(weight, torch.full((weight.numel(),), 0.5))
+    assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))
+    assert torch.equal(safe_get_local_fp32_param(weight), torch.full((weight.numel(),), 0.5))
+    safe_set_local_optimizer_state(weight, torch.full(weight.shape, 0.25), "exp_avg")
+    assert torch.equal(safe_get_local_optimizer_state(weight, "exp_avg"), torch.full((weight.numel(),), 0.25))
+    engine.backward(loss_of(engine(**make_batch(1))))
+    before = safe_get_full_grad(weight)
+    safe_update_full_grad_vectorized([weight], lambda gradient, parameter: gradient * (parameter is weight) * 2)
+    assert torch.equal(safe_get_local_grad(weight), 2 * before.flatten())
+    safe_set_local_grad(weight, torch.zeros(weight.numel()))
+    assert not safe_get_full_grad(weight).any()
+    with pytest.raises(ValueError, match="elements"):
+        safe_set_local_grad(weight, torch.zeros(1))
+    engine.close()
+
+
+def test_small_functions(tmp_path: Path) -> None:
+    from infinity.runtime.utils import (
+        clip_grad_norm_,
+        copy_to_device,
+        ensure_directory_exists,
+        get_global_norm,
+        move_to_device,
+        set_random_seed,
+    )
+    from infinity.utils import OnDevice, log_dist_once, recursive_getattr, recursive_setattr, should_log_le
+
+    set_random_seed(3)
+    first = torch.rand(2)
+    set_random_seed(3)
+    assert torch.equal(torch.rand(2), first)
+    ensure_directory_exists(str(tmp_path / "a" / "b" / "file"))
+    assert (tmp_path / "a" / "b").is_dir()
+    moved = move_to_device({"a": [first, (first,)]}, "meta")
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta
+    copied = copy_to_device([first, "text"], "meta", torch.is_tensor)
+    assert copied[0].is_meta and copied[1] == "text" and not first.is_meta
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 2.0)
+    assert clip_grad_norm_([parameter], 1.0) == 4.0 == get_global_norm([4.0])
+    with OnDevice(dtype=torch.float16, device="meta"):
+        layer = nn.Linear(2, 2)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.float16 and torch.get_default_dtype() == torch.float32
+    model = nn.Sequential(nn.Sequential(layer))
+    assert recursive_getattr(model, "0.0.weight") is layer.weight
+    recursive_setattr(model, "0.0", nn.Identity())
+    assert isinstance(model[0][0], nn.Identity)
+    log_dist_once("once", ranks=[0])
+    assert should_log_le("info") and not should_log_le("debug")
+    with pytest.raises(ValueError, match="'loud'"):
+        should_log_le("loud")
+
+
+def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
+    from infinity.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
+
+    _step(engine)
+    engine.save_checkpoint(tmp_path / "saved", tag="one")
+    expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", tag="one", lazy_mode=True)
+    assert {name: tuple(value.shape) for name, value in lazy.items()} == {n: tuple(v.shape) for n, v in found.items()}
+    model = load_state_dict_from_zero_checkpoint(PLAIN.make("none"), tmp_path / "saved")
+    assert torch.equal(model.head.weight, expected["head.weight"])
+    for size, is_safe in (("5GB", False), ("1KB", False), (None, True)):
+        out = tmp_path / f"out{size}{is_safe}"
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", out, size, is_safe)
+        again: dict[str, torch.Tensor] = {}
+        for path in sorted(out.glob("*.safetensors" if is_safe else "*.bin")):
+            again |= load_file(path) if is_safe else torch.load(path)
+        assert again.keys() == found.keys() and all(torch.equal(again[name], found[name]) for name in found)
+    index = json.loads((tmp_path / "out1KBFalse" / "pytorch_model.bin.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+    with pytest.raises(ConfigError, match="exclude_frozen"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)

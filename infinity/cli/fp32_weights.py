@@ -1,0 +1,151 @@
+"""DeepSpeed's module ``utils.zero_to_fp32``: the fp32 weights of a checkpoint of ours, as scripts ask for them after a training.
+
+``python -m infinity export`` writes them without holding them in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.saved import Checkpoint, SavedTensor
+from infinity.cli.checkpoint_export import CheckpointExport
+from infinity.config.schema.quantities import parse_bytes
+from infinity.errors import ConfigValueError
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when it is asked for."""
+
+    saved: SavedTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor."""
+        return torch.Size(self.saved.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """fp32, if its elements are floating-point numbers."""
+        return torch.float32 if self.saved.dtype.is_floating_point else self.saved.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        """It, read and checked, on the CPU.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self.saved.read().to(self.dtype)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """The weights and buffers of a checkpoint: fp32 main weights, and what is frozen as fp32.
+
+    Args:
+        checkpoint_dir: where `Engine.save_checkpoint` has written to.
+        tag: which checkpoint; None: the newest.
+        exclude_frozen_parameters: has to be False: a checkpoint does not say which those are.
+        lazy_mode: give a `LazyTensor` for each; False: tensors on the CPU.
+
+    Returns:
+        FQN -> tensor, for ``load_state_dict``. A tied weight is there under one of its names.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; one of DeepSpeed's is first to be converted by
+            ``python -m infinity import-deepspeed``.
+        ConfigValueError: frozen parameters are to be left out.
+    """
+    if exclude_frozen_parameters:
+        raise ConfigValueError(
+            "exclude_frozen_parameters",
+            True,
+            "a checkpoint does not say which parameters are frozen",
+            cure="Take those out of the dict whose parameters do not require a gradient",
+        )
+    checkpoint = Checkpoint.open(checkpoint_dir, tag)
+    lazy = {
+        fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()
+    }
+    return dict(lazy) if lazy_mode else {fqn: each.contiguous() for fqn, each in lazy.items()}
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | Path, tag: Any = None) -> nn.Module:
+    """Load these weights into ``model``, on the CPU.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: Any = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of `get_fp32_state_dict_from_zero_checkpoint` to files.
+
+    Args:
+        checkpoint_dir, tag, exclude_frozen_parameters: as there.
+        output_dir: made if it is missing.
+        max_shard_size: bytes of a file, if it has more than one tensor; one file is in memory at a time. None: one file.
+        safe_serialization: ``model.safetensors``, streamed; False: ``pytorch_model.bin``, by ``torch.save``. With several
+            files there is an index beside them, as transformers has it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigValueError: frozen parameters are to be left out.
+        StorageError: the directory cannot take the safetensors.
+    """
+    output, limit = Path(output_dir), parse_bytes(max_shard_size) if max_shard_size is not None else 1 << 62
+    lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
+    if safe_serialization:
+        CheckpointExport(Checkpoint.open(checkpoint_dir, tag), output, dtype=torch.float32).write(limit)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    shards = list(_shards(lazy, limit))
+    names = [f"pytorch_model-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
+    names = names if len(names) > 1 else ["pytorch_model.bin"]
+    for name, shard in zip(names, shards, strict=True):
+        torch.save({fqn: lazy[fqn].contiguous() for fqn in shard}, output / name)
+    if len(names) > 1:
+        found = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn in shard}
+        index = {"metadata": {"total_size": sum(map(_num_bytes, lazy.values()))}, "weight_map": found}
+        (output / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _num_bytes(tensor: LazyTensor) -> int:
+    return tensor.shape.numel() * tensor.dtype.itemsize
+
+
+def _shards(tensors: dict[str, LazyTensor], limit_bytes: int) -> Iterator[list[str]]:
+    shard: list[str] = []
+    used = 0
+    for fqn, tensor in tensors.items():
+        if shard and used + _num_bytes(tensor) > limit_bytes:
+            yield shard
+            shard, used = [], 0
+        shard.append(fqn)
+        used += _num_bytes(tensor)
+    yield shard
+
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]

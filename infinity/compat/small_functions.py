@@ -1,0 +1,112 @@
+"""Functions of DeepSpeed's that have nothing to do with engines, and that scripts borrow."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed % (1 << 63))
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the directory that the file is to be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """``item`` with copies on ``device`` of what ``criterion_func`` says yes to, also inside lists, tuples and dicts."""
+    return item.to(device) if criterion_func(item) else _inside(item, copy_to_device, device, criterion_func)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """``item`` with its tensors on ``device``, also inside lists, tuples and dicts.
+
+    Args:
+        item: a tensor, or a list, tuple or dict of such.
+        device: where to.
+        criterion_func: those that it says yes to are moved in place.
+    """
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    found = _inside(item, move_to_device, device, criterion_func)
+    return item.to(device) if found is item else found
+
+
+def _inside(item: Any, function: Callable[..., Any], *args: Any) -> Any:
+    if isinstance(item, list | tuple):
+        return (list if isinstance(item, list) else tuple)(function(each, *args) for each in item)
+    if isinstance(item, Mapping):
+        return {key: function(each, *args) for key, each in item.items()}
+    return item
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_``. With an engine, ``gradient_clipping`` of the config does it.
+
+    Args:
+        parameters: a tensor, or several.
+        max_norm: largest norm.
+        norm_type: of which kind.
+        mpu: taken without effect: there is one process.
+
+    Returns:
+        The norm before.
+
+    Raises:
+        GradientNotResidentError: as reading ``param.grad`` does.
+    """
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The norm of several norms."""
+    return float(sum(norm**2.0 for norm in norm_list)) ** 0.5
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """An attribute of attributes, by its name with dots."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set such an attribute."""
+    above, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, last, module)
+
+
+def instrument_w_nvtx(func: Any) -> Any:
+    """``func`` as it is: the timeline (see the config's block "infinity") shows what an engine does."""
+    return func
+
+
+@contextlib.contextmanager
+def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
+    """Inside the ``with`` block tensors are made on ``device``, and floating-point ones in ``dtype``."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def clone_tensors_for_torch_save(item: Any, *args: Any, **kwargs: Any) -> Any:
+    """``item`` as it is: a tensor of ours has no larger storage that ``torch.save`` would write with it."""
+    return item
