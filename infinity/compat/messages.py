@@ -18,7 +18,9 @@ logger.setLevel(logging.INFO)
 logger.propagate = False
 logger.addHandler(logging.StreamHandler(sys.stdout))
 
-log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+log_levels: dict[str, int] = {
+    name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")
+}
 """Number of each level of messages."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,7 +74,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
     """The norm of several norms."""
-    return float(sum(norm**2.0 for norm in norm_list)) ** 0.5
+    return math.sqrt(sum(norm**2.0 for norm in norm_list))
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
