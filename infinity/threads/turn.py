@@ -54,7 +54,7 @@ PATIENCE_SECONDS = 60.0
 """How long to wait for a thread that does not move."""
 _POLL_SECONDS = 0.2
 _NATIVE = -1
-"""Has the turn while autograd's own threads run a backward that nobody has announced."""
+"""Has the turn while autograd's own threads run a backward that nobody has announced; no thread has this number."""
 
 _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
 
@@ -152,7 +152,7 @@ class Turn:
         self._owner: int | None = None
         self._what = ""
         self._depth = 0
-        self._last: int | None = None
+        self._last = _NATIVE
         """The thread that had the turn before."""
         self._queue: list[_Ticket] = []
         self._guests: dict[int, int] = {}
@@ -327,7 +327,7 @@ class Turn:
         """
         if self._guests:
             with self._changed:
-                self._wait(lambda: not self._guests, lambda: next(iter(self._guests), None), "changing weights")
+                self._wait(lambda: not self._guests, lambda: next(iter(self._guests)), "changing weights")
 
     def look_again(self) -> None:
         """What `TurnRules.admits_guests` says may have changed."""
@@ -335,7 +335,7 @@ class Turn:
             self._changed.notify_all()
 
     @resting
-    def _wait(self, is_due: Callable[[], bool], on_whom: Callable[[], int | None], what: str) -> None:
+    def _wait(self, is_due: Callable[[], bool], on_whom: Callable[[], int], what: str) -> None:
         if is_due():
             return
         refuse_in_between(what)  # a finalizer, say, on the very thread that the one who has the turn is waiting for
@@ -346,9 +346,9 @@ class Turn:
         try:
             while not is_due():
                 thread = on_whom()
-                if thread is not None and self._has_left(thread):
+                if self._has_left(thread):
                     continue
-                if self._owner is None and thread is not None and not _is_alive(thread):
+                if self._owner is None and not _is_alive(thread):
                     return  # nobody will make the weights whole
                 mark = self._positions(thread), self._num_moves
                 if mark != seen or self._rules.is_waiting():
@@ -362,7 +362,7 @@ class Turn:
         finally:
             self._waiting.discard(me)
 
-    def _positions(self, thread: int | None) -> list[tuple[int, int] | None]:
+    def _positions(self, thread: int) -> list[tuple[int, int] | None]:
         """Changes while the Python code of a thread goes on, or of one that it may wait for. Who waits here stands still."""
         others = [thread, *self._deputies, *self._guests]
         return [_position(other) for other in others if other not in self._waiting]
@@ -444,7 +444,7 @@ def is_in(thread: int, code: object) -> bool:
     return False
 
 
-def _thread(ident: int | None) -> threading.Thread | None:
+def _thread(ident: int) -> threading.Thread | None:
     return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
 
 
@@ -458,14 +458,14 @@ def _is_alive(ident: int) -> bool:
     return ident in sys._current_frames()
 
 
-def _name(ident: int | None) -> str:
+def _name(ident: int) -> str:
     thread = _thread(ident)
     return "another" if thread is None else thread.name
 
 
-def _position(ident: int | None) -> tuple[int, int] | None:
+def _position(ident: int) -> tuple[int, int] | None:
     """Changes while a thread's Python code goes on."""
-    frame = None if ident is None else sys._current_frames().get(ident)
+    frame = sys._current_frames().get(ident)
     return None if frame is None else (id(frame), frame.f_lasti)
 
 

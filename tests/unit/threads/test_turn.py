@@ -250,7 +250,44 @@ def test_a_turn_of_a_backward_that_nobody_announced_belongs_to_all_of_autograds_
         assert turn.is_mine
 
 
+def test_who_reads_after_such_a_backward_waits_for_the_step_of_the_forwards_thread(
+    turn: Turn, rules: _Rules, workers: list[_Worker]
+) -> None:
+    with turn.taken("a forward"):
+        pass
+    _in_native_thread(lambda: turn.begin("backward", reads=False) if module.in_backward() else None)
+    rules.is_whole = False
+    turn.end()
+    reading = workers[0].start(turn.begin, "reading", reads=True)
+    _awaited(turn, workers[0])
+    assert not reading.done()
+    with turn.taken("a step"):
+        rules.is_whole = True
+    assert reading.result(60) is False
+    workers[0].do(turn.end)
+
+
 # ---------------------------------------------------------------------------------------------------------- who is gone
+
+
+@pytest.mark.parametrize("is_guest", [False, True])
+def test_nobody_sleeps_for_who_has_left(turn: Turn, rules: _Rules, workers: list[_Worker], is_guest: bool) -> None:
+    def leave() -> None:
+        turn.begin("an operation", reads=False, joins=True, inside=leave.__code__)
+
+    def sleep(seconds: float) -> None:
+        pytest.fail("nobody will wake it")
+
+    if is_guest:
+        rules.admits = True
+        turn.begin("a forward", reads=False)
+    workers[0].do(leave)
+    turn._changed.wait = sleep  # type: ignore[assignment,method-assign]
+    if is_guest:
+        turn.be_alone()
+    else:
+        turn.begin("a step", reads=False)
+    turn.end()
 
 
 def test_a_turn_is_taken_from_a_thread_that_has_ended(turn: Turn, rules: _Rules, workers: list[_Worker]) -> None:
@@ -334,6 +371,22 @@ def test_who_waits_for_a_thread_that_stands_still_is_told_so(turn: Turn, workers
 
 
 @pytest.mark.usefixtures("clock")
+def test_a_turn_that_was_begun_once_more_is_not_taken_from_a_living_thread(
+    turn: Turn, rules: _Rules, workers: list[_Worker]
+) -> None:
+    def leave() -> None:
+        for _ in range(2):
+            turn.begin("a forward", reads=False, inside=leave.__code__)
+
+    workers[0].do(leave)
+    with pytest.raises(TurnError, match="which is in a forward"):
+        turn.begin("a step", reads=False)
+    assert not rules.lost_by
+    workers[0].do(turn.end)
+    workers[0].do(turn.end)
+
+
+@pytest.mark.usefixtures("clock")
 def test_who_waits_for_a_guest_that_stands_still_is_told_so(turn: Turn, rules: _Rules, workers: list[_Worker]) -> None:
     rules.admits = True
     with turn.taken("a forward"):
@@ -405,6 +458,16 @@ def test_in_a_forked_child_nobody_has_a_turn_and_none_begins(turn: Turn, rules: 
     assert not workers[0].do(lambda: turn.is_mine) and not turn.has_guests
     with pytest.raises(ForkedError, match="a step"):
         turn.begin("a step", reads=False)
+
+
+def test_in_a_forked_child_a_lock_that_another_thread_had_is_not_waited_for(turn: Turn, workers: list[_Worker]) -> None:
+    workers[0].do(turn._changed.acquire)
+    held = turn._changed
+    turn._forget()
+    try:
+        workers[1].do(turn.end)
+    finally:
+        workers[0].do(held.release)
 
 
 def test_open_parameters_are_guarded_from_those_who_take_no_part(
