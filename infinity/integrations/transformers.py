@@ -27,13 +27,8 @@ from infinity.config import ConfigSource
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.initialize import initialize
-from infinity.integrations.accelerate import (
-    EngineOptimizer,
-    InfinityAccelerator,
-    checkpoint_in,
-    load_engine,
-    save_engine,
-)
+from infinity.integrations.accelerate import EngineOptimizer, InfinityAccelerator
+from infinity.integrations.engine_files import checkpoint_in, load_engine, save_engine
 from infinity.integrations.settings import Setting, agreed, has_block
 from infinity.optim.lr_schedules import build_scheduler
 

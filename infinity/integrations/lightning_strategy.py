@@ -1,0 +1,386 @@
+"""What Lightning calls a strategy, over the engine; for both of its packages.
+
+Knows what Lightning asks of a strategy and the engine's calls; must not know which package asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from infinity.config import ConfigSource, InfinityConfig, load_config
+from infinity.engine.engine import Engine
+from infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
+from infinity.initialize import initialize
+from infinity.integrations.engine_files import load_engine, save_engine
+from infinity.integrations.settings import Setting, agreed
+from infinity.loading.init import Init
+
+_REST = "lightning.ckpt"
+"""In a checkpoint: what Lightning wants to have kept, without weights and states."""
+NAMES: dict[str, dict[str, Any]] = {
+    "infinity_stage_1": {"stage": 1},
+    "infinity_stage_2": {"stage": 2},
+    "infinity_stage_3": {"stage": 3},
+    "infinity_stage_3_offload": {"stage": 3, "offload": "cpu"},
+    "infinity_stage_3_nvme": {"stage": 3, "offload": "nvme"},
+}
+"""Names for ``Trainer(strategy=...)``, and the arguments that they stand for."""
+
+
+class EngineOptimizer(Optimizer):
+    """The optimizer that Lightning gets: its step is the engine's.
+
+    Attributes:
+        engine: whose optimizer it is.
+        is_stepping: whether `step` has begun: a backward in its closure is the last one of the step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """``engine`` trains: it has an optimizer."""
+        # Not Optimizer.__init__: groups, states and hooks are those of the engine's.
+        self.engine = engine
+        self.is_stepping = False
+        self._has_backward = False
+        self._opt_called = True  # schedulers ask for it
+
+    @classmethod
+    def named_as(cls, optimizer: Optimizer) -> type[EngineOptimizer]:
+        """A class with the name of the user's: loggers show it."""
+        return type(type(optimizer).__name__, (cls,), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("engine", "optimizer"):  # not made yet, as in a copy; and who unwraps has come to the end
+            raise AttributeError(name)
+        return getattr(self.engine.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """As the engine's optimizer has them."""
+        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """As the engine's optimizer has them."""
+        return self.engine.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """As the engine's optimizer has them."""
+        defaults: dict[str, Any] = self.engine.optimizer.defaults
+        return defaults
+
+    def __repr__(self) -> str:
+        return repr(self.engine.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.engine.optimizer.zero_grad(set_to_none)
+        self._has_backward = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the engine's optimizer has it."""
+        found: dict[str, Any] = self.engine.optimizer.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the engine's optimizer does."""
+        self.engine.optimizer.load_state_dict(state_dict)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of a micro-batch, whose loss is divided already."""
+        self.engine.set_gradient_accumulation_boundary(self.is_stepping)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._has_backward = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure, with the last backward of the step, then the step; returns what the closure returns."""
+        self.is_stepping = True
+        try:
+            with torch.enable_grad():
+                found = None if closure is None else closure()
+        finally:
+            self.is_stepping = False
+        if self._has_backward:
+            self._has_backward = False
+            self.engine.set_gradient_accumulation_boundary(True)
+            self.engine.step()
+            self.engine.set_gradient_accumulation_boundary(None)
+        else:  # of a backward of the module's own, or none
+            self.engine.optimizer.step()
+        return found
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers take it for the one that they know
+
+
+class InfinityStrategyMixin:
+    """Stands before Lightning's ``SingleDeviceStrategy``: the engine holds the module from `setup` to `teardown`.
+
+    ``Trainer(strategy=InfinityStrategy(config="ds_config.json"))``, or one of `NAMES`. Training, numbers and what hooks,
+    callbacks and loggers see are those of Lightning without it. A checkpoint is a directory, streamed and whole or not
+    there at all; ``ckpt_path=`` takes it. What ``configure_model`` makes is built on the drives. In `teardown` the trained
+    weights go back into the module, if they take half of the free memory at most: else save them before.
+
+    Attributes:
+        engine: None outside.
+    """
+
+    engine: Engine | None = None
+    parallel_devices: list[torch.device] | None = None
+    # Lightning's:
+    model: Any
+    lightning_module: Any
+    lr_scheduler_configs: list[Any]
+    optimizers: list[Any]
+    precision_plugin: Any
+    checkpoint_io: Any
+    _precision_plugin: Any
+
+    def __init__(
+        self,
+        config: ConfigSource | None = None,
+        *,
+        stage: int = 3,
+        offload: str = "none",
+        nvme_path: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            config: the engine's; "auto", batch size and accumulation are filled from the Trainer. None: one is made of
+                the arguments that follow.
+            stage, offload: ZeRO stage, and "none", "cpu" or "nvme" for weights and states.
+            nvme_path: where to, with "nvme". None: ``infinity`` in the Trainer's ``default_root_dir``.
+            kwargs: of Lightning's ``SingleDeviceStrategy``.
+        """
+        super().__init__(**kwargs)
+        self._config = config
+        self._made_of = stage, offload, nvme_path
+        self._directory: Path | None = None
+        self._agreed: InfinityConfig | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- the config
+
+    @property
+    def root_device(self) -> torch.device:
+        """The one that the Trainer has chosen."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if len(devices) > 1:
+            raise ConfigError(f"Trainer(devices={len(devices)}): there is one process. Set devices=1")
+        return devices[0]
+
+    def infinity_config(self) -> InfinityConfig:
+        """What the Trainer and the config have agreed on.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        if self._agreed is None:
+            self._agreed = self._agree(self.lightning_module.trainer)
+            if self._agreed.compute_dtype is not torch.float32:  # the engine casts what comes in, and scales losses
+                self._precision_plugin = self.neutral_precision()
+        return self._agreed
+
+    def _agree(self, trainer: Any) -> InfinityConfig:
+        source = self._config if self._config is not None else self._made(Path(trainer.default_root_dir))
+        steps, precision = trainer.accumulate_grad_batches, str(self.precision_plugin.precision)
+        narrow = {name: precision.startswith(prefix) for name, prefix in (("bf16", "bf16"), ("fp16", "16"))}
+        settings = [
+            Setting("train_micro_batch_size_per_gpu", "auto", "the loader", True, must_match=False),
+            Setting("gradient_accumulation_steps", steps, "accumulate_grad_batches", True, must_match=steps > 1),
+            Setting("gradient_clipping", 0.0, "gradient_clip_val", True, must_match=bool(trainer.gradient_clip_val)),
+            *(Setting(f"{name}.enabled", on, "precision", must_match=False) for name, on in narrow.items()),
+        ]
+        config = agreed(source, settings, drops=["managed_gradient_accumulation"])
+        if config.compute_dtype is torch.float32:
+            if precision not in ("32-true", "bf16-mixed"):
+                raise ConfigError(
+                    f'Trainer(precision="{precision}") would be Lightning\'s own work beside the engine. Put "bf16" or "fp16": '
+                    '{"enabled": true} into the config, or take "bf16-mixed"',
+                    key="bf16.enabled",
+                )
+            return config
+        block = "bf16" if config.compute_dtype is torch.bfloat16 else "fp16"
+        return load_config(dict(config), overrides={f"{block}.auto_cast": True})
+
+    def _made(self, root: Path) -> dict[str, Any]:
+        stage, offload, nvme_path = self._made_of
+        zero: dict[str, Any] = {"stage": stage}
+        if offload != "none":
+            place = {"device": offload}
+            if offload == "nvme":
+                place["nvme_path"] = os.fspath(nvme_path if nvme_path is not None else root / "infinity")
+            zero |= {"offload_param": place, "offload_optimizer": dict(place)}
+        return {"zero_optimization": zero}
+
+    # ------------------------------------------------------------------------------------------------- building and taking
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are built on the CPU, or on the drives; the engine brings to the device what is computed with."""
+        if self.lightning_module is not None:
+            self.infinity_config()
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """``configure_model`` builds inside `infinity.Init`."""
+        with Init(config=self.infinity_config()):
+            yield
+
+    def model_to_device(self) -> None:
+        """The engine does."""
+
+    def setup(self, trainer: Any) -> None:
+        """As Lightning's; then the engine takes the module over, with its optimizer if there is one.
+
+        Raises:
+            InfinityError: as `infinity.initialize`.
+        """
+        self.infinity_config()
+        super().setup(trainer)  # type: ignore[misc]
+        if self.engine is None:
+            self._take_over(None)
+
+    def neutral_precision(self) -> Any:
+        """A precision plugin that does nothing."""
+        raise NotImplementedError
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As Lightning's."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        if len(self.optimizers) > 1:
+            raise UnsupportedModelError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one",
+                cure="Put all parameters into one, in groups of their own",
+            )
+        if self.optimizers:
+            self._take_over(self.optimizers[0])
+
+    def _take_over(self, optimizer: Optimizer | None) -> None:
+        config = self.infinity_config()
+        if optimizer is None and config.optimizer is not None:  # nothing is trained now
+            config = load_config(dict(config), overrides={"optimizer": None, "scheduler": None})
+        self.engine, *_ = initialize(
+            model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
+        )
+        if optimizer is not None:
+            own = EngineOptimizer.named_as(optimizer)(self.engine)
+            self.optimizers = [own]
+            for each in self.lr_scheduler_configs:  # callbacks tell by identity which optimizer is whose
+                vars(each.scheduler)["optimizer"] = own
+        self.model = self.engine
+
+    def teardown(self) -> None:
+        """As Lightning's; before, the trained weights go back into the module."""
+        self.optimizers = []
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            self.model = self.lightning_module
+            engine.close()
+        super().teardown()  # type: ignore[misc]
+
+    # ------------------------------------------------------------------------------------------------------------ the loop
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Lightning's, by way of the engine; a module's own ``backward`` is left to it."""
+        module = self.lightning_module
+        own = self.optimizers[0] if self.optimizers and not args else None
+        if own is None or type(module).backward is not self.plain_backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        module.__dict__["backward"] = functools.partial(own.backward)
+        try:
+            return super().backward(closure_loss, optimizer, **kwargs)  # type: ignore[misc, no-any-return]
+        finally:
+            del module.__dict__["backward"]
+
+    def plain_backward(self) -> Any:
+        """``LightningModule.backward``."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the engine loads."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: the engine saves weights."""
+        return {} if self.engine is not None else super().lightning_module_state_dict()  # type: ignore[misc]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the engine saves states."""
+        return {} if self.engine is not None else super().optimizer_state(optimizer)  # type: ignore[misc]
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write a directory: the engine's checkpoint, and what Lightning keeps besides."""
+        if self.engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        path = Path(filepath)
+        part, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+        for left in (part, old):
+            shutil.rmtree(left, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_engine(self.engine, part)
+        self.checkpoint_io.save_checkpoint(checkpoint, part / _REST)
+        if path.is_dir():
+            path.rename(old)
+        elif path.exists():
+            path.unlink()
+        part.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What `save_checkpoint` wrote, without weights; or a file of Lightning's own."""
+        path = Path(checkpoint_path)
+        self._directory = path if path.is_dir() else None
+        if self._directory is not None:
+            if not (path / _REST).exists():
+                raise CheckpointError(path, f"there is no {_REST} in it")
+            path = path / _REST
+        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)  # type: ignore[misc]
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights, and states if the engine trains."""
+        if self._directory is None or self.engine is None:
+            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+        else:
+            load_engine(self.engine, self._directory, only_module=self.engine.optimizer is None)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Of a file of Lightning's own; else the states are there already."""
+        if self._directory is None:
+            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+
+
+def strategy_for(pytorch: Any) -> Any:
+    """The strategy for ``lightning.pytorch`` or ``pytorch_lightning``, registered under `NAMES`."""
+
+    def neutral_precision(self: Any) -> Any:
+        return pytorch.plugins.precision.Precision()
+
+    def plain_backward(self: Any) -> Any:
+        return pytorch.LightningModule.backward
+
+    methods = {"neutral_precision": neutral_precision, "plain_backward": plain_backward}
+    methods |= {"__doc__": InfinityStrategyMixin.__doc__}  # type: ignore[dict-item]
+    bases = (InfinityStrategyMixin, pytorch.strategies.SingleDeviceStrategy)
+    made = type("InfinityStrategy", bases, {**methods, "strategy_name": "infinity"})
+    for name, options in NAMES.items():
+        pytorch.strategies.StrategyRegistry.register(name, made, description=str(options), override=True, **options)
+    return made

@@ -1,0 +1,265 @@
+"""Lightning with `InfinityStrategy` gives the bits of Lightning without it, in both of its packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, UnsupportedModelError
+
+_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
+if not _FOUND:
+    pytest.skip("neither lightning nor pytorch_lightning is installed", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning advises on loaders, loggers and directories
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
+    directory.mkdir(parents=True, exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    return {"zero_optimization": zero, "infinity": memory, **changes}
+
+
+def module_for(pytorch: Any, *, is_manual: bool = False, own_backward: bool = False) -> Any:
+    """Two layers in `configure_model`, one made before, and a raw parameter that `training_step` uses."""
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(8, 16)
+            self.factor = nn.Parameter(torch.full((16,), 0.5))
+            self.rest: Any = None
+            self.losses: list[float] = []
+            self.automatic_optimization = not is_manual
+
+        def configure_model(self) -> None:
+            if self.rest is None:
+                torch.manual_seed(1)
+                self.rest = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
+
+        def _loss(self, batch: Any) -> torch.Tensor:
+            return self.rest(torch.tanh(self.first(batch)) * self.factor).square().mean()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = self._loss(batch)
+            self.losses.append(loss.item())
+            self.log("loss", loss)
+            if not is_manual:
+                return loss
+            optimizer = self.optimizers()
+            self.manual_backward(loss / 2)
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                self.lr_schedulers().step()
+            return None
+
+        if own_backward:
+
+            def backward(self, loss: torch.Tensor) -> None:
+                (2 * loss).backward()
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("validated", self._loss(batch))
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self._loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Module()
+
+
+def data(num: int = 8) -> Any:
+    values = torch.randn(4 * num, 8, generator=torch.Generator().manual_seed(2))
+    return torch.utils.data.DataLoader(list(values), batch_size=4)
+
+
+def trainer_for(pytorch: Any, directory: Path, strategy: Any = "auto", **options: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    given: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, **quiet, **options}
+    return pytorch.Trainer(default_root_dir=directory, accelerator="cpu", devices=1, strategy=strategy, **given)
+
+
+@pytest.fixture(params=_FOUND)
+def package(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def parts(package: str) -> tuple[Any, Any]:
+    """The package, and the strategy for it."""
+    module = importlib.import_module(f"infinity.integrations.{package}")
+    return importlib.import_module(_PACKAGES[package]), module.InfinityStrategy
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert first.losses == second.losses
+    expected = first.state_dict()
+    assert expected.keys() == second.state_dict().keys()
+    assert all(torch.equal(value, expected[name]) for name, value in second.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01},
+        {"precision": "bf16-mixed", "gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    ],
+    ids=["plain", "accumulated", "autocast"],
+)
+def test_fit(options: dict[str, Any], package: str, tmp_path: Path) -> None:
+    """Automatic optimization, validation, and the weights in the module afterwards."""
+    pytorch, strategy = parts(package)
+    trained = []
+    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
+        pytorch.seed_everything(3)
+        module = module_for(pytorch)
+        trainer = trainer_for(pytorch, tmp_path, kind, **options)
+        trainer.fit(module, data(), data(2))
+        trained.append((module, trainer.callback_metrics, trainer.global_step))
+    assert_same(trained[0][0], trained[1][0])
+    assert trained[0][1:] == trained[1][1:]
+    assert not list((tmp_path / "nvme").iterdir())
+
+
+@pytest.mark.parametrize("how", [{"is_manual": True}, {"own_backward": True}])
+def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str, tmp_path: Path) -> None:
+    pytorch, strategy = parts(package)
+    trained = []
+    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
+        pytorch.seed_everything(3)
+        trained.append(module_for(pytorch, **how))
+        trainer_for(pytorch, tmp_path, kind).fit(trained[-1], data())
+    assert_same(*trained)
+
+
+def fitted(
+    package: str, directory: Path, *, is_ours: bool, dies_in: int | None = None, resumes: str | None = None
+) -> Any:
+    """A run with checkpoints; the module, the callback, what was monitored."""
+    pytorch, strategy = parts(package)
+
+    class Dying(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == dies_in:
+                os.kill(os.getpid(), 9)
+
+    saver = pytorch.callbacks.ModelCheckpoint(
+        directory / "checkpoints", save_last=True, every_n_train_steps=4, save_top_k=2, monitor="loss"
+    )
+    monitor = pytorch.callbacks.LearningRateMonitor()
+    pytorch.seed_everything(3)
+    module = module_for(pytorch)
+    trainer = trainer_for(
+        pytorch,
+        directory,
+        strategy(config=on_nvme(directory / "nvme")) if is_ours else "auto",
+        callbacks=[saver, monitor, *([Dying()] if dies_in else [])],
+        enable_checkpointing=True,
+        logger=pytorch.loggers.CSVLogger(str(directory)),
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, data(), ckpt_path=resumes)
+    return module, saver, trainer, (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
+
+
+def test_checkpoints_callbacks_and_resuming(package: str, tmp_path: Path) -> None:
+    plain, ours = (tmp_path / name for name in ("plain", "ours"))
+    expected, expected_saver, _, log = fitted(package, plain, is_ours=False)
+    module, saver, trainer, found_log = fitted(package, ours, is_ours=True)
+    assert_same(expected, module)
+    assert found_log == log
+    names = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (plain, ours)]
+    assert names[0] == names[1]
+    assert Path(saver.best_model_path).name == Path(expected_saver.best_model_path).name
+    assert Path(saver.last_model_path).is_dir()
+    [found] = trainer.test(module, data(2), ckpt_path="best", verbose=False)
+    pytorch, _ = parts(package)
+    [wanted] = trainer_for(pytorch, tmp_path).test(
+        module_for(pytorch), data(2), ckpt_path=expected_saver.best_model_path, verbose=False
+    )
+    assert found == wanted
+    # what Lightning alone has saved goes on here as there
+    [older] = [path for path in (plain / "checkpoints").glob("*step=*.ckpt") if "step=12" in path.name][:1] or [None]
+    if older is not None:
+        again, *_ = fitted(package, tmp_path / "a", is_ours=False, resumes=str(older))
+        here, *_ = fitted(package, tmp_path / "b", is_ours=True, resumes=str(older))
+        assert_same(again, here)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    package = _FOUND[0]
+    code = f"from pathlib import Path; from tests.integration.test_lightning import fitted; fitted({package!r}, "
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    for kind in ("plain", "ours"):
+        words = f"Path({str(tmp_path / kind)!r}), is_ours={kind == 'ours'}, dies_in=11)"
+        done = subprocess.run([sys.executable, "-c", code + words], cwd=_ROOT, env=environment, capture_output=True)
+        assert done.returncode == -9, done.stderr.decode()[-2000:]
+    resumed = [
+        fitted(package, tmp_path / kind, is_ours=kind == "ours", resumes="last")[0] for kind in ("plain", "ours")
+    ]
+    assert resumed[0].losses
+    assert_same(*resumed)
+
+
+def test_names_and_placement(package: str, tmp_path: Path) -> None:
+    pytorch, _ = parts(package)
+    expected = None
+    for name in ("infinity_stage_3_nvme", "infinity_stage_3_offload", "infinity_stage_3", "infinity_stage_1"):
+        module = module_for(pytorch)
+        trainer = trainer_for(pytorch, tmp_path, name, max_epochs=1)
+        trainer.fit(module, data())
+        expected = expected or module.losses
+        assert len(module.losses) == 8
+        trainer.predict(module, data(2))
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    pytorch, strategy = parts(_FOUND[0])
+    config = on_nvme(tmp_path / "nvme")
+
+    def fit(changes: dict[str, Any], module: Any = None, **options: Any) -> None:
+        trainer = trainer_for(pytorch, tmp_path, strategy(config={**config, **changes}), **options)
+        trainer.fit(module or module_for(pytorch), data())
+
+    with pytest.raises(ConfigError, match="accumulate_grad_batches 2"):
+        fit({"gradient_accumulation_steps": 4}, accumulate_grad_batches=2)
+    with pytest.raises(ConfigError, match="gradient_clip_val"):
+        fit({"gradient_clipping": 1.0}, gradient_clip_val=0.5)
+    with pytest.raises(ConfigError, match="bf16-true"):
+        fit({}, precision="bf16-true")
+    module = module_for(pytorch, is_manual=True)
+    module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
+    with pytest.raises(UnsupportedModelError, match="7 optimizers"):
+        fit({}, module)
+
+
+def test_bf16_weights(tmp_path: Path) -> None:
+    """The engine's precision: fp32 main weights, in the module afterwards as 16-bit weights."""
+    pytorch, strategy = parts(_FOUND[0])
+    module = module_for(pytorch)
+    config = on_nvme(tmp_path / "nvme", bf16={"enabled": "auto"})
+    trainer_for(pytorch, tmp_path, strategy(config=config), precision="bf16-true").fit(module, data())
+    assert module.losses[-1] < module.losses[0]
+    assert module.first.weight.dtype is module.rest[0].weight.dtype is torch.bfloat16
