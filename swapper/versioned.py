@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
-from swapper.errors import DamagedCommitError, SwapperError, UnwritableDirectoryError, error_words
+from swapper.errors import DamagedCommitError, UnwritableDirectoryError, error_words
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
@@ -25,6 +26,7 @@ from swapper.wrappers.versions import Runs, VersionedBackend
 logger = logging.getLogger(__name__)
 _STRIPE_BYTES = 1 << 20
 """The same in each process that uses a run, whatever its requests are."""
+_LOOK_UP_SECONDS = 0.2  # an interrupt gets through
 
 
 class Versions:
@@ -60,7 +62,10 @@ class Versions:
         self._checked = IntegrityBackend(self._slots, boundary_bytes=config.request_bytes)
         self.swapper = Swapper(self._checked, config, busy=busy, is_prewritten=True)
         self._kept: dict[int, Runs] = {}
+        self._thread: threading.Thread | None = None
+        """Makes the commit that was begun last: from then until somebody has seen that it is over."""
         self._failure: BaseException | None = None
+        """Of the first commit that could not be made, for good."""
 
     @classmethod
     def open(
@@ -120,21 +125,51 @@ class Versions:
         self._kept = kept
         self._slots.retain(kept)
 
-    def commit(self, number: int, parts: Sequence[bytes], keep: Sequence[int]) -> None:
-        """Make the present a commit: when this returns, it survives whatever happens to process and machine.
+    def begin(
+        self, number: int, parts: Callable[[], Sequence[bytes]], keep: Sequence[int], ready: Callable[[], None]
+    ) -> None:
+        """Start to make a commit of what is the present when ``ready`` returns; see `settle`.
+
+        Until that has returned, the only writes are those that ``ready`` waits for. Reads go on.
 
         Args:
             number: Larger than those of all commits before.
-            parts: What else belongs to it.
+            parts: Gives what else belongs to it, when ``ready`` has returned. In a thread of its own, as that.
             keep: Older commits that are to stay; the others go.
+            ready: Waits until all writes that belong to it were started.
 
         Raises:
-            OSError: It could not be made. All older commits are as they were.
-            SwapperError: A write failed, or an earlier commit.
+            OSError, SwapperError: See `settle`.
         """
-        self.swapper.flush()
-        staying = np.array([old for old in keep if old in self._kept], dtype=np.int64)
-        self._write(number, {"runs": self._slots.snapshot(), "kept": staying, **self._checked.checksums()}, parts)
+        self.settle()
+
+        def make() -> None:
+            try:
+                ready()
+                self.swapper.flush()
+                staying = np.array([old for old in keep if old in self._kept], dtype=np.int64)
+                known = {"runs": self._slots.snapshot(), "kept": staying, **self._checked.checksums()}
+                self._write(number, known, parts())
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=make, name="swapper-commit", daemon=True)
+        self._thread.start()
+
+    def settle(self, timeout_seconds: float | None = None) -> None:
+        """Return when the commit that was begun last survives whatever happens to process and machine, or after so long.
+
+        Raises:
+            OSError: It, or an earlier one, could not be made, and no later one can be. All before are as they were.
+            SwapperError: The same, because a write had failed.
+        """
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LOOK_UP_SECONDS if timeout_seconds is None else timeout_seconds)
+            if timeout_seconds is not None:
+                return
+        self._thread = None
+        if self._failure is not None:
+            raise self._failure
 
     def go_to(self, number: int, as_number: int | None = None) -> list[bytes]:
         """Make what a commit holds the present; returns what else belongs to it. No request may be on its way.
@@ -149,6 +184,7 @@ class Versions:
             OSError: It could not be made the newest; the present is as it was.
             SwapperError: An earlier commit failed.
         """
+        self.settle()
         _, *parts = self._run.read(number)
         known = _read(self._run, number)
         self.swapper.flush()
@@ -160,14 +196,12 @@ class Versions:
         return parts
 
     def _write(self, number: int, known: dict[str, Any], parts: Sequence[bytes]) -> None:
-        if self._failure is not None:
-            raise SwapperError(f"an earlier commit failed, and what was written then may be lost: {self._failure}")
         data = io.BytesIO()
         np.savez(data, **known)
         try:
             self._sync()
             self._run.write(number, [data.getvalue(), *parts])
-        except BaseException as error:
+        except BaseException as error:  # what was written may be lost, also if it is tried again
             self._failure = error
             raise
         self._kept = {old: self._kept[old] for old in known["kept"].tolist()} | {number: known["runs"]}

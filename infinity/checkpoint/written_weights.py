@@ -5,6 +5,8 @@ Knows which slots of a unit are dirty; must not know how that was noticed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from infinity.checkpoint.state_access import StateAccess
 from infinity.errors import UnsupportedModelError
 from infinity.units.layout import Slot
@@ -14,8 +16,10 @@ from infinity.units.unit import Unit
 class WrittenWeights:
     """The `WeightWriter` of an engine."""
 
-    def __init__(self, access: StateAccess) -> None:
+    def __init__(self, access: StateAccess, before_writes: Callable[[], None] = lambda: None) -> None:
+        """``before_writes``: as in `infinity.updates.stepper.Stepper`."""
         self._access = access
+        self._before_writes = before_writes
 
     def needs_before(self, unit: Unit, slot: Slot) -> bool:
         """Whether only what the weights were before a write tells which elements it changed. See `Unit.before`."""
@@ -44,6 +48,7 @@ class WrittenWeights:
                 "'infinity.main_weights' to \"fp32\"",
                 fqn=unknown[0].spec.fqn,
             )
+        self._before_writes()
         before = None
         if unit.before and unit.flat is not None and unit.layout.trainable is not None:
             copy = unit.flat.tensor().clone()

@@ -327,9 +327,12 @@ def _resolve_durable(
     else:
         found = tuple(replace(each, path=each.path / "durable") for each in states.nvme_directories)
     # Drives take turns, so that each start finds the same bytes in the same places.
-    durable = DurableSection(tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last)
+    durable = DurableSection(
+        tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last, block.keep_every
+    )
     book.note("infinity.durable_path", describe_directories(durable.directories))
     book.note("infinity.keep_last", durable.keep_last)
+    book.note("infinity.keep_every", durable.keep_every)
     return durable
 
 

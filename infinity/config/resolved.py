@@ -120,10 +120,17 @@ class DurableSection:
     Attributes:
         directories: of the run, one for each drive; commits are written to the first. Absolute.
         keep_last: how many commits are kept.
+        keep_every: so many are kept besides of steps that are multiples of this; 0 for none.
     """
 
     directories: tuple[Directory, ...]
     keep_last: int
+    keep_every: int = 0
+
+    @property
+    def most_kept(self) -> int:
+        """How many commits are kept at the same time at the most."""
+        return self.keep_last * (2 if self.keep_every else 1)
 
 
 @dataclass(frozen=True)

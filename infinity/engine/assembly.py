@@ -163,15 +163,14 @@ def build(
     access = StateAccess(
         module_hooks, pager, storage.records, storage.weights, states, chunks, request.record_format, copies
     )
-    upper.writer.connect(WrittenWeights(access))
+    before_writes = durable.settle if durable is not None else lambda: None
+    upper.writer.connect(WrittenWeights(access, before_writes))
     for unit in units:
         storage.records.allocate(
             unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
         )
         if storage.weights is not None:
             storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
-    if durable is not None:
-        durable.connect(storage, units, states, pager, clock.waiting)
     gradients = ShownGradients(
         units,
         device,
@@ -212,6 +211,8 @@ def build(
         storage.records, storage.weights, updater, device, states, halves_updater, StateWindow(state_format), timeline
     )
     undo.callback(stream.close)
+    if durable is not None:
+        durable.connect(storage, units, states, pager, stream, clock.waiting)
     built: list[Engine] = []
     undo.callback(_close, built)
     undo.callback(template.give_back_states, access.state)
@@ -220,6 +221,11 @@ def build(
     undo.callback(module_hooks.uninstall)
     _take_over(units, originals, access, pager.residency, storage, parameter_handler, device)
     step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names)
+
+    def before_updates() -> None:
+        with clock.waiting("commit"):
+            before_writes()
+
     stepper = Stepper(
         units,
         chunks,
@@ -230,6 +236,7 @@ def build(
         stream=stream,
         groups=step_groups,
         gathered=access,
+        before_updates=before_updates,
     )
     for parameter, state in template.take_initial_states():
         main = state.pop(MAIN_WEIGHT, None)

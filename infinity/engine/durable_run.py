@@ -2,9 +2,11 @@
 
 Knows what a commit is made of, and when one can be made; must not know how bytes are kept apart (`swapper.Versions`).
 
-[Note: what survives] A commit is made at the end of `Engine.step`, after the updates of that step have been written, and
-before `step` returns. So what survives is exactly the steps that have returned. All of a step is in a commit or nothing:
-its bytes lie in other places than those of the commit before, until the file that names them is on the drive.
+[Note: what survives] A commit begins at the end of `Engine.step`: what is no tensor of a unit is taken down there. It goes on
+beside the next forward, until the updates of the step are written and the file that names their places is on the drive.
+Whoever writes next waits for that (`settle`): the next step's first update, and whatever looks at weights or states from
+outside. So what survives is the last step that has returned or, if a crash falls in its commit, the one before. All of a step
+is in a commit or nothing: its bytes lie in other places than those of the commit before.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from infinity.paging.pager import Pager
 from infinity.tiers.state_store import PagedStateStore
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
+from infinity.updates.stream import UpdateStream
 from swapper import RunDirectory, SwapperError, VolumeError
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,12 @@ class DurableRun:
                 key="infinity.durable_path",
             ) from error
         self._number = 0
+        self._steps: dict[int, int] = {}
+        """By commit, the step that it was made after."""
+        self._is_settled = True
+        """Whether no commit is under way."""
+        self.has_failed = False
+        """Whether `settle` has told of a commit that could not be made."""
         self._header: dict[str, Any] | None = None
         if found is not None:
             self._number = found[0]
@@ -110,6 +119,7 @@ class DurableRun:
         units: Sequence[Unit],
         states: Mapping[tuple[int, int], ParameterState],
         pager: Pager,
+        stream: UpdateStream,
         waiting: Callable[[str], Any],
     ) -> None:
         """Take note of what is committed. Protects the commits that there are.
@@ -121,19 +131,22 @@ class DurableRun:
             raise RuntimeError("a durable run without versions of its states")
         self._versions, self._records = storage.versions, storage.records
         self._units, self._states, self._pager, self._waiting = units, states, pager, waiting
+        self._stream = stream
         if self._header is not None:
             try:
                 self._versions.recover(self._number)
+                for number in self._versions.kept:
+                    self._steps[number] = json.loads(self.directory.read(number)[1])["step"]
             except (VolumeError, SwapperError) as error:
                 raise self._damaged(error) from error
 
     # ---------------------------------------------------------------------------------------------------------- commits
 
     def commit(self, training: Training) -> None:
-        """Commit the step that has just ended.
+        """Begin to commit the step that has just ended.
 
         Raises:
-            CommitError: it could not be made; the commits before are as they were, and no later one can be made.
+            CommitError: the step before could not be; see `settle`.
             UnsupportedModelError: parameters were added that lie outside of what is committed.
         """
         added = training.not_held()
@@ -142,18 +155,53 @@ class DurableRun:
                 f"{len(added)} parameters came after infinity.initialize, and a durable run does not have them",
                 cure="Add them before, or set infinity.durable to false",
             )
-        training.flush()
-        rest = pack = None
         with self._waiting("commit"):
-            rest = self._rest(training)
-            pack = commit_parts.pack(rest)
-            head = commit_parts.header(self._layout, training.global_steps, self._page_bytes or 0, self._places())
-            keep = self._versions.kept[: self._section.keep_last - 1]
-            try:
-                self._versions.commit(self._number + 1, [head, pack], keep)
-            except (OSError, SwapperError) as error:
-                raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
+            self.settle()
+        for unit in self._units:
+            unit.note_changes()
+        if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
+            training.flush()
+        outside, step = commit_parts.pack(self._outside(training)), training.global_steps
+        updates = self._stream.pending()
+
+        def ready() -> None:
+            for update in updates:
+                update.wait()
+
+        def parts() -> list[bytes]:
+            head = commit_parts.header(self._layout, step, self._page_bytes or 0, self._places())
+            return [head, outside, commit_parts.pack(self._inside())]
+
         self._number += 1
+        self._steps[self._number] = step
+        self._is_settled = False
+        self._versions.begin(self._number, parts, self._staying(), ready)
+
+    def settle(self) -> None:
+        """Return when the last step is committed. Nothing is written by anybody as long as one is being committed.
+
+        Raises:
+            CommitError: it could not be; the commits before are as they were, and no later one can be made.
+        """
+        if self._is_settled:
+            return
+        try:
+            self._stream.release_all()
+            self._versions.settle()
+        except Exception as error:
+            self.has_failed = True
+            raise CommitError(self._path, step=self._steps[self._number], problem=str(error)) from error
+        self._is_settled = True
+
+    def _staying(self) -> list[int]:
+        """Numbers of the commits that stay when the next is there."""
+        kept = self._versions.kept
+        staying = kept[: self._section.keep_last - 1]
+        if self._section.keep_every:
+            older = [number for number in kept if number not in staying]
+            marked = [number for number in older if not self._steps[number] % self._section.keep_every]
+            staying += marked[: self._section.keep_last]
+        return staying
 
     def resume(self, training: Training) -> None:
         """Go on from the newest commit, if there is one.
@@ -175,14 +223,19 @@ class DurableRun:
             StepOrderError: so many are not kept.
             CommitError: there is no room for a small file, say; nothing has changed.
         """
-        kept = self._versions.kept
-        if not 0 <= steps < len(kept):
+        training.flush()
+        back = {training.global_steps - self._steps[number]: number for number in self._versions.kept}
+        if training.global_steps == self._steps.get(self._number):
+            back.pop(0, None)
+        back[0] = self._number
+        if steps not in back or not self._versions.kept:
             raise StepOrderError(
                 f"engine.rollback({steps})",
-                f"{len(kept)} commits are kept, so 0 to {len(kept) - 1} steps can be gone back",
+                f"{len(self._versions.kept)} commits are kept, with which {', '.join(map(str, sorted(back)))} steps can be "
+                "gone back",
                 cure="Set config key 'infinity.keep_last' to one more than the steps to go back",
             )
-        self._go_to(training, kept[steps], as_number=self._number + 1 if steps else None)
+        self._go_to(training, back[steps], as_number=self._number + 1 if back[steps] != self._number else None)
         logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
 
     def _go_to(self, training: Training, number: int, as_number: int | None = None) -> None:
@@ -191,15 +244,16 @@ class DurableRun:
             self._pager.residency.evict(unit)
             unit.outdate()
         try:
-            head, data = self._versions.go_to(number, as_number)
+            head, outside, inside = self._versions.go_to(number, as_number)
         except VolumeError as error:
             raise self._damaged(error) from error
         except (OSError, SwapperError) as error:
             raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
         self._number = as_number or number
+        self._steps[self._number] = json.loads(head)["step"]
         if json.loads(head)["places"] != self._places():
             raise RuntimeError("the layout is that of the commit, but the extents lie elsewhere")
-        rest = commit_parts.unpack(data)
+        rest = commit_parts.unpack(outside) | commit_parts.unpack(inside)
         self._records.set_valid_bytes(rest["valid_bytes"])
         for unit in self._units:
             for slot in unit.layout.slots:
@@ -217,21 +271,24 @@ class DurableRun:
         training.count_on(rest["counters"])
         set_random_states(rest["random"])
 
-    def _rest(self, training: Training) -> dict[str, Any]:
+    def _outside(self, training: Training) -> dict[str, Any]:
+        """What the training thread may change as soon as the step has ended."""
+        groups = training.optimizer.param_groups
+        return {
+            "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
+            "buffers": commit_parts.buffers_of(training.module),
+            **training.rest(),
+        }
+
+    def _inside(self) -> dict[str, Any]:
+        """What changes with updates."""
         states = {}
         for unit in self._units:
             for slot in unit.layout.slots:
                 state = self._states.get((unit.index, slot.index))
                 if state is not None:
                     states[slot.spec.fqn] = state.scalars, state.names, state.num_updates, state.is_fresh
-        groups = training.optimizer.param_groups
-        return {
-            "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
-            "states": states,
-            "valid_bytes": self._records.valid_bytes(),
-            "buffers": commit_parts.buffers_of(training.module),
-            **training.rest(),
-        }
+        return {"states": states, "valid_bytes": self._records.valid_bytes()}
 
     def _places(self) -> dict[str, Any]:
         weights = {unit.name: unit.extent.start for unit in self._units if unit.extent is not None}

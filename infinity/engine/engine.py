@@ -336,7 +336,10 @@ class Engine(CheckpointCalls):
     # ------------------------------------------------------------------------------------------------- weights and state
 
     def flush(self) -> None:
-        """Return when all pending updates and writes are done; raises what went wrong in them."""
+        """Return when all pending updates and writes are done; raises what went wrong in them.
+
+        In a durable run the last step is committed then.
+        """
         self._check_usable()
         self._guard.check_settled()
         self._parts.module_hooks.settle_loads()
@@ -345,6 +348,12 @@ class Engine(CheckpointCalls):
         with self._parts.clock.waiting("write"):
             self._parts.storage.flush()
         self._residency.collect_all()
+        self._settle_commit()
+
+    def _settle_commit(self) -> None:
+        if self._parts.durable is not None:
+            with self._parts.clock.waiting("commit"):
+                self._parts.durable.settle()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""
@@ -393,6 +402,7 @@ class Engine(CheckpointCalls):
     def scatter(self, gathering: Any) -> None:
         """The counterpart of `gather`: store what was changed."""
         gathered, is_saving = gathering
+        self._settle_commit()
         with self._pager.scattering(is_saving=is_saving):
             self._parts.access.scatter(gathered)
 
@@ -493,6 +503,9 @@ class Engine(CheckpointCalls):
             rest.callback(self._parts.module_hooks.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
+            durable = self._parts.durable
+            if durable is not None and self._guard.is_settled and not durable.has_failed:
+                self.flush()  # whoever closes has to hear of a commit that fails
             if self._guard.phase is Phase.CLOSED:
                 rest.callback(self._shutdown.hurry)  # an interrupt has cut off an attempt to close
             elif restore_weights:

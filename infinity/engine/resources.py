@@ -121,7 +121,7 @@ class EngineResources:
         )
         # What is frozen is written again by the process that resumes, before it goes back to the commit.
         spare_bytes = min(all_bytes, self._config.io.max_inflight * self._config.io.request_bytes)
-        return all_bytes + durable.keep_last * (all_bytes - frozen_bytes) + frozen_bytes + spare_bytes
+        return all_bytes + durable.most_kept * (all_bytes - frozen_bytes) + frozen_bytes + spare_bytes
 
     def _open(self, key: _TierKey, num_bytes: int) -> Swapper:
         tier, directories = key
@@ -254,6 +254,7 @@ class EngineResources:
         `close` has still to be called. What has not been written is lost.
         """
         deadline = time.monotonic() + patience_seconds
+        self._end_commit(patience_seconds)
         for arena in self._arenas:
             arena.turn_away()
         for swapper in self._all():
@@ -271,7 +272,15 @@ class EngineResources:
         self.pool.close()
         self.gradient_pool.close()
 
+    def _end_commit(self, patience_seconds: float) -> None:
+        if self.versions is not None:
+            try:
+                self.versions.settle(patience_seconds)
+            except Exception:
+                logger.warning("the last commit of the durable run failed", exc_info=True)
+
     def _close_swappers(self) -> None:
+        self._end_commit(self._config.io.deadline_seconds)
         for swapper in self._all():
             try:
                 swapper.close()

@@ -53,8 +53,7 @@ class StepReport:
     schedule_reason: str = ""
     """Why the step of `Engine.train_batch` did not go vertically; empty if it did, and for the user's own loop."""
     commit_seconds: float = 0.0
-    """What the commit of the step before took, in a durable run: from when its updates were written to when it was on the
-    drives."""
+    """How long the training thread waited for the commit of the step before, in a durable run."""
     is_skipped: bool = False
     """Whether the step changed nothing, because its gradients were not finite."""
 

@@ -14,7 +14,7 @@ it updated next in any case.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +79,7 @@ class Stepper:
         stream: UpdateStream,
         groups: StepGroups,
         gathered: GatheredWeights,
+        before_updates: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -86,6 +87,7 @@ class Stepper:
             chunks: of each unit.
             rules: how a step goes.
             device, pager, gradients, stream, groups, gathered: whom it works with.
+            before_updates: returns when what the step before wrote may be followed by what this one writes.
         """
         # All of it is touched by the thread that has the turn, and by no other. What is a step's is gone at its end: `_forget`.
         self.units = list(units)
@@ -99,6 +101,7 @@ class Stepper:
         self._stream = stream
         self._step_groups = groups
         self._gathered = gathered
+        self._before_updates = before_updates
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
@@ -171,6 +174,7 @@ class Stepper:
     def _submit(
         self, unit: Unit, source: GradientSource, coefficient: torch.Tensor | None, *, is_held: bool = False
     ) -> None:
+        self._before_updates()
         if self._groups is None:
             self._groups = self._step_groups.read()
         of_slots = ((slot.index, self._groups.of(unit.parameters[slot.index])) for slot in source.slots())

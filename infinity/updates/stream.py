@@ -141,6 +141,11 @@ class UpdateStream:
         if self._error is not None:
             raise self._error
 
+    def pending(self) -> list[UpdateJob]:
+        """Jobs that are queued or running."""
+        with self._lock:
+            return list(self._pending)
+
     @property
     def num_pending(self) -> int:
         """Jobs that are queued or running."""

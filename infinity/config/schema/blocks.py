@@ -108,6 +108,8 @@ class InfinityBlock(Block):
     """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`."""
     keep_last: Annotated[int, Field(ge=1)] = 1
     """How many commits `engine.rollback` can choose from. Each takes as much space as a step writes."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Keep as many commits again of steps that are multiples of this, for `engine.rollback` over longer ways; 0 keeps none."""
     drive_tbw: Annotated[Number | None, Field(gt=0)] = None
     """Terabytes that the drives together are rated to take (TBW): the plan then says after how many steps they have."""
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
