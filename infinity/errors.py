@@ -166,14 +166,20 @@ class CommitError(InfinityError, RuntimeError):
 
 
 class BudgetTooSmallError(ConfigError):
-    """A memory budget is below what the model needs at the least."""
+    """A memory budget is below what the model needs at the least.
 
-    def __init__(self, key: str, *, budget_bytes: int, minimum_bytes: int, reason: str) -> None:
+    Args:
+        cure: what to do; by default, to set the budget to the minimum.
+    """
+
+    def __init__(
+        self, key: str, *, budget_bytes: int, minimum_bytes: int, reason: str, cure: str | None = None
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         super().__init__(
             f"config key '{key}': the budget of {format_bytes(budget_bytes)} is too small. {reason}. "
-            f"Set it to at least {format_bytes(minimum_bytes)}",
+            f"{cure or f'Set it to at least {format_bytes(minimum_bytes)}'}",
             key=key,
         )
 

@@ -18,11 +18,12 @@ from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import check_single_process
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
-from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
 from infinity.optim.facade.no_optimizer import absent_template
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.template import Template, build_template
 from infinity.planning.autotune import tune_io
+from infinity.planning.placement import DEVICE_KEY
 from infinity.units.model_check import check_model
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,19 @@ def initialize(
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
         resolved = tune_io(resolved)
         undo.callback(template.give_back_untouched)
-        engine, originals = build(model, resolved, template, device_for(torch_device), undo)
+        compute_device = device_for(torch_device)
+        try:
+            engine, originals = build(model, resolved, template, compute_device, undo)
+        except torch.OutOfMemoryError as error:
+            free = compute_device.free_bytes(model) or 0
+            raise BudgetTooSmallError(
+                DEVICE_KEY,
+                budget_bytes=resolved.infinity.device_memory_budget or free,
+                minimum_bytes=free,
+                reason=f"{torch_device} ran out of memory in initialize: {error}",
+                cure="Lower it below what is free, free memory of the device, or put more elsewhere (offload_param, "
+                "offload_optimizer)",
+            ) from error
         if engine.optimizer is not None:
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()

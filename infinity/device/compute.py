@@ -6,6 +6,7 @@ Knows bytes and streams; must not know units, parameters or files.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -20,6 +21,8 @@ from torch import nn
 from infinity.numerics.norms import narrow_norm
 from infinity.torch_internals.names import norms_of_each
 from swapper import AlignedRegion, SwapperError, hang_of, is_held
+
+logger = logging.getLogger(__name__)
 
 
 class FlatBuffer(Protocol):
@@ -183,8 +186,8 @@ class ComputeDevice:
 
     shares_host_memory = True
     """Whether the swapper can read straight into a flat buffer."""
-    pin: Callable[[int, int], Callable[[], None]] | None = None
-    """Registers host memory with the driver: ``pin(address, num_bytes)`` returns the function that undoes it."""
+    pin: Callable[[int, int], Callable[[], None] | None] | None = None
+    """Registers host memory with the driver: ``pin(address, num_bytes)`` returns what undoes it, or None if it cannot."""
 
     def __init__(self, torch_device: torch.device | None = None) -> None:
         self.torch_device = torch_device or torch.device("cpu")
@@ -193,6 +196,10 @@ class ComputeDevice:
     def allocate_flat(self, num_bytes: int) -> FlatBuffer:
         """Uninitialised memory for one unit."""
         return HostFlatBuffer(num_bytes)
+
+    def free_bytes(self, model: nn.Module) -> int | None:
+        """Memory of the device that is free once ``model``'s parameters have left it. None: it is the host's."""
+        return None
 
     def mark(self) -> Fence:
         """A point in the compute stream: everything launched so far."""
@@ -270,6 +277,12 @@ class CudaDevice(ComputeDevice):
     def allocate_flat(self, num_bytes: int) -> FlatBuffer:
         return CudaFlatBuffer(num_bytes, self.torch_device)
 
+    def free_bytes(self, model: nn.Module) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        there = sum(p.nbytes for p in model.parameters() if p.device == self.torch_device)
+        return int(free) + cached + there
+
     def mark(self) -> Fence:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
@@ -342,9 +355,18 @@ class CudaDevice(ComputeDevice):
         return event, time.perf_counter()
 
 
-def _register_with_driver(address: int, num_bytes: int) -> Callable[[], None]:
+def _register_with_driver(address: int, num_bytes: int) -> Callable[[], None] | None:
     runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+    try:
+        torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+    except RuntimeError as error:  # some systems allow little of it, WSL2 for one
+        logger.warning(
+            "%s of host memory cannot be pinned (%s): copies to and from the GPU will be slower. The driver may allow more "
+            "after `ulimit -l unlimited`",
+            f"{num_bytes / 2**20:.0f} MiB",
+            error,
+        )
+        return None
 
     def unregister() -> None:
         runtime.cudaHostUnregister(address)

@@ -112,6 +112,7 @@ def build(
         units,
         budget_bytes=budget if budget is not None else share.budget_bytes,
         shares_host_memory=device.shares_host_memory,
+        device_free_bytes=device.free_bytes(model),
     )
     guess = guessed_order(len(units), is_trained=bool(template.param_groups))
     placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)

@@ -46,6 +46,7 @@ class Request:
 
     budget_bytes: int
     device_budget_bytes: int | None
+    """None: what the device has free decides, and where that is not known nothing does."""
     param_tier: str
     optimizer_tier: str
     record_format: ChunkFormat
@@ -66,6 +67,9 @@ class Request:
     keeps_in_memory: bool = True
     """Whether what the budgets leave is spent on keeping weights and states off the drives."""
 
+    device_free_bytes: int | None = None
+    """Free memory of a device that has its own, before anything of the engine's is there."""
+
     spills_activations: bool = False
     """Whether what autograd saves has a share of the budget, beyond which it goes to NVMe."""
 
@@ -78,6 +82,7 @@ class Request:
         *,
         budget_bytes: int,
         shares_host_memory: bool,
+        device_free_bytes: int | None = None,
     ) -> Request:
         """What ``config`` asks for, on a device that does or does not compute in host memory."""
         tiers = (config.offload_param.device, config.offload_optimizer.device)
@@ -85,6 +90,7 @@ class Request:
         return cls(
             budget_bytes=budget_bytes,
             device_budget_bytes=config.infinity.device_memory_budget,
+            device_free_bytes=device_free_bytes,
             param_tier=tiers[0],
             optimizer_tier=tiers[1],
             record_format=ChunkFormat.of(

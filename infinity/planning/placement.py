@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, format_bytes
-from infinity.planning.inputs import Request, UnitSize, needed_together
+from infinity.planning.inputs import FP32_BYTES, Request, UnitSize, needed_together
 from infinity.planning.keep_in_memory import most_gradients, order_of_weights, take_gradients, take_states, take_weights
 from infinity.planning.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
 
@@ -52,6 +52,10 @@ _PREFERRED_UPLOAD_PAGES = 8
 _UNITS_AHEAD = 2
 """Besides the two that are needed: one being fetched, one being updated."""
 _MOST_OPTIONS = 48
+_UNITS_OF_GRADIENTS = 3
+"""On a device of its own memory: one unit's that autograd makes, and two whose update has not fetched them yet."""
+_SHARE_OF_DEVICE = 0.65
+"""Of what the engine's other memory leaves of a device: the rest is for activations, which nobody knows before a step."""
 
 
 @dataclass(frozen=True)
@@ -186,25 +190,48 @@ class _Planner:
             BudgetTooSmallError: it has not even room for those that are needed together.
         """
         request = self._request
-        if request.shares_host_memory or request.device_budget_bytes is None:
-            if not request.shares_host_memory and (request.keeps_in_memory or request.param_tier == "none"):
-                self._on_device = frozenset(self._order)
+        if request.shares_host_memory:
             return
         everything = range(len(self._units))
         least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
-        if request.device_budget_bytes < least:
+        budget = request.device_budget_bytes
+        if budget is None:
+            budget = self._automatic_device_budget(least)
+        elif budget < least:
             raise BudgetTooSmallError(
                 DEVICE_KEY,
-                budget_bytes=request.device_budget_bytes,
+                budget_bytes=budget,
                 minimum_bytes=least,
                 reason="The two largest units must be resident together",
             )
-        self._device_bytes = min(self._total, request.device_budget_bytes)
+        self._device_bytes = min(self._total, budget)
         if request.param_tier == "none":
             self._on_device = frozenset(everything)
         elif request.keeps_in_memory:
             kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
             self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
+
+    def _automatic_device_budget(self, least_bytes: int) -> int:
+        request = self._request
+        if request.device_free_bytes is None:
+            return self._total
+        largest = max(self._sizes)
+        others = _UNITS_OF_GRADIENTS * largest + FP32_BYTES * self._largest_numel  # the last for a norm in fp32
+        if request.optimizer_tier == "none":
+            others += self._records
+        left = request.device_free_bytes - others
+        if left < least_bytes:
+            raise BudgetTooSmallError(
+                DEVICE_KEY,
+                budget_bytes=max(left, 0),
+                minimum_bytes=least_bytes,
+                reason=f"The device has {format_bytes(request.device_free_bytes)} free, of which gradients"
+                f"{' and optimizer states' if request.optimizer_tier == 'none' else ''} take {format_bytes(others)}, and "
+                f"{format_bytes(least_bytes)} of weights must be there together",
+                cure="Free memory of the device, put what is there elsewhere (offload_param, offload_optimizer), or name "
+                "smaller modules in infinity.units",
+            )
+        return max(least_bytes, int(_SHARE_OF_DEVICE * left))
 
     def _residents_in(self, prefix: frozenset[int], capacity_bytes: int) -> frozenset[int]:
         rest = [index for index in self._order if index not in prefix]

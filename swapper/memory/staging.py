@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 _LOOK_UP_SECONDS = 1.0
 _HELD_SECONDS = 0.01
 
-Pin = Callable[[int, int], Callable[[], None]]
-"""``pin(address, num_bytes)`` registers memory with a device's driver and returns what undoes it."""
+Pin = Callable[[int, int], Callable[[], None] | None]
+"""``pin(address, num_bytes)`` registers memory with a device's driver and returns what undoes it; None if it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class StagingArena(Uncopyable):
         except BaseException:
             self._region.release()
             raise
-        if pin is not None:
+        if self._unpin is not None:
             self._region.registrations.add(self)
         self._address = self._region.address
         self._whole = self._region.array()

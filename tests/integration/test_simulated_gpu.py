@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
 from infinity.planning import placement
@@ -30,6 +31,12 @@ from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
+
+try:
+    # When tests are collected, before any of them runs: the first backward makes the threads of all devices that there are.
+    backend.register()
+except backend.NoSimulation as missing:
+    pytest.skip(str(missing), allow_module_level=True)
 
 _CASES = {case.name: case for case in (*SHAPES, *FAMILIES)}
 _UPLOAD_PAGE_BYTES = 8192
@@ -83,10 +90,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
 
     Pages for uploads are small enough to cut the units of small models.
     """
-    try:
-        gpu = SimulatedGpu()
-    except backend.NoSimulation as error:
-        pytest.skip(str(error))
+    gpu = SimulatedGpu()
     open_storage = EngineResources.__init__
 
     def place(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
@@ -137,3 +141,36 @@ def test_training_has_the_bits_of_plain_torch_on_the_same_device(
 )
 def test_other_models_have_them_too(name: str, row: Row, tmp_path: Path, device: SimulatedGpu) -> None:
     _require_exact(name, row, tmp_path, device)
+
+
+def _engine(device: SimulatedGpu, directory: Path, **own: Any) -> Any:
+    with torch.device(backend.NAME):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "infinity": {"host_memory_budget": "64MiB", **own},
+    }
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def test_units_that_come_and_go_take_what_the_plan_says(tmp_path: Path, device: SimulatedGpu) -> None:
+    before = device.used_bytes
+    with _engine(device, tmp_path) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
+            engine.step()
+    assert 0 < device.peak_bytes - before <= device.pools[0].capacity_bytes
+    assert device.used_bytes == before
+
+
+def test_a_device_that_is_full_is_an_error_that_names_the_key(tmp_path: Path, device: SimulatedGpu) -> None:
+    device.capacity_bytes = 20000  # of a unit that has 16640
+    with pytest.raises(BudgetTooSmallError, match=r"ran out of memory.*Lower it") as caught:
+        _engine(device, tmp_path, device_memory_budget=100000)
+    assert caught.value.key == "infinity.device_memory_budget"
+    assert not list(tmp_path.iterdir())
+    device.capacity_bytes = 1 << 30
+    _engine(device, tmp_path).close()

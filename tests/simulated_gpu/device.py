@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from infinity.device.compute import Copy, FlatBuffer, SeparateHostDevice
 from infinity.device.flat_pool import FlatPool
@@ -103,8 +104,9 @@ class Order:
 class SimulatedFlatBuffer:
     """Memory of the simulated device for one unit. Poison when it is handed out."""
 
-    def __init__(self, num_bytes: int, order: Order) -> None:
+    def __init__(self, num_bytes: int, order: Order, on_release: Callable[[], None]) -> None:
         self.num_bytes = num_bytes
+        self._on_release = on_release
         self._region = AlignedRegion(num_bytes)
         self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
         order.forget(self._region.address)
@@ -141,6 +143,8 @@ class SimulatedFlatBuffer:
 
     def release(self) -> None:
         self._region.release()
+        self._on_release()
+        self._on_release = lambda: None
 
 
 class SimulatedGpu(SeparateHostDevice):
@@ -149,10 +153,13 @@ class SimulatedGpu(SeparateHostDevice):
     Attributes:
         order: what it saw of races.
         synchronisations: what made the host wait for the device, beside the calls of this class.
+        pools: those of engines, as `watch` was told of them.
         num_copies: how many there were.
+        capacity_bytes: memory for flat buffers.
+        used_bytes, peak_bytes: of it, those allocated now, and the most so far.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, capacity_bytes: int = 1 << 40) -> None:
         backend.register()
         super().__init__(torch.device(backend.NAME, 0))
         self._draw = random.Random(seed)
@@ -161,11 +168,14 @@ class SimulatedGpu(SeparateHostDevice):
         self.order = Order()
         self.synchronisations: list[str] = []
         self.num_copies = 0
-        self._pools: list[weakref.ref[FlatPool]] = []
+        self.pools: list[FlatPool] = []
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = self.peak_bytes = 0
         self.end = backend.watch(self._saw_kernel, self.synchronisations.append)
 
     def watch(self, pool: FlatPool) -> None:
         """Fill every buffer that the pool hands out with poison: what lay there is nobody's."""
+        self.pools.append(pool)
         allocate = pool.allocate
 
         def watched(num_bytes: int) -> FlatBuffer | None:
@@ -177,7 +187,18 @@ class SimulatedGpu(SeparateHostDevice):
         pool.allocate = watched  # type: ignore[method-assign]
 
     def allocate_flat(self, num_bytes: int) -> FlatBuffer:
-        return SimulatedFlatBuffer(num_bytes, self.order)
+        if self.used_bytes + num_bytes > self.capacity_bytes:
+            raise torch.OutOfMemoryError(f"simulated: {num_bytes} bytes beside {self.used_bytes} in use")
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+        def released() -> None:
+            self.used_bytes -= num_bytes
+
+        return SimulatedFlatBuffer(num_bytes, self.order, released)
+
+    def free_bytes(self, model: nn.Module) -> int | None:
+        return self.capacity_bytes - self.used_bytes
 
     def mark(self) -> Event:
         with self._lock:

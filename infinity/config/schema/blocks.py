@@ -93,7 +93,8 @@ class InfinityBlock(Block):
     the activations) and of at least 2 GB, but not more than half. One that is too small is an error that names the
     minimum."""
     device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """On a GPU, a ceiling on the device memory of weights that are there. `"auto"`: no ceiling, they may all stay there."""
+    """On a GPU, a ceiling on the device memory of weights that are there. `"auto"`: 65 %
+    of what gradients and states leave of its free memory; the rest is for activations."""
     page_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """Size of a page of the staging arena, a multiple of 4096: the largest single transfer of optimizer state. `"auto"`:
     from the model and the budget."""

@@ -252,6 +252,33 @@ def test_weights_that_stay_on_the_device_must_fit_into_its_budget() -> None:
     assert caught.value.key == DEVICE_KEY
 
 
+def test_a_device_that_has_little_free_holds_fewer_weights() -> None:
+    units = _model(num_blocks=8)
+    largest = max(unit.weight_bytes for unit in units)
+    total = sum(unit.weight_bytes for unit in units)
+    others = 3 * largest + 4 * max(unit.trainable_numel for unit in units)
+    staged = _request(shares_host_memory=False)
+    roomy = place(units, dataclasses.replace(staged, device_free_bytes=others + 2 * total))
+    assert roomy.weights_bytes == total
+    tight = place(units, dataclasses.replace(staged, device_free_bytes=others + total))
+    assert 2 * largest <= tight.weights_bytes <= 0.65 * total
+    assert len(tight.resident_units) < len(roomy.resident_units)
+    with pytest.raises(BudgetTooSmallError, match=r"free, of which gradients take .*offload_param") as caught:
+        place(units, dataclasses.replace(staged, device_free_bytes=others + largest))
+    assert caught.value.key == DEVICE_KEY
+    # What the user says is taken: he may know that activations are small.
+    assert place(units, dataclasses.replace(staged, device_free_bytes=others, device_budget_bytes=total)).weights_bytes
+
+
+@pytest.mark.parametrize("states", ["none", "nvme"])
+def test_states_on_the_device_count(states: str) -> None:
+    units = _model(num_blocks=8)
+    staged = _request(shares_host_memory=False, optimizer_tier=states, device_free_bytes=0)
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, staged)
+    assert ("optimizer states" in str(caught.value)) == (states == "none")
+
+
 @pytest.mark.parametrize(
     ("form", "num_written"), [("bf16", 14), ("remainder", 12), ("bf16 states", 8), ("int8 states", 6 + 8 / 256)]
 )
