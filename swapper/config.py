@@ -45,7 +45,7 @@ class SwapperConfig:
     """How a swapper talks to its backend.
 
     Attributes:
-        request_bytes: Largest single transfer; longer reads and writes are cut into pieces of it. Multiple of 4096.
+        request_bytes: Largest single transfer; longer reads and writes are cut at multiples of it. Multiple of 4096.
         num_threads: Worker threads for each direction and drive: so many reads and so many writes run at once on each.
         max_inflight: Transfers handed to the backend at once, for each direction; a backend may take fewer.
         deadline_seconds: A transfer that has no answer by then fails (it has had at least 7/8 of this time), and a wait

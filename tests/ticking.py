@@ -28,7 +28,7 @@ def ticking(backend: Hanging, schedulers: Callable[[], Sequence[IOScheduler]]) -
     def tick() -> None:
         while not is_over.wait(0.002):
             for scheduler in schedulers():
-                num_inflight = sum(len(lane.inflight) for lane in scheduler.lanes)
+                num_inflight = sum(len(queue.inflight) for queue in scheduler.queues)
                 if num_inflight and num_inflight == backend.num_hung:
                     scheduler._on_tick()
 

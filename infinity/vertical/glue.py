@@ -1,4 +1,4 @@
-"""What one micro-batch computes between its units, as autograd recorded it, and its backward piece by piece.
+"""What one micro-batch computes between its units, as autograd recorded it, and its backward stretch by stretch.
 
 Knows nodes, edges and gradients; must not know modules or parameters.
 
@@ -7,11 +7,11 @@ In a vertical step the backward of a unit is run for all micro-batches before th
 one backward, which runs through everything. What lies between the units (embedding, residual paths, masks, the loss) has to
 be run in parts, each at its time, and still give the bits of one single backward.
 A unit's call is a node (`Returned`) at which backward stops: it hands the gradients of the call's results over and goes no
-further. So the graph of a micro-batch falls into pieces, one before each call and one behind the last:
+further. So the graph of a micro-batch falls into stretches, one before each call and one behind the last:
 
     forward     x = e * 3  ->  call 1: y1 = 5 * x  ->  call 2: y2 = 7 * y1  ->  loss = y2 + x
-    piece         1: x                                 2: empty                 3: the sum
-    backward    run(3): 1 for y2, which call 2 receives, and 1 for x, which is of piece 1: it is caught at the *border*
+    stretch       1: x                                 2: empty                 3: the sum
+    backward    run(3): 1 for y2, which call 2 receives, and 1 for x, which is of stretch 1: it is caught at the *border*
                         and waits                                                                    waiting: x: 1
                 call 2 computes again, gives 7 for y1; run(2): nothing                               waiting: x: 1, y1: 7
                 call 1 receives 7, gives 35 for x, which adds to what waits                          waiting: x: 1 + 35
@@ -21,16 +21,16 @@ What must hold:
   * Each node runs once, when all gradients that meet in it have come. Were x run in `run(3)` as well, e would get 3 + 105
     instead of 3 * 36, which is rounded differently, and a hook would see two gradients.
   * What meets in a node is added up in autograd's order. Autograd runs nodes from the highest number to the lowest,
-    and they are numbered as they are made. So a node belongs to the piece in which it was *made*, not to the first call that
-    needs it, as in an earlier version: s = 2 * x, made before call 2 and needed by the loss alone, is of piece 2. In
+    and they are numbered as they are made. So a node belongs to the stretch in which it was *made*, not to the first call that
+    needs it, as in an earlier version: s = 2 * x, made before call 2 and needed by the loss alone, is of stretch 2. In
     ``run(3)`` it would come before call 2, and where that uses x as well, the sum at x would begin with another term.
   * What waits at a border goes first into the next sum there, for it came first.
   * Calls without a gradient have a position and no node: they cut nothing (`note_call`).
-A piece that can reach what it catches also *through* a border (it *crosses*: in ``loss = y2 + x + e``, e is an end of piece
-3 and lies behind x as well) would be run on into the earlier piece, to find all that comes for e. There, nothing is let
+A stretch that can reach what it catches also *through* a border (it *crosses*: in ``loss = y2 + x + e``, e is an end of stretch
+3 and lies behind x as well) would be run on into the earlier stretch, to find all that comes for e. There, nothing is let
 through the nodes at borders, and the graph is kept for their own time: e gets 1 now and 108 later.
 Refused (`Refusal`, then the step goes in the ordinary order) is what would see gradients in parts: hooks on what is caught
-or on what comes from several pieces, and the user's own functions behind a crossing, which may give gradients for nothing.
+or on what comes from several stretches, and the user's own functions behind a crossing, which may give gradients for nothing.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def edge_of(tensor: torch.Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-class _Piece:
+class _Stretch:
     """The nodes that run when one call's backward has run."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
         self.borders: dict[Edge, None] = {}
-        """Edges into nodes of earlier pieces."""
+        """Edges into nodes of earlier stretches."""
         self.ends: dict[Edge, None] = {}
         """Edges into calls and parameters."""
         self.crosses = False
@@ -117,8 +117,8 @@ class Glue:
         """By call that is not without gradient: nodes made before it have lower numbers."""
         self._places: list[int] = []
         """The positions of these calls; in the end that of the loss as well."""
-        self._piece_of: dict[Any, int] = {}
-        self._pieces: dict[int, _Piece] = {}
+        self._stretch_of: dict[Any, int] = {}
+        self._stretches: dict[int, _Stretch] = {}
         self._waiting: dict[Edge, torch.Tensor] = {}
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._hooked: set[Edge] = set()
@@ -158,11 +158,11 @@ class Glue:
         loss_edge = edge_of(loss)
         self._places.append(len(self._inputs) + 1)
         for position, edges in enumerate([*self._inputs, [loss_edge]], start=1):
-            self._pieces[position] = _Piece()
+            self._stretches[position] = _Stretch()
             for edge in edges:
                 self._claim(edge[0], position)
-        for node, position in self._piece_of.items():
-            self._add_to_piece(node, position)
+        for node, position in self._stretch_of.items():
+            self._add_to_stretch(node, position)
         self._check_hooks()
         self._check_crossings()
         self._inputs.clear()
@@ -172,13 +172,13 @@ class Glue:
 
     def _check_hooks(self) -> None:
         """A gradient that comes in parts would go through a hook part by part; one that is caught, once more."""
-        borders = {edge for piece in self._pieces.values() for edge in piece.borders}
+        borders = {edge for stretch in self._stretches.values() for edge in stretch.borders}
         num_parts: Counter[Edge] = Counter()
         caught = set(borders)
-        for piece in self._pieces.values():
-            num_parts.update(piece.ends.keys())
-            if piece.borders:
-                caught.update(piece.ends)
+        for stretch in self._stretches.values():
+            num_parts.update(stretch.ends.keys())
+            if stretch.borders:
+                caught.update(stretch.ends)
         for edge in self._hooked:
             is_input = any(edge in edges for edges in self._inputs)
             if edge in caught or num_parts[edge] + is_input > 1:
@@ -189,11 +189,11 @@ class Glue:
 
     def _check_crossings(self) -> None:
         """Functions of the user's own may give gradients even for nothing."""
-        for piece in self._pieces.values():
-            piece.crosses = self._crosses(piece)
-            if piece.crosses:
+        for stretch in self._stretches.values():
+            stretch.crosses = self._crosses(stretch)
+            if stretch.crosses:
                 seen: set[Any] = set()
-                stack = [edge[0] for edge in piece.borders]
+                stack = [edge[0] for edge in stretch.borders]
                 while stack:
                     node = stack.pop()
                     if node not in seen:
@@ -204,11 +204,11 @@ class Glue:
                             )
                         stack += [edge[0] for edge in node.next_functions if edge[0] is not None]
 
-    def _crosses(self, piece: _Piece) -> bool:
-        """Whether what is caught at the borders of ``piece``, or at its ends, can also be reached through a border."""
-        caught = {edge[0] for edge in (*piece.borders, *piece.ends)}
+    def _crosses(self, stretch: _Stretch) -> bool:
+        """Whether what is caught at the borders of ``stretch``, or at its ends, can also be reached through a border."""
+        caught = {edge[0] for edge in (*stretch.borders, *stretch.ends)}
         seen: set[Any] = set()
-        stack = [edge[0] for edge in piece.borders]
+        stack = [edge[0] for edge in stretch.borders]
         while stack:
             for follower, _ in stack.pop().next_functions:
                 if follower in caught:
@@ -219,7 +219,7 @@ class Glue:
         return False
 
     def _claim(self, start: Any, latest: int) -> None:
-        """Find the piece of all that ``start`` leads to and that has none yet. The call at ``latest`` depends on it."""
+        """Find the stretch of all that ``start`` leads to and that has none yet. The call at ``latest`` depends on it."""
         seen: set[Any] = set()
         stack = [(start, False)]
         while stack:
@@ -227,8 +227,8 @@ class Glue:
             if is_left:
                 # A node from another thread has a number of another count: it comes behind what it is made of.
                 followers = [self._place_behind(follower) for follower, _ in node.next_functions]
-                self._piece_of[node] = min(latest, max(self._place(node), *followers, 1))
-            elif node not in seen and node not in self._piece_of and not self._is_call(node):
+                self._stretch_of[node] = min(latest, max(self._place(node), *followers, 1))
+            elif node not in seen and node not in self._stretch_of and not self._is_call(node):
                 seen.add(node)
                 stack.append((node, True))
                 stack += [(edge[0], False) for edge in node.next_functions if not self._is_end(edge[0])]
@@ -238,23 +238,23 @@ class Glue:
         return self._places[bisect.bisect_right(self._marks, node._sequence_nr())]
 
     def _place_behind(self, node: Any) -> int:
-        """The position of the first piece that may use what ``node`` has given."""
+        """The position of the first stretch that may use what ``node`` has given."""
         if self._is_end(node):
             if node is None or not self._is_call(node):
                 return 1
             return self._places[min(bisect.bisect_right(self._marks, node._sequence_nr()) + 1, len(self._marks))]
-        return self._piece_of[node]
+        return self._stretch_of[node]
 
-    def _add_to_piece(self, node: Any, position: int) -> None:
-        piece = self._pieces[position]
-        piece.nodes.append(node)
+    def _add_to_stretch(self, node: Any, position: int) -> None:
+        stretch = self._stretches[position]
+        stretch.nodes.append(node)
         for edge in node.next_functions:
             if edge[0] is None:
                 continue
             if self._is_end(edge[0]):
-                piece.ends[edge] = None
-            elif self._piece_of[edge[0]] != position:
-                piece.borders[edge] = None
+                stretch.ends[edge] = None
+            elif self._stretch_of[edge[0]] != position:
+                stretch.borders[edge] = None
 
     def _is_end(self, node: Any) -> bool:
         return node is None or self._is_call(node) or not node.next_functions
@@ -291,34 +291,34 @@ class Glue:
 
     def run(self, position: int) -> None:
         """The backward of the call at ``position`` has run: run what depended on it alone."""
-        piece = self._pieces.pop(position)
-        starts = [edge for edge in self._waiting if self._piece_of.get(edge[0]) == position]
+        stretch = self._stretches.pop(position)
+        starts = [edge for edge in self._waiting if self._stretch_of.get(edge[0]) == position]
         gradients = [self._waiting.pop(edge) for edge in starts]
-        for edge in (*piece.borders, *piece.ends) if starts else ():
+        for edge in (*stretch.borders, *stretch.ends) if starts else ():
             before = self.take(edge)
             if before is not None:
                 starts.append(edge)
                 gradients.append(before)
-        if starts and piece.borders:
-            self._run_to_borders(piece, starts, gradients)
+        if starts and stretch.borders:
+            self._run_to_borders(stretch, starts, gradients)
         elif starts:
             torch.autograd.backward(_edges(starts), gradients)
-        for node in piece.nodes:
-            del self._piece_of[node]
+        for node in stretch.nodes:
+            del self._stretch_of[node]
 
-    def _run_to_borders(self, piece: _Piece, starts: list[Edge], gradients: list[torch.Tensor]) -> None:
-        wanted = [*piece.borders, *piece.ends]
+    def _run_to_borders(self, stretch: _Stretch, starts: list[Edge], gradients: list[torch.Tensor]) -> None:
+        wanted = [*stretch.borders, *stretch.ends]
         with contextlib.ExitStack() as stack:
-            for node in {edge[0] for edge in piece.borders} if piece.crosses else ():
+            for node in {edge[0] for edge in stretch.borders} if stretch.crosses else ():
                 stack.callback(node.register_prehook(_nothing).remove)
             found = torch.autograd.grad(
-                _edges(starts), _edges(wanted), gradients, retain_graph=piece.crosses, allow_unused=True
+                _edges(starts), _edges(wanted), gradients, retain_graph=stretch.crosses, allow_unused=True
             )
         gradients.clear()
         for edge, gradient in zip(wanted, found, strict=True):
             if gradient is None:
                 continue
-            if edge in piece.borders:
+            if edge in stretch.borders:
                 self._waiting[edge] = gradient
             else:
                 torch.autograd.backward(_edges([edge]), [gradient])
@@ -328,8 +328,8 @@ class Glue:
         self._inputs.clear()
         self._marks.clear()
         self._places.clear()
-        self._piece_of.clear()
-        self._pieces.clear()
+        self._stretch_of.clear()
+        self._stretches.clear()
         self._waiting.clear()
         self._watched.clear()
         self._hooked.clear()

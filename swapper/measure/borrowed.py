@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from swapper.measure.pattern import Piece
+from swapper.measure.pattern import FileRange
 from swapper.volumes.striping import StripeMap, deal
 from swapper.volumes.volume import Volume
 
@@ -53,16 +53,16 @@ class BorrowedVolume(Volume):
     def close(self) -> None:
         """Leave the files to their owner."""
 
-    def pieces(self, offset: int, num_bytes: int) -> list[Piece]:
+    def ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
         """Return where a range of the address space lies in the files."""
-        found: list[Piece] = []
+        found: list[FileRange] = []
         stop = offset + num_bytes
         while offset < stop:
             file, file_offset = self.locate(offset)
             length = stop - offset
             if self.stripe_bytes:
                 length = min(length, self.stripe_bytes - offset % self.stripe_bytes)
-            found.append(Piece(self.files.index(file), file_offset, length))
+            found.append(FileRange(self.files.index(file), file_offset, length))
             offset += length
         return found
 

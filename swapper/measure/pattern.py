@@ -22,7 +22,7 @@ Memory = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileRange:
     """Contiguous bytes of one file, in multiples of 4096."""
 
     file_index: int
@@ -70,40 +70,40 @@ class CheckedPattern:
         """Store the noise in all of a buffer; :meth:`mark` then needs to change little of it."""
         _sectors(memory).reshape(-1, _SECTORS_PER_BLOCK, _WORDS)[:] = self._noise
 
-    def mark(self, memory: Memory, pieces: Sequence[Piece]) -> int:
+    def mark(self, memory: Memory, ranges: Sequence[FileRange]) -> int:
         """Number the sectors of a filled buffer that is about to be written; return the generation.
 
         Until :meth:`confirm`, nobody knows what these blocks of the files hold.
         """
         self._last_generation = self._last_generation % _MAX_GENERATION + 1
-        self._set(pieces, _UNKNOWN)
+        self._set(ranges, _UNKNOWN)
         first = 0
         stamps = _sectors(memory)[:, 0]
-        for piece in pieces:
-            num_sectors = piece.num_bytes // _SECTOR_BYTES
-            stamp = self._first_sector(piece) | self._last_generation << _GENERATION_SHIFT
+        for span in ranges:
+            num_sectors = span.num_bytes // _SECTOR_BYTES
+            stamp = self._first_sector(span) | self._last_generation << _GENERATION_SHIFT
             stamps[first : first + num_sectors] = np.arange(stamp, stamp + num_sectors, dtype=np.uint64)
             first += num_sectors
         return self._last_generation
 
-    def confirm(self, pieces: Sequence[Piece], generation: int) -> None:
+    def confirm(self, ranges: Sequence[FileRange], generation: int) -> None:
         """Note that a write has ended well."""
-        self._set(pieces, generation)
+        self._set(ranges, generation)
 
-    def check(self, memory: Memory, pieces: Sequence[Piece]) -> Mismatch | None:
+    def check(self, memory: Memory, ranges: Sequence[FileRange]) -> Mismatch | None:
         """Compare what was read with what was written last; blocks of unknown content are left out."""
         first = 0
-        for piece in pieces:
-            sectors = _sectors(memory[first : first + piece.num_bytes])
-            first += piece.num_bytes
-            wrong = self._find_wrong(sectors, piece)
+        for span in ranges:
+            sectors = _sectors(memory[first : first + span.num_bytes])
+            first += span.num_bytes
+            wrong = self._find_wrong(sectors, span)
             if wrong is not None:
-                return self._describe(sectors[wrong], piece, wrong)
+                return self._describe(sectors[wrong], span, wrong)
         return None
 
-    def _find_wrong(self, sectors: npt.NDArray[np.uint64], piece: Piece) -> int | None:
-        generations = np.repeat(self._of(piece), _SECTORS_PER_BLOCK).astype(np.uint64)
-        start = self._first_sector(piece)
+    def _find_wrong(self, sectors: npt.NDArray[np.uint64], span: FileRange) -> int | None:
+        generations = np.repeat(self._of(span), _SECTORS_PER_BLOCK).astype(np.uint64)
+        start = self._first_sector(span)
         expected = np.arange(start, start + len(sectors), dtype=np.uint64)
         expected |= generations << np.uint64(_GENERATION_SHIFT)
         is_wrong = sectors[:, 0] != expected
@@ -112,33 +112,31 @@ class CheckedPattern:
         is_wrong &= generations != _UNKNOWN
         return int(is_wrong.argmax()) if is_wrong.any() else None
 
-    def _describe(self, sector: npt.NDArray[np.uint64], piece: Piece, index: int) -> Mismatch:
-        offset = piece.offset + index * _SECTOR_BYTES
-        expected = int(self._of(piece)[index // _SECTORS_PER_BLOCK])
+    def _describe(self, sector: npt.NDArray[np.uint64], span: FileRange, index: int) -> Mismatch:
+        offset = span.offset + index * _SECTOR_BYTES
+        expected = int(self._of(span)[index // _SECTORS_PER_BLOCK])
         stamp = int(sector[0])
         number, generation = stamp & _SECTOR_MASK, stamp >> _GENERATION_SHIFT
         noise = self._noise[index % _SECTORS_PER_BLOCK]
         if not np.array_equal(sector[1:], noise[1:]):
             num_wrong = int((sector[1:] != noise[1:]).sum()) * 8
             detail = f"about {num_wrong} of its {_SECTOR_BYTES} bytes are something else than was written"
-        elif number != self._first_sector(piece) + index:
-            detail = (
-                f"it holds what was written {(number - self._first_sector(piece) - index) * _SECTOR_BYTES} bytes on"
-            )
+        elif number != self._first_sector(span) + index:
+            detail = f"it holds what was written {(number - self._first_sector(span) - index) * _SECTOR_BYTES} bytes on"
         else:
             detail = f"it holds write number {generation} instead of number {expected}"
-        return Mismatch(piece.file_index, offset, detail)
+        return Mismatch(span.file_index, offset, detail)
 
-    def _first_sector(self, piece: Piece) -> int:
-        return (self._first_blocks[piece.file_index] * ALIGNMENT + piece.offset) // _SECTOR_BYTES
+    def _first_sector(self, span: FileRange) -> int:
+        return (self._first_blocks[span.file_index] * ALIGNMENT + span.offset) // _SECTOR_BYTES
 
-    def _of(self, piece: Piece) -> npt.NDArray[np.uint32]:
-        start = self._first_blocks[piece.file_index] + piece.offset // ALIGNMENT
-        return self._generations[start : start + piece.num_bytes // ALIGNMENT]
+    def _of(self, span: FileRange) -> npt.NDArray[np.uint32]:
+        start = self._first_blocks[span.file_index] + span.offset // ALIGNMENT
+        return self._generations[start : start + span.num_bytes // ALIGNMENT]
 
-    def _set(self, pieces: Sequence[Piece], generation: int) -> None:
-        for piece in pieces:
-            self._of(piece)[:] = generation
+    def _set(self, ranges: Sequence[FileRange], generation: int) -> None:
+        for span in ranges:
+            self._of(span)[:] = generation
 
 
 def _sectors(memory: Memory) -> npt.NDArray[np.uint64]:

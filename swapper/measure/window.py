@@ -11,7 +11,7 @@ from swapper.errors import WrongDataError
 from swapper.extents.extent import Extent
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.io_setting import WindowSize, Workload
-from swapper.measure.pattern import CheckedPattern, Memory, Piece
+from swapper.measure.pattern import CheckedPattern, FileRange, Memory
 from swapper.memory.region import AlignedRegion
 from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
@@ -54,7 +54,7 @@ class Track:
 class _Job:
     memory: Memory  # of a whole operation
     used: Memory
-    pieces: list[Piece]
+    ranges: list[FileRange]
     generation: int
 
 
@@ -112,10 +112,10 @@ class RequestWindow(Uncopyable):
         """Start the next operation of a track; there must be room."""
         offset, num_bytes = track.advance()
         memory = self._free.pop()
-        job = _Job(memory, memory[:num_bytes], self._volume.pieces(offset, num_bytes), 0)
+        job = _Job(memory, memory[:num_bytes], self._volume.ranges(offset, num_bytes), 0)
         priority = Priority.DEMAND
         if direction is Direction.WRITE:
-            job.generation = self._pattern.mark(job.used, job.pieces)
+            job.generation = self._pattern.mark(job.used, job.ranges)
             priority = Priority.WRITE_BACK
         operation = Operation(direction, self._extent, offset, job.used, priority, self._block_bytes)
         self._scheduler.submit(operation)
@@ -137,12 +137,12 @@ class RequestWindow(Uncopyable):
             raise error
         self._free.append(job.memory)
         if not handle.is_read:
-            self._pattern.confirm(job.pieces, job.generation)
+            self._pattern.confirm(job.ranges, job.generation)
         elif self._checks_reads:
             self._check(job)
         self.done_bytes[Direction.READ if handle.is_read else Direction.WRITE] += handle.num_bytes
 
     def _check(self, job: _Job) -> None:
-        mismatch = self._pattern.check(job.used, job.pieces)
+        mismatch = self._pattern.check(job.used, job.ranges)
         if mismatch is not None:
             raise WrongDataError(self._volume.files[mismatch.file_index].name, mismatch.offset, mismatch.detail)

@@ -21,7 +21,7 @@ class OperationState(Enum):
     """Who holds an operation, and with it the buffer."""
 
     BLOCKED = "blocked"  # earlier operations on the same bytes
-    QUEUED = "queued"  # the lane: ready, at least one transfer is not handed over yet
+    QUEUED = "queued"  # the queue: ready, at least one transfer is not handed over yet
     RUNNING = "running"  # the backend: every transfer is handed over
     STALLED = "stalled"  # nobody waits any more, but the backend still has the buffer
     DONE = "done"  # nobody: the buffer is the user's again

@@ -8,7 +8,7 @@ memory (see [Note: whose memory it is] in ``swapper.memory.held``).
 
 [Note: signals]
 A ``KeyboardInterrupt`` can surface between any two calls on the main thread, also in here. ``with`` gives the lock
-back, a half-made admission is undone, and transfers that were taken from a lane but not handed over go back. Only the
+back, a half-made admission is undone, and transfers that were taken from a queue but not handed over go back. Only the
 single transfer that is being handed over at that very moment may be lost: then its deadline or ``close`` ends it. The same
 holds for whatever else a signal handler raises. What a handler may call, and what is refused, says [Note: coming in between] in
 ``swapper.sync.reentry``.
@@ -30,12 +30,12 @@ from swapper.memory.held import hold
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
-from swapper.scheduling.lane import Lane
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 from swapper.scheduling.pending import PendingErrors, observe
 from swapper.scheduling.retries import BackOff, delay_seconds
 from swapper.scheduling.statistics import Statistics, take_snapshot
+from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.scheduling.waiting import WaitingRoom, announce, call_back
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, Watchdog
 from swapper.sync.reentry import came_from_between, refuse_owned, refuse_reentry
@@ -68,7 +68,7 @@ class IOScheduler(Uncopyable):
         limit = min(config.max_inflight, backend.concurrency)
         self.observers = Observers()
         shared = (limit, backend.boundary_bytes, self._on_complete, BusyTimes(busy), self.observers)
-        self.lanes = tuple(Lane(direction, config, *shared) for direction in Direction)
+        self.queues = tuple(TransferQueue(direction, config, *shared) for direction in Direction)
         self._ledgers: dict[Extent, Ledger] = {}
         self._active: dict[Operation, Ledger] = {}  # unfinished or stalled, in submission order
         self._tick = 0
@@ -137,7 +137,7 @@ class IOScheduler(Uncopyable):
         for earlier in operation.blockers:
             if operation in earlier.dependents:
                 earlier.dependents.remove(operation)
-        self.lanes[operation.direction].withdraw(operation)
+        self.queues[operation.direction].withdraw(operation)
         operation.state = OperationState.DONE
         operation.drop_memory()
         operation.is_finished = True
@@ -158,7 +158,7 @@ class IOScheduler(Uncopyable):
             return False
         if operation.num_bytes == 0:
             return False
-        self.lanes[operation.direction].enqueue(operation)
+        self.queues[operation.direction].enqueue(operation)
         return True
 
     # -- hand-over ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class IOScheduler(Uncopyable):
         backlog: deque[Transfer] | None = getattr(self._thread, "backlog", None)
         if backlog:
             self._submit_all(backlog)
-        if any(lane.has_room for lane in self.lanes):  # a look without the lock may be wrong, but not for long
+        if any(queue.has_room for queue in self.queues):  # a look without the lock may be wrong, but not for long
             taken: deque[Transfer] = deque()
             try:
                 with self._lock:
@@ -180,9 +180,9 @@ class IOScheduler(Uncopyable):
                 raise
 
     def _take(self, taken: deque[Transfer]) -> None:
-        """Take from the lanes what the backend has room for."""
-        for lane in self.lanes:
-            while (transfer := lane.take(self._tick)) is not None:
+        """Take from the queues what the backend has room for."""
+        for queue in self.queues:
+            while (transfer := queue.take(self._tick)) is not None:
                 taken.append(transfer)
 
     def _hand_over(self, taken: deque[Transfer]) -> None:
@@ -221,15 +221,15 @@ class IOScheduler(Uncopyable):
             self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
 
     def _put_back(self, transfers: Iterable[Transfer]) -> None:
-        """Give transfers that were not handed over back to their lanes; see [Note: signals]."""
+        """Give transfers that were not handed over back to their queues; see [Note: signals]."""
         over: list[Operation] = []
         with self._lock:
             for transfer in transfers:
-                lane = self.lanes[transfer.direction]
+                queue = self.queues[transfer.direction]
                 operation = transfer.operation
-                lane.give_back(transfer)
+                queue.give_back(transfer)
                 if operation.error is None:
-                    lane.enqueue_again(transfer)
+                    queue.enqueue_again(transfer)
                 elif not operation.outstanding:
                     self._finish(operation, over)
         announce(over)
@@ -241,17 +241,17 @@ class IOScheduler(Uncopyable):
         over: list[Operation] = []
         taken: deque[Transfer] = deque()
         operation = request.operation
-        lane = self.lanes[request.direction]
+        queue = self.queues[request.direction]
         with self._lock:
-            if request not in lane.inflight:
+            if request not in queue.inflight:
                 logger.warning("a transfer of extent %r was completed twice", operation.extent.name)
                 return
-            lane.give_back(request)
+            queue.give_back(request)
             self._waiting.note_completion()
             if error is None and transferred_bytes == len(request.memory):
-                lane.count(request, transferred_bytes, is_whole=True)
+                queue.count(request, transferred_bytes, is_whole=True)
             elif operation.error is None:
-                self._on_trouble(request, lane, transferred_bytes, error)
+                self._on_trouble(request, queue, transferred_bytes, error)
             if not operation.outstanding and operation.state is not OperationState.QUEUED:
                 self._finish(operation, over)
             self._take(taken)
@@ -259,28 +259,30 @@ class IOScheduler(Uncopyable):
         announce(over)
         self.observers.tell()
 
-    def _on_trouble(self, transfer: Transfer, lane: Lane, transferred_bytes: int, error: OSError | None) -> None:
+    def _on_trouble(
+        self, transfer: Transfer, queue: TransferQueue, transferred_bytes: int, error: OSError | None
+    ) -> None:
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT
         is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
-            lane.note_retry()
+            queue.note_retry()
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
-            lane.count(transfer, num_bytes)
+            queue.count(transfer, num_bytes)
             seconds = delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
             if seconds and self._back_off.put(transfer, seconds):
                 operation.outstanding += 1  # until its turn comes
             else:
-                lane.enqueue_again(transfer)
+                queue.enqueue_again(transfer)
             return
         if error is not None:
             operation.error = os_error(operation, transfer, self._backend, error)
         else:
             num_attempts = transfer.num_retries + 1
             operation.error = short_error(operation, transfer, self._backend, transferred_bytes, num_attempts)
-        lane.count(transfer, 0)
-        lane.withdraw(operation)
+        queue.count(transfer, 0)
+        queue.withdraw(operation)
 
     def _try_again(self, transfers: Iterable[Transfer]) -> None:
         """The turn of transfers has come that had to wait after they failed."""
@@ -291,7 +293,7 @@ class IOScheduler(Uncopyable):
                 operation = transfer.operation
                 operation.outstanding -= 1
                 if operation.error is None:
-                    self.lanes[operation.direction].enqueue_again(transfer)
+                    self.queues[operation.direction].enqueue_again(transfer)
                 elif not operation.outstanding and operation in self._active:
                     self._finish(operation, over)
             self._take(taken)
@@ -333,20 +335,20 @@ class IOScheduler(Uncopyable):
         over: list[Operation] = []
         with self._lock:
             self._tick += 1
-            for lane in self.lanes:
-                for transfer in lane.inflight:
+            for queue in self.queues:
+                for transfer in queue.inflight:
                     is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
                     if is_late and transfer.operation.state is not OperationState.STALLED:
-                        self._stall(transfer, lane, over)
-                if (hung := lane.blocked_by) is not None:
-                    self._end_behind(hung, lane.queued, over)
+                        self._stall(transfer, queue, over)
+                if (hung := queue.blocked_by) is not None:
+                    self._end_behind(hung, queue.queued, over)
         self._pump()
         announce(over)
 
-    def _stall(self, transfer: Transfer, lane: Lane, over: list[Operation]) -> None:
+    def _stall(self, transfer: Transfer, queue: TransferQueue, over: list[Operation]) -> None:
         detail = f"saw no answer within {self._config.deadline_seconds:g} seconds"
         operation = transfer.operation
-        lane.withdraw(operation)
+        queue.withdraw(operation)
         operation.error = operation.error or stall_error(operation, transfer, self._backend, detail)
         self._settle(operation)
         operation.move_to(OperationState.STALLED)
@@ -357,7 +359,7 @@ class IOScheduler(Uncopyable):
         for operation in waiting:
             if not operation.is_finished:
                 operation.error = behind_error(operation, hung, self._backend)
-                self.lanes[operation.direction].withdraw(operation)
+                self.queues[operation.direction].withdraw(operation)
                 self._finish(operation, over)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -422,7 +424,7 @@ class IOScheduler(Uncopyable):
             operation = rising.pop()
             # What it waits for has at least its priority, always: no need to look further if it does not rise.
             if operation.priority > priority:
-                self.lanes[operation.direction].promote(operation, priority)
+                self.queues[operation.direction].promote(operation, priority)
                 rising.extend(operation.blockers)
 
     def add_callback(self, operation: Operation, function: Callable[[], None]) -> None:
@@ -453,7 +455,7 @@ class IOScheduler(Uncopyable):
             for operation in list(self._active):
                 if not operation.is_finished:
                     operation.error = operation.error or SwapperClosedError(self._closed_because)
-                    self.lanes[operation.direction].withdraw(operation)
+                    self.queues[operation.direction].withdraw(operation)
                     if not operation.outstanding:
                         self._finish(operation, over)
         announce(over)
@@ -483,4 +485,4 @@ class IOScheduler(Uncopyable):
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
         """Return a snapshot that is consistent in itself; the sizes are the caller's."""
         with self._lock:
-            return take_snapshot(self.lanes, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)
+            return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)

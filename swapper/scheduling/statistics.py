@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from swapper.backend import Direction, IOBackend
-from swapper.scheduling.lane import Lane
 from swapper.scheduling.operation import Operation, OperationState
+from swapper.scheduling.transfer_queue import TransferQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,15 @@ _COUNTERS = (
 
 
 def take_snapshot(
-    lanes: Sequence[Lane],
+    queues: Sequence[TransferQueue],
     operations: Iterable[Operation],
     backend: IOBackend,
     num_errors: int,
     capacity_bytes: int,
     free_bytes: int,
 ) -> Statistics:
-    """Return the statistics of a scheduler's lanes and unfinished operations; the caller holds its lock."""
-    reads, writes = lanes
+    """Return the statistics of a scheduler's queues and unfinished operations; the caller holds its lock."""
+    reads, writes = queues
     busy = reads.busy.seconds()
     waiting = (OperationState.BLOCKED, OperationState.QUEUED)
     queued = [operation.direction for operation in operations if operation.state in waiting]

@@ -22,7 +22,7 @@ from infinity.errors import EngineBusyError, InfinityError
 from infinity.updates import stream as update_module
 from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
 from swapper.backend import IORequest
-from swapper.scheduling.lane import Lane
+from swapper.scheduling.transfer_queue import TransferQueue
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.interrupts import Visit, some_of
 from tests.manual_backend import ManualBackend
@@ -295,7 +295,7 @@ def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
     ("owner", "name", "thread"),
     [
         pytest.param(update_module, "release_workers", "infinity-update", id="update thread"),
-        pytest.param(Lane, "give_back", "swapper-", id="worker under the scheduler's lock"),
+        pytest.param(TransferQueue, "give_back", "swapper-", id="worker under the scheduler's lock"),
     ],
 )
 def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(
@@ -338,7 +338,7 @@ def test_a_finalizer_of_the_users_in_the_midst_of_an_update_is_refused_and_harms
                 errors.append(error)
 
     monkeypatch.setattr(gc, "garbage_is_there", False, raising=False)
-    threads = _collect_in(monkeypatch, Lane, "give_back")
+    threads = _collect_in(monkeypatch, TransferQueue, "give_back")
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
         Holder(both.engine)

@@ -181,7 +181,7 @@ class _HangsOn:
 
     @property
     def num_hung(self) -> int:
-        transfers = [transfer for lane in self._scheduler.lanes for transfer in list(lane.inflight)]
+        transfers = [transfer for queue in self._scheduler.queues for transfer in list(queue.inflight)]
         return sum(self._volume.column_of(transfer.offset) == self._column for transfer in transfers)
 
     def schedulers(self) -> list[IOScheduler]:

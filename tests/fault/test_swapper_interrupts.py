@@ -21,7 +21,7 @@ from swapper import (
     SwapperConfig,
 )
 from swapper.backend import IORequest
-from swapper.scheduling.lane import Lane
+from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.scheduling.waiting import WaitingRoom
 from tests.interrupts import Interrupt, is_cut_off
 from tests.late_backend import stall
@@ -102,7 +102,7 @@ def test_a_write_that_was_never_queued_leaves_its_bytes_unreadable(monkeypatch: 
         swapper.write(extent, _bytes(2, 1))
         backend.complete_all()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(Lane, "enqueue", interrupted)
+            patched.setattr(TransferQueue, "enqueue", interrupted)
             swapper.write(extent, _bytes(1, 2))
         with pytest.raises(BrokenExtentError, match="at bytes 0 to 4096"):
             swapper.read(extent, _bytes(2))

@@ -64,7 +64,7 @@ atexit.register(_close_all_at_exit)
 os.register_at_fork(after_in_child=_disown_in_child)
 
 
-class _Lane:
+class _RingQueue:
     """The transfers of one direction. Slow ones of the other direction cannot take its places in the ring."""
 
     def __init__(self, limit: int) -> None:
@@ -92,7 +92,7 @@ class RingLoop(Uncopyable):
 
     def __init__(self, fds: Sequence[int], limit: int) -> None:
         self.num_fixed = 0
-        self._lanes = (_Lane(limit), _Lane(limit))
+        self._queues = (_RingQueue(limit), _RingQueue(limit))
         self._inflight: dict[int, IORequest] = {}
         self._tokens = itertools.count(_WAKE + 1)
         self._commands: deque[tuple[Future[Any], Callable[[MemorySlots], Any]]] = deque()
@@ -127,7 +127,7 @@ class RingLoop(Uncopyable):
         if self._is_stopping:
             _complete(request, 0, _ended())
             return
-        self._lanes[request.direction].waiting.append((request, file, offset))
+        self._queues[request.direction].waiting.append((request, file, offset))
         if self._is_asleep:
             self._wake()
         if self._is_over:
@@ -198,17 +198,17 @@ class RingLoop(Uncopyable):
             while True:
                 future, _ = self._commands.popleft()
                 future.set_exception(_ended())
-        for lane in self._lanes:
+        for queue in self._queues:
             with contextlib.suppress(IndexError):
                 while True:
-                    request, _, _ = lane.waiting.popleft()
+                    request, _, _ = queue.waiting.popleft()
                     _complete(request, 0, _ended())
 
     # -- on the ring's thread ----------------------------------------------------------------------------------------
 
     def _run(self, fds: Sequence[int], is_set_up: Future[None]) -> None:
         try:
-            ring = self._ring = Ring(sum(lane.limit for lane in self._lanes) + 1, fds)
+            ring = self._ring = Ring(sum(queue.limit for queue in self._queues) + 1, fds)
         except BaseException as error:
             self._is_over = True
             self._close_wake_fd()
@@ -238,11 +238,11 @@ class RingLoop(Uncopyable):
             self._run_commands()
             self._prepare(ring)
             is_stopping = self._is_stopping
-            if is_stopping and not self._inflight and not any(lane.waiting for lane in self._lanes):
+            if is_stopping and not self._inflight and not any(queue.waiting for queue in self._queues):
                 return
             self._nap += 1
             self._is_asleep = True
-            has_work = bool(self._commands) or any(lane.is_ready for lane in self._lanes)
+            has_work = bool(self._commands) or any(queue.is_ready for queue in self._queues)
             has_work = has_work or self._is_stopping is not is_stopping
             self._submit(ring, num_awaited=0 if has_work else 1)
             self._is_asleep = False
@@ -261,17 +261,17 @@ class RingLoop(Uncopyable):
         """Put into the submission queue what waits and has room."""
         if not self._is_polling:
             self._is_polling = ring.prepare_poll(self._wake_fd, _WAKE)
-        for direction, lane in enumerate(self._lanes):
-            while lane.is_ready:
-                request, file, offset = lane.waiting[0]
+        for direction, queue in enumerate(self._queues):
+            while queue.is_ready:
+                request, file, offset = queue.waiting[0]
                 token, num_bytes = next(self._tokens), len(request.memory)
                 slot = self._slots.find(request.address, num_bytes)
                 if not ring.prepare(direction, file, request.address, num_bytes, offset, token, slot):
                     return  # the queue is full; the next submission makes room
                 self._inflight[token] = request
-                lane.num_inflight += 1
+                queue.num_inflight += 1
                 self.num_fixed += slot >= 0
-                lane.waiting.popleft()
+                queue.waiting.popleft()
 
     def _submit(self, ring: Ring, num_awaited: int) -> None:
         try:
@@ -291,7 +291,7 @@ class RingLoop(Uncopyable):
                     os.eventfd_read(self._wake_fd)
                 continue
             request = self._inflight.pop(token)
-            self._lanes[request.direction].num_inflight -= 1
+            self._queues[request.direction].num_inflight -= 1
             if result < 0:
                 _complete(request, 0, OSError(-result, os.strerror(-result)))
             else:

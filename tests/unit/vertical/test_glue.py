@@ -1,4 +1,4 @@
-"""The graph between units, backward piece by piece: the same bits as in one go, each node once, or a refusal."""
+"""The graph between units, backward stretch by stretch: the same bits as in one go, each node once, or a refusal."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _one_result_for_several(w: _Weights, batch: Any) -> torch.Tensor:
 
 
 def _one_result_here_and_there(w: _Weights, batch: Any) -> torch.Tensor:
-    """Three times in one piece, and once behind a later call."""
+    """Three times in one stretch, and once behind a later call."""
     first = batch.call(w.unit(w.a), w.x)
     second = batch.call(w.unit(w.b), (first.exp() + first * w.c) + first.sin())
     return (second * 3 + first.cos() + (first * second)).sum()

@@ -28,7 +28,7 @@ from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
 from swapper.measure.io_setting import WindowSize
 from swapper.measure.measurement import STEP_READ_SHARE, DriveTest, IOSetting, Sample, Workload
-from swapper.measure.pattern import CheckedPattern, Piece
+from swapper.measure.pattern import CheckedPattern, FileRange
 from swapper.measure.window import Track
 from swapper.volumes.directory import Directory
 
@@ -272,14 +272,14 @@ def test_blocks_of_a_failed_write_are_not_held_against_the_drive() -> None:
     pattern = CheckedPattern([8192])
     memory = np.empty(8192, np.uint8)
     pattern.fill(memory)
-    pieces = [Piece(0, 0, 8192)]
-    pattern.confirm(pieces, pattern.mark(memory, pieces))
+    ranges = [FileRange(0, 0, 8192)]
+    pattern.confirm(ranges, pattern.mark(memory, ranges))
     old = memory.copy()
-    pattern.mark(memory[:4096], [Piece(0, 0, 4096)])
+    pattern.mark(memory[:4096], [FileRange(0, 0, 4096)])
     for maybe in (old, memory):
-        assert pattern.check(maybe, pieces) is None, "whether it was written is not known"
+        assert pattern.check(maybe, ranges) is None, "whether it was written is not known"
     old[4096] += 1
-    mismatch = pattern.check(old, pieces)
+    mismatch = pattern.check(old, ranges)
     assert mismatch is not None and mismatch.offset == 4096
 
 
@@ -288,10 +288,10 @@ def test_the_pattern_outlives_many_generations() -> None:
     pattern._last_generation = (1 << 24) - 3
     memory = np.empty(4096, np.uint8)
     pattern.fill(memory)
-    pieces = [Piece(0, 0, 4096)]
+    ranges = [FileRange(0, 0, 4096)]
     for _ in range(5):
-        pattern.confirm(pieces, pattern.mark(memory, pieces))
-        assert pattern.check(memory, pieces) is None
+        pattern.confirm(ranges, pattern.mark(memory, ranges))
+        assert pattern.check(memory, ranges) is None
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -338,16 +338,16 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
     try:
         borrowed = BorrowedVolume(owner, 8 << 20)
         used: dict[int, int] = {}
-        for piece in borrowed.pieces(0, 8 << 20):
-            used[piece.file_index] = max(used.get(piece.file_index, 0), piece.offset + piece.num_bytes)
+        for each in borrowed.ranges(0, 8 << 20):
+            used[each.file_index] = max(used.get(each.file_index, 0), each.offset + each.num_bytes)
         for stripe_bytes in (64 << 10, 12288, 4 << 20):
             borrowed = BorrowedVolume(owner, 8 << 20)
             borrowed.restripe(stripe_bytes)
             assert 0.9 * (8 << 20) < borrowed.capacity_bytes <= 8 << 20
-            pieces = borrowed.pieces(0, borrowed.capacity_bytes)
-            assert {piece.num_bytes for piece in pieces} == {stripe_bytes}
-            assert all(piece.offset + piece.num_bytes <= used[piece.file_index] for piece in pieces)
-            assert len(set(pieces)) == len(pieces), "two addresses for one place"
+            ranges = borrowed.ranges(0, borrowed.capacity_bytes)
+            assert {each.num_bytes for each in ranges} == {stripe_bytes}
+            assert all(each.offset + each.num_bytes <= used[each.file_index] for each in ranges)
+            assert len(set(ranges)) == len(ranges), "two addresses for one place"
     finally:
         owner.close()
 
@@ -359,7 +359,7 @@ def test_a_borrowed_volume_leaves_the_files_open(tmp_path: Path) -> None:
     borrowed = BorrowedVolume(owner, 4096)
     borrowed.close()
     assert owner.files[0].fd >= 0
-    assert borrowed.pieces(4096, 8192) == [Piece(0, 4096, 8192)]
+    assert borrowed.ranges(4096, 8192) == [FileRange(0, 4096, 8192)]
     owner.close()
 
 

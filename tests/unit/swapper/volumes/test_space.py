@@ -229,4 +229,4 @@ def test_each_file_has_threads_of_its_own_and_a_few_requests_in_hand(
         assert set(names.values()) == {1, 4}
         assert swapper.backend.concurrency == num_inflight
     with Swapper.open(paths[:num_directories], 8 * _MIB, SwapperConfig(backend="threads", max_inflight=5)) as swapper:
-        assert [lane.limit for lane in swapper._scheduler.lanes] == [min(5, num_inflight)] * 2
+        assert [queue.limit for queue in swapper._scheduler.queues] == [min(5, num_inflight)] * 2

@@ -12,7 +12,7 @@ from swapper.meters.observer import Observers, TransferRecord
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 
 
-class Lane:
+class TransferQueue:
     """Knows the operations of one direction that are ready, and the transfers at the backend. Its owner locks.
 
     Operations of one priority are served in the order in which they became ready. A higher priority goes first, but
