@@ -124,6 +124,13 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(arrays, files)
 
 
+def is_manifest(path: Path) -> bool:
+    """Whether a file begins as manifests do; of a checkpoint of any version."""
+    with path.open("rb") as file:
+        begin = f'{{"format":"{_FORMAT}",'.encode()
+        return file.read(len(begin)) == begin
+
+
 def _array(folder: Path, entry: Mapping[str, Any]) -> SavedArray:
     shape, chunk = tuple(entry["shape"]), tuple(entry["chunk"])
     names = (entry["group"], entry["fqn"], entry["kind"], entry["dtype"])
@@ -192,6 +199,7 @@ __all__ = [
     "SavedArray",
     "array_path",
     "checksum_of",
+    "is_manifest",
     "read_checked",
     "read_manifest",
 ]

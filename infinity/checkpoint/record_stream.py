@@ -22,7 +22,7 @@ from swapper import Handle
 
 WEIGHT = "weight"
 _PART_NUMEL = 1 << 19
-_AHEAD_BYTES = 32 << 20
+AHEAD_BYTES = 32 << 20
 """Of records that are read ahead, where as many pages are free."""
 
 
@@ -73,8 +73,11 @@ class RecordStream:
             return ()
         return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
 
-    def parts(self, units: Iterable[Unit]) -> Iterator[Part]:
-        """Everything that is trained in these units, each kind of each parameter in order."""
+    def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
+        """Everything that is trained in these units, each kind of each parameter in order.
+
+        ``ahead_bytes``: of records that are read ahead, where as many pages are free; one is in any case.
+        """
         waiting = ((unit, chunk) for unit in units for chunk in self._chunks[unit.index])
         opened: deque[_Opened] = deque()
         try:
@@ -84,7 +87,7 @@ class RecordStream:
                     yield from self._parts_of(opened.popleft())
                     ahead = self._open(unit, chunk, is_blocking=not opened)
                 opened.append(ahead)
-                if sum(each.lease.workspace.record.nbytes for each in opened) > _AHEAD_BYTES and len(opened) > 1:
+                if sum(each.lease.workspace.record.nbytes for each in opened) > ahead_bytes and len(opened) > 1:
                     yield from self._parts_of(opened.popleft())
             while opened:
                 yield from self._parts_of(opened.popleft())
@@ -238,4 +241,4 @@ def _spans(piece: Piece) -> Iterator[slice]:
         yield slice(piece.offset + start, piece.offset + min(start + _PART_NUMEL, piece.numel))
 
 
-__all__ = ["WEIGHT", "Part", "RecordStream", "Source"]
+__all__ = ["AHEAD_BYTES", "WEIGHT", "Part", "RecordStream", "Source"]

@@ -11,10 +11,11 @@ checkpoint.verify()                          # reads all of it
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from infinity.checkpoint.manifest import (
     SavedArray,
     array_path,
     checksum_of,
+    is_manifest,
     read_checked,
     read_manifest,
 )
 from infinity.checkpoint.values import decode, encode, pickled, unpickled
 from infinity.errors import CheckpointError, StorageError, format_bytes
 from swapper.volumes.block_files import BlockThreads, free_bytes
-from swapper.volumes.publish import Staging, exchange, locked, sync_tree
+from swapper.volumes.publish import Staging, exchange, locked, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +229,121 @@ def is_tag(tag: str) -> bool:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 OpenArray = Callable[[ArraySpec], ArrayWriter]
-"""Begins a tensor; its elements are then written in order, and ``finish()`` ends it. Several may be open."""
+"""See `CheckpointFiles.open_array`."""
+
+
+class CheckpointFiles:
+    """The files of a checkpoint while it is being written. Used by one thread at a time."""
+
+    def __init__(self, folder: Path, threads: BlockThreads, stack: contextlib.ExitStack) -> None:
+        """``stack``: closes what is left open."""
+        self._folder = folder
+        self._threads = threads
+        self._stack = stack
+        self._writers: list[ArrayWriter] = []
+        _make_group(folder / TENSORS)
+        for group in ("parameters", "buffers"):
+            _make_group(folder / TENSORS / group)
+
+    def open_array(self, spec: ArraySpec) -> ArrayWriter:
+        """Begin a tensor; its elements are then written in order, and ``finish()`` ends it. Several may be open."""
+        place = self._folder / array_path(spec)
+        if not place.parent.exists():
+            _make_group(place.parent)
+        place.mkdir()
+        writer = ArrayWriter(self._threads, place, spec)
+        self._stack.callback(writer.drop)
+        self._writers.append(writer)
+        return writer
+
+    def write_rest(self, rest: Mapping[str, Any]) -> None:
+        """All that is no large tensor: "counters", "client_state", "param_groups", ... Once."""
+        _write_rest(self._folder, rest)
+
+    def finish(self) -> None:
+        """All has come: wait until it is written, and add the manifest."""
+        self._threads.finish()
+        arrays = [SavedArray(writer.spec, writer.checksum) for writer in self._writers]
+        (self._folder / MANIFEST).write_bytes(Manifest(tuple(arrays), _small_files(self._folder, arrays)).to_bytes())
+
+
+@contextlib.contextmanager
+def writing(
+    directory: Path,
+    tag: str,
+    specs: Sequence[ArraySpec],
+    *,
+    is_latest: bool,
+    keep_last: int | None = None,
+    num_threads: int = 8,
+) -> Iterator[CheckpointFiles]:
+    """Write a checkpoint inside the ``with`` block. It appears at its end; one of that tag is replaced.
+
+    Args:
+        directory: made if it is missing.
+        tag: name of the checkpoint.
+        specs: of all tensors.
+        is_latest: whether it is to be the one that is loaded without a tag.
+        keep_last: remove older checkpoints in the end, until there are so many; None: keep all.
+        num_threads: how many blocks of 2 MiB are on their way to the drive at a time.
+
+    Raises:
+        StorageError: the directory cannot take it, or has too little room; what was there before is still there.
+        ValueError: the tag is no name of a directory.
+    """
+    if not is_tag(tag):
+        raise ValueError(f"a checkpoint's tag must be the name of a directory, not {tag!r}")
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last counts the new checkpoint, so it is 1 or more, not {keep_last}")
+    needed = sum(each.num_bytes + _FILE_BYTES for each in specs)
+    try:
+        if (directory / tag).exists() and not (directory / tag).is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is no directory")
+        with Staging(directory, tag) as staging:
+            available = free_bytes(directory)
+            if available < needed:
+                raise StorageError(
+                    directory,
+                    f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}",
+                    cure="Give one with more room, or remove older checkpoints; nothing has been written",
+                )
+            folder = staging.path / "checkpoint"
+            folder.mkdir()
+            with BlockThreads(CHUNK_BYTES + 4096, num_threads) as threads, contextlib.ExitStack() as stack:
+                files = CheckpointFiles(folder, threads, stack)
+                yield files
+                files.finish()
+            sync_tree(folder)
+            with staging.file(LATEST) as file:
+                file.write(tag.encode())
+            with locked(directory):
+                exchange(folder, directory / tag)
+                if is_latest:
+                    staging.publish([], [], (LATEST, LATEST), lambda name: False)
+                if keep_last is not None:
+                    _retire(directory, tag, keep_last, staging.path)
+    except OSError as error:
+        raise StorageError(
+            directory,
+            f"cannot take the checkpoint: {error.strerror or error}",
+            cure=f"Give a directory that can be written to, with {format_bytes(needed)} free",
+        ) from error
+
+
+def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
+    """Move the oldest checkpoints to ``aside``: complete ones, but neither the newest nor the one that ``latest`` names."""
+    latest = (directory / LATEST).read_text() if (directory / LATEST).is_file() else newest
+    found: list[tuple[int, str]] = []
+    for path in directory.iterdir():
+        manifest = path / MANIFEST
+        if path.is_symlink() or path.name.startswith(".") or path.name in (newest, latest):
+            continue
+        if manifest.is_file() and is_manifest(manifest):
+            found.append((manifest.stat().st_mtime_ns, path.name))
+    num_others = keep_last - 1 - (latest != newest)
+    for _, name in sorted(found)[: max(len(found) - max(num_others, 0), 0)]:
+        (directory / name).replace(aside / f"old-{name}")
+    sync_directory(directory)
 
 
 def write_checkpoint(
@@ -239,72 +355,10 @@ def write_checkpoint(
     *,
     is_latest: bool,
 ) -> None:
-    """Write a checkpoint. One of that tag is replaced.
-
-    Args:
-        directory: made if it is missing.
-        tag: name of the checkpoint.
-        specs: of all tensors.
-        write_tensors: writes them.
-        rest: called afterwards; all that is no large tensor: "counters", "client_state", "param_groups", ...
-        is_latest: whether it is to be the one that is loaded without a tag.
-
-    Raises:
-        StorageError: the directory cannot take it, or has too little room; what was there before is still there.
-        ValueError: the tag is no name of a directory.
-    """
-    if not is_tag(tag):
-        raise ValueError(f"a checkpoint's tag must be the name of a directory, not {tag!r}")
-    needed = sum(each.num_bytes + _FILE_BYTES for each in specs)
-    try:
-        with Staging(directory, tag) as staging:
-            available = free_bytes(directory)
-            if available < needed:
-                raise StorageError(
-                    directory,
-                    f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}",
-                    cure="Give one with more room, or remove older checkpoints; nothing has been written",
-                )
-            folder = staging.path / "checkpoint"
-            folder.mkdir()
-            arrays = _write_arrays(folder, write_tensors)
-            _write_rest(folder, rest())
-            (folder / MANIFEST).write_bytes(Manifest(tuple(arrays), _small_files(folder, arrays)).to_bytes())
-            sync_tree(folder)
-            with staging.file(LATEST) as file:
-                file.write(tag.encode())
-            with locked(directory):
-                exchange(folder, directory / tag)
-                if is_latest:
-                    staging.publish([], [], (LATEST, LATEST), lambda name: False)
-    except OSError as error:
-        raise StorageError(
-            directory,
-            f"cannot take the checkpoint: {error.strerror or error}",
-            cure=f"Give a directory that can be written to, with {format_bytes(needed)} free",
-        ) from error
-
-
-def _write_arrays(folder: Path, write_tensors: Callable[[OpenArray], None]) -> list[SavedArray]:
-    _make_group(folder / TENSORS)
-    for group in ("parameters", "buffers"):
-        _make_group(folder / TENSORS / group)
-    done: list[ArrayWriter] = []
-    with BlockThreads(CHUNK_BYTES + 4096) as threads, contextlib.ExitStack() as stack:
-
-        def open_array(spec: ArraySpec) -> ArrayWriter:
-            place = folder / array_path(spec)
-            if not place.parent.exists():
-                _make_group(place.parent)
-            place.mkdir()
-            writer = ArrayWriter(threads, place, spec)
-            stack.callback(writer.drop)
-            done.append(writer)
-            return writer
-
-        write_tensors(open_array)
-        threads.finish()
-        return [SavedArray(writer.spec, writer.checksum) for writer in done]
+    """As `writing`: ``write_tensors`` writes all tensors, and ``rest`` is called afterwards."""
+    with writing(directory, tag, specs, is_latest=is_latest) as files:
+        write_tensors(files.open_array)
+        files.write_rest(rest())
 
 
 def _make_group(folder: Path) -> None:
@@ -344,9 +398,11 @@ __all__ = [
     "REST",
     "WEIGHT",
     "Checkpoint",
+    "CheckpointFiles",
     "OpenArray",
     "SavedTensor",
     "find",
     "is_tag",
     "write_checkpoint",
+    "writing",
 ]

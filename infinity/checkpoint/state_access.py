@@ -29,6 +29,7 @@ from infinity.units.layout import Chunk, Piece, Slot, round_up
 from infinity.units.parameter import let_go
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
+from infinity.updates.stream import Saver
 
 _PART_NUMEL = 1 << 20
 
@@ -68,6 +69,8 @@ class StateAccess:
         """Makes what is given out."""
         self.stream = RecordStream(records, weights, states, chunks)
         """All of a unit in one pass."""
+        self.saver: Saver | None = None
+        """Nothing of a unit is changed before this one has saved it."""
         self._elements_follow = False
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
         self._has_halves = record_format.main is MainWeight.REMAINDER
@@ -104,6 +107,7 @@ class StateAccess:
 
     def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
         """Store a whole flat buffer, or as much of it as holds these slots."""
+        self._let_save(unit)
         if self._weights is None or unit.stays_resident:
             return
         start, stop = 0, base.numel()
@@ -118,6 +122,7 @@ class StateAccess:
     @contextlib.contextmanager
     def _changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[ChunkBuffer]:
         """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
+        self._let_save(unit)
         lease = self._lease(unit, chunk)
         try:
             lease.wait()
@@ -136,6 +141,10 @@ class StateAccess:
             yield lease.workspace
         finally:
             lease.discard()
+
+    def _let_save(self, unit: Unit) -> None:
+        if self.saver is not None:
+            self.saver.wait_for(unit)
 
     def _lease(self, unit: Unit, chunk: Chunk) -> Lease:
         lease = self._records.open(unit, chunk, is_blocking=True)
@@ -246,6 +255,7 @@ class StateAccess:
             if values:
                 raise ValueError(f"'{slot.spec.fqn}' was frozen in infinity.initialize, so its state has no place")
             return
+        self._let_save(unit)
         names = self._records.names_of(unit)
         if values:
             check_state(slot, names, state, values)
@@ -277,6 +287,7 @@ class StateAccess:
     @contextlib.contextmanager
     def replacing(self, unit: Unit) -> Iterator[RecordStream]:
         """The unit's main weights and states are replaced by `stream` inside the ``with`` block."""
+        self._let_save(unit)
         with self._pager.replacing(unit):
             yield self.stream
 
@@ -300,6 +311,7 @@ class StateAccess:
             raise ValueError(
                 f"the main weight for '{slot.spec.fqn}' has shape {tuple(values.shape)}, not {tuple(slot.spec.shape)}"
             )
+        self._let_save(unit)
         with self._pager.opened(unit):
             place = unit.weight(slot)
             if not self._has_main_in_records or not slot.spec.is_trainable:
@@ -420,6 +432,7 @@ class StateAccess:
         units: dict[int, Unit] = {}
         for parameter in parameters:
             unit, _ = self._module_hooks.locate_any(parameter)
+            self._let_save(unit)
             units[unit.index] = unit
         self._pager.residency.check_room(units.values())
         gathering: list[Gathered] = []

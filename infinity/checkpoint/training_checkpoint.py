@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
-from infinity.checkpoint.record_stream import WEIGHT
-from infinity.checkpoint.saved import Checkpoint, OpenArray, find, write_checkpoint
+from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
+from infinity.checkpoint.saved import Checkpoint, CheckpointFiles, OpenArray, find, writing
 from infinity.checkpoint.state_access import StateAccess
-from infinity.errors import UnsupportedModelError
+from infinity.errors import CheckpointError, UnsupportedModelError
+from infinity.numerics.stamp import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import without_main_weight
 from infinity.paging.module_hooks import ModuleHooks
@@ -60,23 +63,6 @@ class _Planned:
     """Gives it; None: it comes with the unit's records."""
     unit: Unit | None = None
     slot: Slot | None = None
-
-
-def save(training: Training, directory: Path, tag: str, client_state: Mapping[str, Any], *, is_latest: bool) -> None:
-    """Write a checkpoint. One of that tag is replaced.
-
-    Raises:
-        StorageError: the directory cannot take it, or has too little room; what was there before is still there.
-    """
-    planned, optimizer = _plan(training)
-    write_checkpoint(
-        directory,
-        tag,
-        [each.spec for each in planned],
-        lambda open_array: _write_tensors(training, planned, open_array),
-        lambda: {"client_state": dict(client_state), **optimizer, **training.read_rest()},
-        is_latest=is_latest,
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -154,34 +140,134 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def _write_tensors(training: Training, planned: Sequence[_Planned], open_array: OpenArray) -> None:
-    with contextlib.ExitStack() as stack, one_thread():
-        streamed: dict[tuple[int, int, str], _Sink] = {}
-        frozen: dict[int, list[_Planned]] = {}
-        for each in planned:
-            if each.value is not None:
-                writer = open_array(each.spec)
-                _write_whole(writer, each.value())
-                writer.finish()
-            elif each.unit is not None and each.slot is not None and each.slot.spec.is_trainable:
-                key = (each.unit.index, each.slot.index, each.spec.kind)
-                streamed[key] = _Sink(training.access, each.slot, each.spec, open_array, stack)
-            elif each.unit is not None:
-                frozen.setdefault(each.unit.index, []).append(each)
-        units = training.module_hooks.units
-        for part in training.access.stream.parts(units):
-            sink = streamed.get((part.unit.index, part.slot.index, part.kind))
-            if sink is not None:
-                sink.write(part.values)
-        for sink in streamed.values():
-            sink.end()
-        for index, members in frozen.items():
-            with training.pager.opened(units[index]):
-                for each in members:
-                    writer = open_array(each.spec)
-                    if each.slot is not None:
-                        _write_whole(writer, units[index].weight(each.slot))
-                    writer.finish()
+class Saving:
+    """One checkpoint that is being written. One of its tag is replaced.
+
+    The constructor writes what changes without anybody saying so: buffers, frozen weights, what the engine does not hold,
+    and all that is no large tensor. `run` writes the rest, unit after unit, in any thread. Who wants to change a unit's
+    weights or states meanwhile calls `wait_for` before; the unit is then saved next.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        directory: Path,
+        tag: str,
+        client_state: Mapping[str, Any],
+        *,
+        is_latest: bool,
+        keep_last: int | None = None,
+        is_watching: bool = False,
+    ) -> None:
+        """``is_watching``: training goes on during `run`, so weights that rest in memory are compared before and after.
+
+        Raises:
+            StorageError: the directory cannot take it, or has too little room; what was there before is still there.
+        """
+        planned, optimizer = _plan(training)
+        self.folder = directory / tag
+        self._training = training
+        self._units = training.module_hooks.units
+        self._sinks: dict[tuple[int, int, str], _Sink] = {}
+        self._left: dict[int, int] = {}
+        """Unit index -> tensors that are not saved yet; of those that have any."""
+        self._changed = threading.Condition()
+        self._ahead_bytes = 0 if is_watching else AHEAD_BYTES
+        self._wanted: deque[int] = deque()
+        """Units that somebody waits for."""
+        specs = [each.spec for each in planned]
+        num_threads = 2 if is_watching else 8
+        with contextlib.ExitStack() as stack, one_thread():
+            files = stack.enter_context(
+                writing(directory, tag, specs, is_latest=is_latest, keep_last=keep_last, num_threads=num_threads)
+            )
+            frozen: dict[int, list[_Planned]] = {}
+            for each in planned:
+                if each.unit is None or each.slot is None:
+                    _write_planned(files, each)
+                elif each.slot.spec.is_trainable:
+                    sink = _Sink(training.access, each.slot, each.spec, files.open_array, stack)
+                    self._sinks[each.unit.index, each.slot.index, each.spec.kind] = sink
+                    if each.slot.numel:
+                        self._left[each.unit.index] = self._left.get(each.unit.index, 0) + 1
+                else:
+                    frozen.setdefault(each.unit.index, []).append(each)
+            for index, members in frozen.items():
+                with training.pager.opened(self._units[index]):
+                    for each in members:
+                        _write_planned(files, each)
+            files.write_rest({"client_state": dict(client_state), **optimizer, **training.read_rest()})
+            self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].stays_resident}
+            self._stack = stack.pop_all()
+
+    def run(self) -> None:
+        """Write what is left, and let the checkpoint appear.
+
+        Raises:
+            StorageError: the directory cannot take it; what was there before is still there.
+            CheckpointError: weights in memory were written to by others than the optimizer meanwhile; likewise.
+        """
+        try:
+            with self._stack, one_thread():
+                for part in self._training.access.stream.parts(self._in_turn(), self._ahead_bytes):
+                    index = part.unit.index
+                    sink = self._sinks.get((index, part.slot.index, part.kind))
+                    if sink is not None and sink.write(part.values):
+                        self._one_is_saved(index)
+                for sink in self._sinks.values():
+                    sink.end()
+        finally:
+            with self._changed:
+                self._left.clear()
+                self._changed.notify_all()
+
+    def wait_for(self, unit: Unit, timeout_seconds: float | None = None) -> bool:
+        """Whether the unit is saved, or is so in time."""
+        if unit.index not in self._left:
+            return True
+        with self._changed:
+            self._wanted.append(unit.index)
+            return self._changed.wait_for(lambda: unit.index not in self._left, timeout_seconds)
+
+    def _in_turn(self) -> Iterator[Unit]:
+        """The units, those first that somebody waits for."""
+        waiting = dict.fromkeys(self._left)
+        while waiting:
+            index = next(iter(waiting))
+            with self._changed:
+                while self._wanted:
+                    wanted = self._wanted.popleft()
+                    if wanted in waiting:
+                        index = wanted
+                        break
+            del waiting[index]
+            yield self._units[index]
+
+    def _one_is_saved(self, index: int) -> None:
+        if self._left[index] == 1 and index in self._stamps and self._stamps[index] != self._stamp(index):
+            raise CheckpointError(
+                self.folder,
+                f"weights of unit '{self._units[index].name}' were written to by the script while they were being saved",
+                cure="Call engine.wait_for_checkpoint() before writing to weights, or save with blocking=True",
+            )
+        with self._changed:
+            self._left[index] -= 1
+            if not self._left[index]:
+                del self._left[index]
+                self._changed.notify_all()
+
+    def _stamp(self, index: int) -> list[int]:
+        unit = self._units[index]
+        return [checksum(unit.bytes_of(slot)) for slot in unit.layout.slots if slot.spec.is_trainable]
+
+
+def _write_planned(files: CheckpointFiles, planned: _Planned) -> None:
+    writer = files.open_array(planned.spec)
+    if planned.value is not None:
+        _write_whole(writer, planned.value())
+    elif planned.unit is not None and planned.slot is not None:
+        _write_whole(writer, planned.unit.weight(planned.slot))
+    writer.finish()
 
 
 class _Sink:
@@ -204,7 +290,8 @@ class _Sink:
         if not slot.is_in_order:  # of dimensions: zarr's is C's
             self._copy = stack.enter_context(access.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
 
-    def write(self, values: torch.Tensor) -> None:
+    def write(self, values: torch.Tensor) -> bool:
+        """The next elements; returns whether they were the last."""
         if self._copy is not None:
             self._copy.write(self._slot.numel - self._left, values)
         else:
@@ -214,6 +301,7 @@ class _Sink:
         self._left -= values.numel()
         if not self._left:
             self.end()
+        return not self._left
 
     def end(self) -> None:
         if self._is_done:
@@ -300,4 +388,4 @@ def _check(group: str, saved: Checkpoint, wanted: Mapping[str, tuple[int, ...]],
         )
 
 
-__all__ = ["Training", "find", "load", "save"]
+__all__ = ["Saving", "Training", "find", "load"]

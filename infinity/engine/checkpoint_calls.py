@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import training_checkpoint as checkpoint
+from infinity.checkpoint.background import BackgroundSave
 from infinity.checkpoint.random_states import random_states, set_random_states
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
@@ -25,6 +26,7 @@ class CheckpointCalls(ExportCalls):
     _parts: Parts
     _guard: PhaseGuard
     _paged: PagedOptimizer
+    _saving: BackgroundSave | None
 
     def save_checkpoint(
         self,
@@ -33,6 +35,9 @@ class CheckpointCalls(ExportCalls):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        blocking: bool = True,
+        keep_last: int | None = None,
     ) -> bool:
         """Write all that the training goes on from, tensor by tensor, to ``save_dir``/``tag``; returns True.
 
@@ -46,10 +51,17 @@ class CheckpointCalls(ExportCalls):
             client_state: whatever the script wants back from `load_checkpoint`.
             save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
             exclude_frozen_parameters: accepted for compatibility; frozen parameters are saved as well.
+            blocking: False: buffers, frozen weights and what the engine does not hold are written, then the call returns, and
+                the rest is written while training goes on: an update of a unit waits until that is saved as it was. It takes
+                about 14 MiB beside the budget. `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
+            keep_last: so many checkpoints stay in ``save_dir``, this one counted: older ones are removed when this one is
+                complete, but never the one that ``latest`` names. None: all stay.
 
         Raises:
+            CheckpointError: the save before, which was not to block, has failed.
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
         """
+        self.wait_for_checkpoint()
         self._paged.settle_states()
         self.flush()
         if self.micro_steps % self.gradient_accumulation_steps():
@@ -58,9 +70,47 @@ class CheckpointCalls(ExportCalls):
                 "engine.is_gradient_accumulation_boundary()"
             )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        checkpoint.save(self._training(), Path(save_dir), name, client_state or {}, is_latest=save_latest)
+        saving = checkpoint.Saving(
+            self._training(),
+            Path(save_dir),
+            name,
+            client_state or {},
+            is_latest=save_latest,
+            keep_last=keep_last,
+            is_watching=not blocking,
+        )
+        if blocking:
+            saving.run()
+        else:
+            self._begin_saving(saving)
         self._num_saved_steps = self.global_steps
         return True
+
+    def _begin_saving(self, saving: checkpoint.Saving) -> None:
+        self._parts.stream.saver = self._parts.access.saver = saving
+        self._saving = BackgroundSave(saving)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when what ``save_checkpoint(blocking=False)`` writes is complete and on the drive; at once if nothing is.
+
+        Raises:
+            CheckpointError, StorageError: it could not be saved. The checkpoints before are as they were.
+        """
+        saving = self._saving
+        if saving is not None:
+            saving.wait()
+            self._end_saving()
+
+    def _check_saving(self) -> None:
+        """Raise what went wrong in a save that has ended."""
+        if self._saving is not None and self._saving.is_over:
+            self._end_saving()
+
+    def _end_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        self._parts.stream.saver = self._parts.access.saver = None
+        if saving is not None:
+            saving.raise_error()
 
     def load_checkpoint(
         self,
@@ -104,6 +154,7 @@ class CheckpointCalls(ExportCalls):
             raise TypeError(
                 "custom_load_fn gets a state dict of the whole model, and there is none: load_state_dict takes one"
             )
+        self.wait_for_checkpoint()
         self.flush()
         folder = checkpoint.find(Path(load_dir), None if tag is None else str(tag))
         if folder is None:

@@ -65,6 +65,7 @@ class Engine(CheckpointCalls):
         self._reporter = parts.reporter
         self._is_in_step = False
         self._was_applied = False
+        self._saving = None
         self._guard = PhaseGuard(parts.stepper, lambda: self.global_steps)
         self._style = LoopStyle(self.gradient_accumulation_steps)
         self._backwards = Backwards(
@@ -157,6 +158,7 @@ class Engine(CheckpointCalls):
         if self._is_in_no_sync:
             raise StepOrderError("engine.step()", "it is inside engine.no_sync()", cure="Call it after that block")
         self._guard.check_step()
+        self._check_saving()
         self._was_applied = False
         is_boundary = not self.config.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
         if is_boundary:
@@ -503,6 +505,7 @@ class Engine(CheckpointCalls):
             rest.callback(self._parts.module_hooks.uninstall)
             rest.callback(self._backwards.collector.close)
             rest.callback(self._guard.move_to, Phase.CLOSED)
+            rest.callback(self.wait_for_checkpoint)
             durable = self._parts.durable
             if durable is not None and self._guard.is_settled and not durable.has_failed:
                 self.flush()  # whoever closes has to hear of a commit that fails

@@ -30,6 +30,7 @@ from infinity.threads.openmp import release_workers, use_one_thread
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece
+from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState, UpdateJob
 from swapper import Bell, Handle
 
@@ -50,6 +51,14 @@ class _Item:
     is_last: bool
     is_in_place: bool
     """The workspace's model weight is that in the flat buffer."""
+
+
+class Saver(Protocol):
+    """Saves units while training goes on."""
+
+    def wait_for(self, unit: Unit, timeout_seconds: float | None = None) -> bool:
+        """Whether the unit is saved as it was, or is so in time."""
+        ...
 
 
 class UpdateStream:
@@ -97,6 +106,8 @@ class UpdateStream:
         self.busy_seconds = 0.0
         """Counted by the background thread."""
         self._timeline = timeline
+        self.saver: Saver | None = None
+        """A unit is not touched before this one has saved it."""
         self._window: deque[_Item] = deque()
         """Chunks that hold working memory, each from the start of its reads until it is updated. Background thread only."""
         self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
@@ -215,6 +226,10 @@ class UpdateStream:
                 return  # an earlier update of this unit has not written yet: a read now would be stale
             if len(self._window) >= _MOST_AHEAD:
                 return
+            if self.saver is not None and not self.saver.wait_for(job.unit, 0 if self._window else POLL_SECONDS):
+                if self._window:  # it may need the pages that those hold
+                    return
+                continue
             weight = self._weight_in_place(job, chunk)
             lease = self._records.open(
                 job.unit,

@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 @contextmanager
-def _training(directory: Path, changes: dict[str, Any], seed: int = 0) -> Iterator[Any]:
+def training(directory: Path, changes: dict[str, Any], seed: int = 0) -> Iterator[Any]:
     directory.mkdir(exist_ok=True)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
     config = everything_on_nvme(directory, {"optimizer": optimizer, "scheduler": _SCHEDULER, **changes})
@@ -64,7 +64,7 @@ def _training(directory: Path, changes: dict[str, Any], seed: int = 0) -> Iterat
         yield engine
 
 
-def _steps(engine: Any, *steps: int) -> list[float]:
+def steps_of(engine: Any, *steps: int) -> list[float]:
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -98,20 +98,20 @@ def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     changes = {**_MODES[mode], "gradient_accumulation_steps": 2}
-    with _training(tmp_path / "drive", changes) as engine:
-        _steps(engine, 0, 1)
+    with training(tmp_path / "drive", changes) as engine:
+        steps_of(engine, 0, 1)
         assert engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3, "rng": torch.ones(2)})
         before = _everything(engine)
-        losses = _steps(engine, 2, 3)
+        losses = steps_of(engine, 2, 3)
         expected = _everything(engine)
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
-    with _training(tmp_path / "drive", changes, seed=1) as engine:
+    with training(tmp_path / "drive", changes, seed=1) as engine:
         folder, client_state = engine.load_checkpoint(tmp_path / "saved")
         assert folder == str(tmp_path / "saved" / "global_step2")
         assert client_state["epoch"] == 3 and torch.equal(client_state["rng"], torch.ones(2))
         assert float(engine.module.aside) == 1
         _require_equal(_everything(engine), before)
-        assert _steps(engine, 2, 3) == losses
+        assert steps_of(engine, 2, 3) == losses
         _require_equal(_everything(engine), expected)
 
 
@@ -120,23 +120,23 @@ def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monke
     if large:
         monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
         monkeypatch.setattr("infinity.checkpoint.arrays.CHUNK_BYTES", 64)
-    with _training(tmp_path / "drive", BF16) as engine:
-        _steps(engine, 0, 1)
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved")
-        losses = _steps(engine, 2, 3)
+        losses = steps_of(engine, 2, 3)
         expected = _everything(engine)
-    with _training(tmp_path / "drive", {**BF16, **IN_MEMORY}, seed=1) as engine:
+    with training(tmp_path / "drive", {**BF16, **IN_MEMORY}, seed=1) as engine:
         engine.load_checkpoint(tmp_path / "saved")
-        assert _steps(engine, 2, 3) == losses
+        assert steps_of(engine, 2, 3) == losses
         _require_equal(_everything(engine), expected)
 
 
 def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
-    with _training(tmp_path / "drive", BF16) as engine:
-        _steps(engine, 0, 1)
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved", tag="one", save_latest=False)
         saved = _everything(engine)
-    with _training(tmp_path / "drive", BF16, seed=1) as engine:
+    with training(tmp_path / "drive", BF16, seed=1) as engine:
         assert engine.load_checkpoint(tmp_path / "saved") == (None, None)
         assert engine.load_checkpoint(tmp_path / "saved", tag="two") == (None, None)
         engine.load_checkpoint(tmp_path / "saved", tag="one", load_module_only=True)
@@ -155,13 +155,13 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved_in_between", [False, True])
 def test_the_first_step_after_loading_is_a_whole_one(saved_in_between: bool, tmp_path: Path) -> None:
     """Whatever the accumulation steps were, and where in a step it was saved: its gradients are not in the checkpoint."""
-    with _training(tmp_path / "drive", {"gradient_accumulation_steps": 2}) as engine:
-        _steps(engine, 0)
+    with training(tmp_path / "drive", {"gradient_accumulation_steps": 2}) as engine:
+        steps_of(engine, 0)
         if saved_in_between:
             engine.backward(engine(torch.ones(4, 8), 1))
             engine.step()
         engine.save_checkpoint(tmp_path / "saved")
-    with _training(tmp_path / "drive", {"gradient_accumulation_steps": 4}, seed=1) as engine:
+    with training(tmp_path / "drive", {"gradient_accumulation_steps": 4}, seed=1) as engine:
         engine.load_checkpoint(tmp_path / "saved")
         for number in range(4):
             assert engine.is_gradient_accumulation_boundary() == (number == 3)
@@ -172,11 +172,11 @@ def test_the_first_step_after_loading_is_a_whole_one(saved_in_between: bool, tmp
 
 def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
     fp16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
-    with _training(tmp_path / "drive", fp16) as engine:
-        _steps(engine, 0)
+    with training(tmp_path / "drive", fp16) as engine:
+        steps_of(engine, 0)
         assert engine.loss_scale() == 32
         engine.save_checkpoint(tmp_path / "saved")
-    with _training(tmp_path / "drive", fp16, seed=1) as engine:
+    with training(tmp_path / "drive", fp16, seed=1) as engine:
         engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
         assert (engine.loss_scale(), engine.global_steps) == (16, 1)
         engine.load_checkpoint(tmp_path / "saved")
@@ -192,11 +192,11 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
         images.append(tmp_path / f"image{len(images)}")
         shutil.copytree(tmp_path / "saved", images[-1])
 
-    with _training(tmp_path / "drive", BF16) as engine:
-        _steps(engine, 0)
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
         engine.save_checkpoint(tmp_path / "saved", tag="here")
         old = _everything(engine)
-        _steps(engine, 1)
+        steps_of(engine, 1)
         new = _everything(engine)
         exchange, rename = publish.exchange, publish.rename
         monkeypatch.setattr(saved_files, "exchange", lambda *a: (photograph(), exchange(*a), photograph()))
@@ -217,8 +217,8 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    with _training(tmp_path / "drive", BF16) as engine:
-        _steps(engine, 0)
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
         engine.save_checkpoint(tmp_path / "saved")
     drive = everything_on_nvme(tmp_path / "drive", BF16)
     other = Model(1)
@@ -243,11 +243,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
 
 @pytest.mark.parametrize("tag", ["", "a/b", "..", "latest"])
 def test_a_tag_that_is_no_name_is_refused(tag: str, tmp_path: Path) -> None:
-    with _training(tmp_path / "drive", {}) as engine, pytest.raises(ValueError, match="tag"):
+    with training(tmp_path / "drive", {}) as engine, pytest.raises(ValueError, match="tag"):
         engine.save_checkpoint(tmp_path / "saved", tag=tag)
 
 
 def test_a_directory_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with _training(tmp_path / "drive", {}) as engine, pytest.raises(StorageError, match="cannot take the checkpoint"):
+    with training(tmp_path / "drive", {}) as engine, pytest.raises(StorageError, match="cannot take the checkpoint"):
         engine.save_checkpoint(tmp_path / "file")

@@ -1,0 +1,195 @@
+"""``engine.save_checkpoint(..., blocking=False)``: what is saved is the step of the call, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.checkpoint.saved import Checkpoint
+from infinity.checkpoint.training_checkpoint import Saving
+from infinity.errors import CheckpointError, StorageError
+from tests.exactness.lockstep import BF16, IN_MEMORY
+from tests.integration.test_checkpoints import steps_of, training
+from tests.waiting import wait_until
+
+_MODES: dict[str, dict[str, Any]] = {
+    "in backward": BF16,
+    "after it": {**BF16, "infinity": {"update": "step"}},
+    "deferred": {**BF16, "gradient_clipping": 0.1},
+    "fp32": {},
+    "in memory": {**BF16, **IN_MEMORY},
+    "vertical": {**BF16, "gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}},
+}
+
+
+class _Held:
+    """Saves in the background begin only when somebody waits for a unit, or `let_go` is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._begin = threading.Event()
+        self.asked: list[int] = []
+        run, wait_for = Saving.run, Saving.wait_for
+
+        def held(saving: Saving) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                self._begin.wait(60)
+            run(saving)
+
+        def noted(saving: Saving, unit: Any, timeout_seconds: float | None = None) -> bool:
+            self.asked.append(unit.index)
+            self.let_go()
+            return wait_for(saving, unit, timeout_seconds)
+
+        monkeypatch.setattr(Saving, "run", held)
+        monkeypatch.setattr(Saving, "wait_for", noted)
+
+    def let_go(self) -> None:
+        self._begin.set()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> _Held:
+    return _Held(monkeypatch)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_what_is_saved_is_the_step_of_the_call(mode: str, held: _Held, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with training(tmp_path / "drive", _MODES[mode]) as engine:
+        steps_of(engine, 0, 1)
+        engine.save_checkpoint(saved, tag="at once")
+        engine.save_checkpoint(saved, tag="meanwhile", blocking=False)
+        assert (saved / "latest").read_text() == "at once"
+        losses = steps_of(engine, 2, 3)
+        engine.wait_for_checkpoint()
+        assert held.asked, "no update has asked"
+        assert (saved / "latest").read_text() == "meanwhile"
+        assert Checkpoint.open(saved).verify()
+        assert _contents(saved / "meanwhile") == _contents(saved / "at once")
+        engine.load_checkpoint(saved)
+        assert steps_of(engine, 2, 3) == losses
+
+
+def test_a_script_that_changes_weights_or_states_waits(held: _Held, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
+        engine.save_checkpoint(saved, tag="at once")
+        engine.save_checkpoint(saved, tag="gathered", blocking=False)
+        weight = engine.module.late.weight
+        with torch.no_grad(), infinity.GatheredParameters([weight], modifier_rank=0):
+            weight.mul_(2)
+        engine.wait_for_checkpoint()
+        assert _contents(saved / "gathered") == _contents(saved / "at once")
+        engine.load_checkpoint(saved, tag="at once")
+        engine.save_checkpoint(saved, tag="written", blocking=False)
+        engine.module.late.weight.data.mul_(2)
+        for parameter in engine.module.parameters():
+            if "exp_avg" in engine.optimizer.state.get(parameter, ()):
+                engine.optimizer.state[parameter]["exp_avg"] = torch.ones(parameter.shape)
+        engine.flush()
+        engine.wait_for_checkpoint()
+        assert _contents(saved / "written") == _contents(saved / "at once")
+
+
+def test_writes_to_weights_in_memory_are_found(held: _Held, tmp_path: Path) -> None:
+    with training(tmp_path / "drive", {**BF16, **IN_MEMORY}) as engine:
+        steps_of(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved", tag="before")
+        engine.save_checkpoint(tmp_path / "saved", tag="new", blocking=False)
+        engine.module.late.weight.data.mul_(2)
+        held.let_go()
+        with pytest.raises(CheckpointError, match=r"written to by the script.*blocking=True"):
+            engine.wait_for_checkpoint()
+        steps_of(engine, 1)
+        assert (tmp_path / "saved" / "latest").read_text() == "before"
+        assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["before", "latest"]
+
+
+@pytest.mark.parametrize("where", ["wait", "step", "save", "load", "close"])
+def test_what_fails_is_raised_by_the_next_call(
+    where: str, held: _Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved"
+    main = threading.main_thread()
+    pwrite = os.pwrite
+
+    def full(descriptor: int, data: Any, offset: int) -> int:
+        if threading.current_thread() is not main and b"saved" in os.readlink(f"/proc/self/fd/{descriptor}").encode():
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data, offset)
+
+    engine: Any
+    with (
+        pytest.raises(StorageError, match=r"No space left.*Give a directory"),
+        training(tmp_path / "drive", BF16) as engine,
+    ):
+        steps_of(engine, 0)
+        engine.save_checkpoint(saved, tag="before")
+        engine.save_checkpoint(saved, tag="new", blocking=False)
+        monkeypatch.setattr(os, "pwrite", full)
+        if where == "wait":
+            held.let_go()
+            engine.wait_for_checkpoint()
+        elif where == "step":
+            steps_of(engine, 1)
+            wait_until(lambda: engine._saving.is_over)
+            steps_of(engine, 2)
+        elif where == "save":
+            held.let_go()
+            engine.save_checkpoint(saved, tag="another")
+        elif where == "load":
+            held.let_go()
+            engine.load_checkpoint(saved, tag="before")
+        else:
+            held.let_go()
+            engine.close()
+    assert (saved / "latest").read_text() == "before"
+    assert sorted(path.name for path in saved.iterdir()) == ["before", "latest"]
+    assert Checkpoint.open(saved).verify()
+
+
+def test_the_end_of_the_engine_waits_for_a_save(tmp_path: Path) -> None:
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved", blocking=False)
+    assert Checkpoint.open(tmp_path / "saved").verify()
+
+
+def test_older_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    (saved / "mine").mkdir(parents=True)
+    (saved / "mine" / "manifest.json").write_text("{}")
+    (saved / "notes").write_text("mine")
+
+    def names() -> list[str]:
+        return sorted(path.name for path in saved.iterdir() if path.name.startswith("t"))
+
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
+        for tag in ("t1", "t2", "t3"):
+            engine.save_checkpoint(saved, tag=tag)
+        engine.save_checkpoint(saved, tag="t4", keep_last=3)
+        assert names() == ["t2", "t3", "t4"]
+        engine.save_checkpoint(saved, tag="t5", keep_last=2, save_latest=False)
+        assert names() == ["t4", "t5"]
+        engine.save_checkpoint(saved, tag="t6", keep_last=1, save_latest=False)
+        assert names() == ["t4", "t6"]  # what `latest` names stays
+        engine.save_checkpoint(saved, tag="t6", keep_last=2, blocking=False)
+        engine.wait_for_checkpoint()
+        assert names() == ["t4", "t6"] and (saved / "latest").read_text() == "t6"
+        with pytest.raises(ValueError, match="1 or more"):
+            engine.save_checkpoint(saved, tag="t7", keep_last=0)
+    assert (saved / "mine" / "manifest.json").is_file() and (saved / "notes").is_file()
+    assert not [path for path in saved.iterdir() if path.name.startswith(".")]
