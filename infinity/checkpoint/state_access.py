@@ -69,8 +69,7 @@ class StateAccess:
         """Makes what is given out."""
         self.stream = RecordStream(records, weights, states, chunks)
         """All of a unit in one pass."""
-        self.saver: Saver | None = None
-        """Nothing of a unit is changed before this one has saved it."""
+        self._saver: Saver | None = None
         self._elements_follow = False
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
         self._has_halves = record_format.main is MainWeight.REMAINDER
@@ -142,9 +141,13 @@ class StateAccess:
         finally:
             lease.discard()
 
+    def wait_for_saver(self, saver: Saver | None) -> None:
+        """Nothing of a unit is changed from now on before this one has saved it; None: there is none any more."""
+        self._saver = saver
+
     def _let_save(self, unit: Unit) -> None:
-        if self.saver is not None:
-            self.saver.wait_for(unit)
+        if self._saver is not None:
+            self._saver.wait_for(unit)
 
     def _lease(self, unit: Unit, chunk: Chunk) -> Lease:
         lease = self._records.open(unit, chunk, is_blocking=True)

@@ -261,6 +261,37 @@ class Saving:
         return [checksum(unit.bytes_of(slot)) for slot in unit.layout.slots if slot.spec.is_trainable]
 
 
+class BackgroundSave:
+    """Runs one `Saving`. The interpreter does not end before it has."""
+
+    def __init__(self, saving: Saving) -> None:
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._run, args=(saving,), name="infinity-checkpoint").start()
+
+    def _run(self, saving: Saving) -> None:
+        try:
+            saving.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the checkpoint is complete, or has failed."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Return when it is over."""
+        self._over.wait()
+
+    def raise_error(self) -> None:
+        """Raise what went wrong, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+
 def _write_planned(files: CheckpointFiles, planned: _Planned) -> None:
     writer = files.open_array(planned.spec)
     if planned.value is not None:
@@ -388,4 +419,4 @@ def _check(group: str, saved: Checkpoint, wanted: Mapping[str, tuple[int, ...]],
         )
 
 
-__all__ = ["Saving", "Training", "find", "load"]
+__all__ = ["BackgroundSave", "Saving", "Training", "find", "load"]

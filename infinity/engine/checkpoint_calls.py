@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import training_checkpoint as checkpoint
-from infinity.checkpoint.background import BackgroundSave
 from infinity.checkpoint.random_states import random_states, set_random_states
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
@@ -26,7 +25,7 @@ class CheckpointCalls(ExportCalls):
     _parts: Parts
     _guard: PhaseGuard
     _paged: PagedOptimizer
-    _saving: BackgroundSave | None
+    _saving: checkpoint.BackgroundSave | None
 
     def save_checkpoint(
         self,
@@ -87,8 +86,9 @@ class CheckpointCalls(ExportCalls):
         return True
 
     def _begin_saving(self, saving: checkpoint.Saving) -> None:
-        self._parts.stream.saver = self._parts.access.saver = saving
-        self._saving = BackgroundSave(saving)
+        self._parts.stream.wait_for_saver(saving)
+        self._parts.access.wait_for_saver(saving)
+        self._saving = checkpoint.BackgroundSave(saving)
 
     def wait_for_checkpoint(self) -> None:
         """Return when what ``save_checkpoint(blocking=False)`` writes is complete and on the drive; at once if nothing is.
@@ -108,7 +108,8 @@ class CheckpointCalls(ExportCalls):
 
     def _end_saving(self) -> None:
         saving, self._saving = self._saving, None
-        self._parts.stream.saver = self._parts.access.saver = None
+        self._parts.stream.wait_for_saver(None)
+        self._parts.access.wait_for_saver(None)
         if saving is not None:
             saving.raise_error()
 

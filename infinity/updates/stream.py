@@ -106,8 +106,7 @@ class UpdateStream:
         self.busy_seconds = 0.0
         """Counted by the background thread."""
         self._timeline = timeline
-        self.saver: Saver | None = None
-        """A unit is not touched before this one has saved it."""
+        self._saver: Saver | None = None
         self._window: deque[_Item] = deque()
         """Chunks that hold working memory, each from the start of its reads until it is updated. Background thread only."""
         self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
@@ -138,6 +137,10 @@ class UpdateStream:
         with self._lock:
             for job in self._pending:
                 job.release()
+
+    def wait_for_saver(self, saver: Saver | None) -> None:
+        """No unit is updated from now on before this one has saved it; None: there is none any more."""
+        self._saver = saver
 
     def drain(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Return when every job is done; raises the error of the first that failed. ``on_progress``: called in between."""
@@ -226,7 +229,8 @@ class UpdateStream:
                 return  # an earlier update of this unit has not written yet: a read now would be stale
             if len(self._window) >= _MOST_AHEAD:
                 return
-            if self.saver is not None and not self.saver.wait_for(job.unit, 0 if self._window else POLL_SECONDS):
+            saver = self._saver
+            if saver is not None and not saver.wait_for(job.unit, 0 if self._window else POLL_SECONDS):
                 if self._window:  # it may need the pages that those hold
                     return
                 continue
