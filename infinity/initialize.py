@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -94,8 +95,9 @@ def initialize(
         resolved = tune_io(resolved)
         undo.callback(template.give_back_untouched)
         compute_device = device_for(torch_device)
+        make_parts = functools.partial(build, model, resolved, template, compute_device)
         try:
-            engine, originals = build(model, resolved, template, compute_device, undo)
+            engine, originals = make_parts(undo)
         except torch.OutOfMemoryError as error:
             free = compute_device.free_bytes(model) or 0
             raise BudgetTooSmallError(
@@ -106,6 +108,7 @@ def initialize(
                 cure="Lower it below what is free, free memory of the device, or put more elsewhere (offload_param, "
                 "offload_optimizer)",
             ) from error
+        engine.build_by(make_parts)
         if engine.optimizer is not None:
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()

@@ -29,6 +29,7 @@ from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
+from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
 from infinity.optim.piece import PieceUpdater
@@ -58,12 +59,18 @@ from infinity.vertical.step import Surroundings
 
 
 def build(
-    model: nn.Module, config: InfinityConfig, template: Template, device: ComputeDevice, undo: contextlib.ExitStack
+    model: nn.Module,
+    config: InfinityConfig,
+    template: Template,
+    device: ComputeDevice,
+    undo: contextlib.ExitStack,
+    engine: Engine | None = None,
 ) -> tuple[Engine, Originals]:
     """Make the parts, and let them take the model over.
 
     Args:
         undo: gets what has to be called if anything fails from here on, before the engine is the caller's.
+        engine: gets the new parts in place of those that it had. None: a new one is made.
 
     Returns:
         The engine, and what its parameters were before.
@@ -76,7 +83,7 @@ def build(
         undo.callback(durable.directory.close)
         config = durable.adapted(config)
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
-    units = make_units(model, config, is_trained=bool(template.param_groups), grouped=template.params())
+    units = make_units(model, config, template.params())
     updater = PieceUpdater(template)
     places = {
         id(parameter): (unit, slot)
@@ -221,7 +228,8 @@ def build(
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(module_hooks.uninstall)
     _take_over(units, originals, access, pager.residency, storage, parameter_handler, device)
-    step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names)
+    loose = LooseParameters(template) if engine is None else engine.loose
+    step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names, loose)
 
     def before_updates() -> None:
         with clock.waiting("commit"):
@@ -256,7 +264,7 @@ def build(
         template=template,
         updater=updater,
         clock=clock,
-        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: engine.plan.prediction),
+        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: built[0].plan.prediction),
         recording=recording,
         plan_tracker=plan_tracker,
         device=device.torch_device,
@@ -275,7 +283,10 @@ def build(
         upper=upper,
         durable=durable,
     )
-    engine = Engine(config, parts)
+    if engine is None:
+        engine = Engine(config, parts)
+    else:
+        engine.relay(parts)
     built.append(engine)
     buffers.apply(device.torch_device)
     module_hooks.handles_of_others.append(buffers.explain_failures())

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import InfinityConfig
-from infinity.engine.checkpoint_calls import CheckpointCalls
 from infinity.engine.listener import EngineListener
 from infinity.engine.parts import Parts
+from infinity.engine.relayout import Relayout
 from infinity.engine.shutdown import Shutdown, finish_pending
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.engine.weights_at_close import leave
@@ -39,7 +39,7 @@ from infinity.torch_internals.foreign_writes import unwatch, watch
 from infinity.vertical.schedule import VerticalSchedule
 
 
-class Engine(CheckpointCalls):
+class Engine(Relayout):
     """Trains a model whose states are paged. Made by `infinity.initialize`.
 
     ``engine(**batch)`` runs the model, ``engine.backward(loss)`` the backward of one micro-batch, ``engine.step()`` the
@@ -58,16 +58,20 @@ class Engine(CheckpointCalls):
         self.optimizer = self._paged if parts.template.param_groups else None
         self.run_module = ModelCall(self.module, config, parts.device)
         self.report: StepReport | None = None
+        self._is_in_step = False
+        self._was_applied = False
+        self._saving = None
+        self._style = LoopStyle(self.gradient_accumulation_steps)
+        self._connect(parts)
+
+    def _connect(self, parts: Parts) -> None:
+        """Work with these parts from now on."""
         self._parts = parts
         self._pager = parts.pager
         self._residency = parts.pager.residency
         self._stepper = parts.stepper
         self._reporter = parts.reporter
-        self._is_in_step = False
-        self._was_applied = False
-        self._saving = None
         self._guard = PhaseGuard(parts.stepper, lambda: self.global_steps)
-        self._style = LoopStyle(self.gradient_accumulation_steps)
         self._backwards = Backwards(
             parts.module_hooks,
             parts.pager,
@@ -494,16 +498,8 @@ class Engine(CheckpointCalls):
         if self._shutdown.is_over:
             return
         refuse_in_between("engine.close()")
-        with contextlib.ExitStack() as rest:  # in reverse, and each even if the one before fails
-            rest.callback(self._shutdown.now)
-            rest.callback(self._stepper.gradients.close)
-            rest.callback(self._pager.close)
-            rest.callback(unwatch, self._watched)
-            rest.callback(self._parts.stream.close)
-            rest.callback(self._pager.abandon_forward)
-            rest.callback(self._vertical.close)
-            rest.callback(self._parts.module_hooks.uninstall)
-            rest.callback(self._backwards.collector.close)
+        with contextlib.ExitStack() as rest:
+            self._release_parts(rest)
             rest.callback(self._guard.move_to, Phase.CLOSED)
             rest.callback(self.wait_for_checkpoint)
             durable = self._parts.durable
@@ -526,6 +522,18 @@ class Engine(CheckpointCalls):
                 finish_pending(self.flush)
             else:
                 rest.callback(self._shutdown.hurry)
+
+    def _release_parts(self, rest: contextlib.ExitStack) -> None:
+        """At the end of ``rest``, in reverse, and each even if the one before fails."""
+        rest.callback(self._shutdown.now)
+        rest.callback(self._stepper.gradients.close)
+        rest.callback(self._pager.close)
+        rest.callback(unwatch, self._watched)
+        rest.callback(self._parts.stream.close)
+        rest.callback(self._pager.abandon_forward)
+        rest.callback(self._vertical.close)
+        rest.callback(self._parts.module_hooks.uninstall)
+        rest.callback(self._backwards.collector.close)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be copied or pickled, its states lie in scratch files: copy engine.module")

@@ -124,6 +124,10 @@ class Template:
         finally:
             self.optimizer.state = state
 
+    def remove_last_group(self) -> None:
+        """Undo `add_group`."""
+        self.param_groups.pop()
+
     def is_started(self, param: Tensor) -> bool:
         """Whether the constructor made a state for the parameter."""
         return param in self._started

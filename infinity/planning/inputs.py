@@ -155,35 +155,33 @@ class Request:
         return self.weight_reads * unit.weight_bytes + self.trainable_bytes(unit)
 
 
-def make_units(
-    model: nn.Module, config: InfinityConfig, *, is_trained: bool, grouped: Iterable[nn.Parameter] = ()
-) -> list[Unit]:
+def make_units(model: nn.Module, config: InfinityConfig, grouped: Iterable[nn.Parameter] | None = None) -> list[Unit]:
     """Cut a model into units.
 
     Args:
         model, config: which model, and what decides about units.
-        is_trained: False if nothing is ever updated, whatever requires a gradient.
-        grouped: the parameters in the optimizer's groups. Those that are frozen get room for states as well: they may be
-            thawed. (Constants that stay in fp64 do not.)
+        grouped: the parameters in the optimizer's groups, which get room for states: frozen ones as well, since they may be
+            thawed, but for constants that stay in fp64. None: all that require a gradient.
     """
     by_name = dict(model.named_parameters())
+    trained = [p for p in by_name.values() if p.requires_grad] if grouped is None else list(grouped)
     # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
     keeps_double = config.compute_dtype == torch.float32 and any(
-        (parameter.requires_grad or not is_trained) and parameter.dtype != torch.float64
-        for parameter in by_name.values()
+        (parameter.requires_grad or not trained) and parameter.dtype != torch.float64 for parameter in by_name.values()
     )
-    members_of_groups = {id(parameter) for parameter in grouped if parameter.is_floating_point()}
-
-    def has_room(parameter: nn.Parameter) -> bool:
-        if not is_trained or parameter.requires_grad:
-            return is_trained
-        return id(parameter) in members_of_groups and not (keeps_double and parameter.dtype == torch.float64)
-
+    with_room = {
+        id(parameter)
+        for parameter in trained
+        if parameter.requires_grad
+        or (parameter.is_floating_point() and not (keeps_double and parameter.dtype == torch.float64))
+    }
     units: list[Unit] = []
     for index, members in enumerate(partition(model, config.compute_dtype.itemsize, config.infinity.units)):
         parameters = [by_name[fqn] for fqn in members.fqns]
         specs = [
-            spec_of(fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trainable=has_room(parameter))
+            spec_of(
+                fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trainable=id(parameter) in with_room
+            )
             for fqn, parameter in zip(members.fqns, parameters, strict=True)
         ]
         layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)

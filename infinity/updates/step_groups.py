@@ -43,6 +43,7 @@ class StepGroups:
         updater: PieceUpdater,
         names_of: Callable[[Unit], Sequence[str]],
         present_names: Callable[[torch.Tensor], Sequence[str] | None],
+        loose: LooseParameters,
     ) -> None:
         """
         Args:
@@ -50,8 +51,9 @@ class StepGroups:
             names_of: a unit -> names of the per-element states that its records have room for.
             present_names: a trainable parameter -> names of those that it has, after the updates asked for; None before its
                 first update.
+            loose: what came into the groups later.
         """
-        self.loose = LooseParameters(template)
+        self.loose = loose
         self._module_hooks = module_hooks
         self._template = template
         self._updater = updater
@@ -105,7 +107,8 @@ class StepGroups:
                     fqn,
                     "was frozen and in no group when infinity.initialize took the model over, so its gradient and state "
                     "have no place",
-                    cure="Put it into a group before infinity.initialize, be it frozen",
+                    cure="Put it into a group before infinity.initialize, be it frozen, or by optimizer.add_param_group. (A "
+                    "frozen fp64 constant gets no place: make it fp32 before infinity.initialize)",
                 )
 
     def _check_states(self, groups: Groups) -> None:

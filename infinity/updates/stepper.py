@@ -123,6 +123,10 @@ class Stepper:
         """Whether some weights are already those of the next step, and others those of this one."""
         return bool(self.updated or self._waiting)
 
+    def follow(self, before: Stepper) -> None:
+        """The last step was made by ``before``."""
+        self.grad_norm, self.is_skipped = before.grad_norm, before.is_skipped
+
     def divide_by(self, divisor: int) -> None:
         """The gradients of the present step are divided by it before they are used; see `infinity.loop.style`."""
         self._divisor = divisor

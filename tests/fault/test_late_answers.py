@@ -347,7 +347,7 @@ def test_a_late_answer_changes_no_other_weights_and_gradients(
             for backend in backends:
                 if is_kept(backend, operation) or (backend.kept and operation.state is not OperationState.RUNNING):
                     num_stalls += 1
-                    stall(scheduler)
+                    stall(scheduler, lambda transfer: any(is_kept(b, transfer.operation) for b in backends))
                 elif backend.kept and dice.random() < 0.3:
                     answer(backend)
 

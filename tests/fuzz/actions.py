@@ -390,6 +390,17 @@ def freeze(world: World) -> None:
         world.both("and back", run)
 
 
+def thaw(world: World) -> None:
+    """Some of what was frozen and in no group until now comes into a group."""
+    frozen = [fqn for fqn in world.plain.params if fqn not in world.trainable]
+    if not frozen:
+        step(world)
+        return
+    fqns = world.draw.sample(frozen, k=world.draw.randint(1, len(frozen)))
+    world.both(f"thaw {fqns}", lambda side: side.thaw(fqns))
+    world.trainable += fqns
+
+
 # ----------------------------------------------------------------------------------------------------------- optimizer
 
 
@@ -500,6 +511,7 @@ ACTIONS: dict[Callable[[World], None], float] = {
     use_gradients: 2,
     hook: 1.5,
     freeze: 1.5,
+    thaw: 1,
     change_hyperparameters: 1.5,
     regroup: 1,
     edit_state: 1,

@@ -158,6 +158,14 @@ class PlainSide:
     def state(self, fqn: str) -> dict[str, Any]:
         return dict(self.optimizer.state.get(self.main[fqn], {}))
 
+    def thaw(self, fqns: list[str]) -> None:
+        """Begin to train what was frozen and in no group: from the weight that the model has."""
+        for fqn in fqns:
+            if self.setting.is_bf16:
+                self.main[fqn].data.copy_(self.params[fqn])
+            self.trainable[fqn] = self.main[fqn]
+        _thaw(self, fqns)
+
     def close(self) -> None:
         pass
 
@@ -274,11 +282,22 @@ class PagedSide:
     def state(self, fqn: str) -> dict[str, Any]:
         return dict(self.optimizer.state.get(self.params[fqn], {}))
 
+    def thaw(self, fqns: list[str]) -> None:
+        """As `PlainSide.thaw`."""
+        _thaw(self, fqns)
+
     def close(self) -> None:
         self.engine.close()
 
 
 Side = PlainSide | PagedSide
+
+
+def _thaw(side: Side, fqns: list[str]) -> None:
+    side.optimizer.add_param_group({"params": [side.of(fqn) for fqn in fqns], "lr": 0.01})
+    for fqn in fqns:
+        for param in (side.params[fqn], side.of(fqn)):
+            param.requires_grad_(True)
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def facts_of(name: str, model: nn.Module, states: StateFormat = StateFormat.FP32
         },
         check_storage=False,
     )
-    units = make_units(model, config, is_trained=True)
+    units = make_units(model, config)
     sizes = [UnitSize.of(unit, _ADAM_STATES) for unit in units]
     request = Request.of(config, model, units, budget_bytes=1 << 62, shares_host_memory=True)
 

@@ -33,6 +33,13 @@ class StepBackend(StateKeeper, Protocol):
         """
         ...
 
+    def make_room(self) -> None:
+        """The last group is new: make room for the states of those of its parameters that have none.
+
+        Raises: what says why there is none; the group is gone then.
+        """
+        ...
+
     def optimizer_step(self) -> None:
         """Update every parameter that has a gradient, with the hyperparameters as they are now."""
         ...
@@ -194,15 +201,18 @@ class PagedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.
 
-        Its parameters are those of the model that were trainable or in a group in `initialize` and are in no group now, or
-        new ones that the engine does not hold: these stay ordinary parameters, with gradient and state in memory beyond the
-        budget.
+        Its parameters are the model's, or new ones that the engine does not hold: these stay ordinary parameters, with
+        gradient and state in memory beyond the budget. For those of the model that were frozen and in no group until now,
+        all is laid out anew, which reads and writes everything once and takes as much space on the drives again meanwhile.
 
         Raises:
-            UnpreparedParameterError: in the next forward, if a parameter was frozen and in no group in `initialize` and is
-                not frozen any more.
+            BudgetTooSmallError, StorageError: there is no room for their states; the group is not added then.
+            StepOrderError: gradients of a step that has not ended are there, or weights are gathered.
+            UnpreparedParameterError: the run is durable, and has no room for states that come later.
         """
         self._template.add_group(param_group)
+        with self._backend.optimizer_turn("optimizer.add_param_group()"):
+            self._backend.make_room()
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch's layout; the state's entries are lazy and give copies, see the class.
@@ -260,6 +270,11 @@ class PagedOptimizer(Optimizer):
             self._shown.expire()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def update_by(self, updater: PieceUpdater) -> None:
+        """The backend has laid everything out anew."""
+        self._updater = updater
+        self._shown.expire()
 
     # ------------------------------------------------------------------------------------------------ the states
 

@@ -1,0 +1,162 @@
+"""What an engine does when parameters come into the optimizer's groups for whose states no room was laid out.
+
+Everything is laid out anew, as `infinity.initialize` would now: weights and states are copied to the drives (into memory, if
+the config names no drive), the parts are taken down, the model is an ordinary one for a moment, and new parts take it over. So
+there is one plan at any time, whose budget holds, and engine, optimizer and parameters stay the same objects.
+
+Knows parts as a whole; must not know what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.checkpoint_calls import CheckpointCalls
+from infinity.engine.parts import Parts
+from infinity.errors import StepOrderError, UnpreparedParameterError
+from infinity.loop.phase import Phase
+from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.threads.interrupts import surely
+from infinity.units.originals import Originals
+from infinity.units.parameter import let_go
+
+
+@dataclass
+class _Contents:
+    """All that the old parts hold and the new ones are to hold, by parameter."""
+
+    weights: dict[nn.Parameter, torch.Tensor]
+    mains: dict[nn.Parameter, torch.Tensor]
+    states: dict[nn.Parameter, dict[str, Any]]
+    gradients: dict[nn.Parameter, torch.Tensor]
+    loss_scale: dict[str, Any]
+
+
+class Relayout(CheckpointCalls):
+    """Part of the engine."""
+
+    def build_by(self, make_parts: Callable[[contextlib.ExitStack, Relayout], tuple[Any, Originals]]) -> None:
+        """``make_parts`` builds parts around the model, and gives them to this engine: ``infinity.engine.assembly.build``."""
+        self._make_parts = make_parts
+
+    @property
+    def loose(self) -> LooseParameters:
+        """Parameters in the groups that are ordinary ones."""
+        return self._parts.groups.loose
+
+    def _connect(self, parts: Parts) -> None:
+        raise NotImplementedError
+
+    def _release_parts(self, rest: contextlib.ExitStack) -> None:
+        raise NotImplementedError
+
+    def relay(self, parts: Parts) -> None:
+        """Work with these parts from now on."""
+        before = self._parts.stepper
+        self._connect(parts)
+        parts.stepper.follow(before)
+        self._paged.update_by(parts.updater)
+
+    def make_room(self) -> None:
+        """See ``infinity.optim.facade.paged_optimizer.StepBackend``."""
+        contents: _Contents | None = None
+        template = self._parts.template
+        try:
+            new = self._without_room()
+            if not new:
+                return
+            self._check_relayout(new[0])
+            contents = self._copy_contents()
+            self._lay_out(contents)
+        except BaseException:
+            template.remove_last_group()
+            if contents is not None:
+                self._lay_out(contents)
+            raise
+
+    def _without_room(self) -> list[nn.Parameter]:
+        """Parameters in the groups that are held without room for states, and would get it now."""
+        parts = self._parts
+        return [
+            parameter
+            for parameter in parts.template.params()
+            if parts.module_hooks.holds(parameter)
+            and not parts.access.has_place(parameter)
+            and parts.module_hooks.locate(parameter)[1].spec.dtype == self.config.compute_dtype
+        ]
+
+    def _check_relayout(self, parameter: nn.Parameter) -> None:
+        parts = self._parts
+        what = "optimizer.add_param_group() with a parameter of the model that was frozen and in no group until now"
+        if parts.durable is not None:
+            raise UnpreparedParameterError(
+                parts.template.fqn(parameter),
+                "was frozen and in no group in infinity.initialize, and a durable run has no place for its states",
+                cure="Put it into a group before infinity.initialize, be it frozen",
+            )
+        members = {id(member) for member in parts.template.params()}
+        for member in parts.template.known():
+            if id(member) not in members and parts.module_hooks.holds(member) and parts.access.has_state(member):
+                raise UnpreparedParameterError(
+                    parts.template.fqn(member),
+                    "has a state and is in no group, and there is no room for that while groups get new parameters",
+                    cure="Put it into a group before, or delete its state: del optimizer.state[parameter]",
+                )
+        self._guard.check_whole()
+        self._guard.check_settled()
+        if parts.pager.is_computing or parts.pager.num_gathered:
+            raise StepOrderError(
+                what, "weights are in use", cure="Call it outside forward, backward and GatheredParameters"
+            )
+        if self._guard.has_backward or self.is_in_accumulation():
+            raise StepOrderError(what, "gradients wait for their step", cure="Call it after engine.step()")
+
+    def _copy_contents(self) -> _Contents:
+        self._paged.settle_states()
+        self.flush()
+        parts = self._parts
+        access, copies = parts.access, parts.access.copies
+        found = _Contents({}, {}, {}, {}, parts.stepper.scaler.state())
+        for unit in parts.module_hooks.units:
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                with parts.pager.opened(unit):
+                    found.weights[parameter] = copies.copy(unit.weight(slot).cpu())
+                if access.has_main_weights and access.has_place(parameter):
+                    found.mains[parameter] = access.main_weight(parameter)
+                if access.has_state(parameter):
+                    found.states[parameter] = access.state(parameter)
+                gradient = parameter.grad
+                if gradient is not None:
+                    found.gradients[parameter] = copies.copy(gradient.detach().clone())
+        return found
+
+    def _lay_out(self, contents: _Contents) -> None:
+        """Parts around the model as it is now, which hold ``contents``."""
+        surely(lambda: self._take_down(contents))
+        with contextlib.ExitStack() as undo:
+            _, originals = self._make_parts(undo, self)
+            undo.pop_all()
+        originals.forget()
+        access = self._parts.access
+        for parameter, main in contents.mains.items():
+            access.load_main_weight(parameter, main)
+        for parameter, state in contents.states.items():
+            access.load_state(parameter, state)
+        for parameter, gradient in contents.gradients.items():
+            parameter.grad = gradient
+        self._parts.stepper.scaler.load_state(contents.loss_scale)
+
+    def _take_down(self, contents: _Contents) -> None:
+        """The model is an ordinary one, over copies of its weights. May be called again."""
+        with contextlib.ExitStack() as rest:
+            self._release_parts(rest)
+            rest.callback(self._guard.move_to, Phase.CLOSED)
+            for parameter, weight in contents.weights.items():
+                let_go([parameter])
+                parameter.data = weight

@@ -1,0 +1,210 @@
+"""Parameters that were frozen and in no group in `initialize`, and come into a group later: gradual unfreezing, LoRA -> full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import BudgetTooSmallError, StepOrderError, UnpreparedParameterError
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.user_edits import MODES, Named, start, take_step
+
+_NAMES = [fqn for fqn, _ in PLAIN.make("none").named_parameters()]
+_FROZEN = _NAMES[:-3]
+
+
+def _adamw(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def _momentum(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+
+
+def _start(tmp_path: Path, mode: str, kind: Callable[[list[Any]], torch.optim.Optimizer] = _adamw) -> Lockstep:
+    def make(named: Named) -> torch.optim.Optimizer:
+        for fqn in _FROZEN:
+            named[fqn].requires_grad_(False)
+        return kind([param for fqn, param in named.items() if fqn not in _FROZEN])
+
+    both = start(tmp_path, mode, make)
+    for param in (both.reference.model.get_parameter(fqn) for fqn in _FROZEN):
+        param.requires_grad_(False)
+    return both
+
+
+def _thaw(both: Lockstep, names: list[str], **options: Any) -> None:
+    both.optimizer.add_param_group({"params": [both.model.get_parameter(fqn) for fqn in names], **options})
+    both.reference.optimizer.add_param_group({"params": [both.reference.main[fqn] for fqn in names], **options})
+    for model in (both.model, both.reference.model):
+        for fqn in names:
+            model.get_parameter(fqn).requires_grad_(True)
+
+
+def _start_from_what_is_seen(both: Lockstep) -> None:
+    """Under 16 bits, a frozen parameter is the one that the model has: its main weight begins with that."""
+    for fqn in _FROZEN:
+        both.reference.main[fqn].data.copy_(both.reference.model.get_parameter(fqn))
+
+
+@pytest.mark.parametrize("kind", [_adamw, _momentum])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_model_is_thawed_group_by_group(
+    mode: str, kind: Callable[[list[Any]], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    with _start(tmp_path, mode, kind) as both:
+        _start_from_what_is_seen(both)
+        take_step(both, mode, 0)
+        half = len(_FROZEN) // 2
+        for step, names in enumerate([_FROZEN[half:], _FROZEN[:half]], start=1):
+            _thaw(both, names, lr=3e-2)
+            take_step(both, mode, 2 * step)
+            take_step(both, mode, 2 * step + 1)
+        both.require_equal()
+
+
+def test_gradients_and_hooks_of_a_plain_loop_survive(tmp_path: Path) -> None:
+    fired: list[int] = []
+    with _start(tmp_path, "step") as both:
+        _start_from_what_is_seen(both)
+        last = both.model.get_parameter(_NAMES[-1])
+        last.register_post_accumulate_grad_hook(lambda param: fired.append(1))
+        both.plain_backward(0)
+        both.reference.step()
+        both.optimizer.step()  # the gradients stay until zero_grad
+        before = last.grad.clone()
+        _thaw(both, _FROZEN)
+        assert torch.equal(last.grad, before)
+        both.optimizer.zero_grad()
+        both.plain_step(1)
+        assert fired == [1, 1]
+        both.require_equal()
+
+
+def _engine(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Module]:
+    model = PLAIN.make("none")
+    for fqn in _FROZEN:
+        model.get_parameter(fqn).requires_grad_(False)
+    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
+    own = _adamw([param for param in model.parameters() if param.requires_grad])
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=own)
+    return engine, optimizer, model
+
+
+def _train(engine: Any, step: int) -> None:
+    engine.backward(engine(**make_batch(step)))
+    engine.step()
+
+
+def _group(model: nn.Module) -> dict[str, Any]:
+    return {"params": [model.get_parameter(fqn).requires_grad_(True) for fqn in _FROZEN]}
+
+
+def test_where_there_is_no_room_the_error_names_the_key_and_the_training_goes_on(tmp_path: Path) -> None:
+    results: list[dict[str, torch.Tensor]] = []
+    for tries in (False, True):
+        with pytest.raises(BudgetTooSmallError) as least:
+            _engine(tmp_path, infinity={"host_memory_budget": 1})
+        engine, optimizer, model = _engine(tmp_path, infinity={"host_memory_budget": least.value.minimum_bytes})
+        with engine:
+            _train(engine, 0)
+            if tries:
+                group = _group(model)
+                with pytest.raises(BudgetTooSmallError, match=r"host_memory_budget"):
+                    optimizer.add_param_group(group)
+                for param in group["params"]:
+                    param.requires_grad_(False)
+                assert len(optimizer.param_groups) == 1
+            _train(engine, 1)
+            results.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_checkpoint_holds_the_thawed_states(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    engine, optimizer, model = _engine(tmp_path / "drive")
+    with engine:
+        optimizer.add_param_group(_group(model))
+        _train(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved")
+        _train(engine, 1)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, optimizer, model = _engine(tmp_path / "drive")
+    with engine:
+        optimizer.add_param_group(_group(model))
+        engine.load_checkpoint(tmp_path / "saved")
+        assert all("exp_avg" in optimizer.state[param] for param in model.parameters())
+        _train(engine, 1)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("moment", ["in a step", "gathered", "in forward"])
+def test_not_in_the_midst_of_things(moment: str, tmp_path: Path) -> None:
+    engine, optimizer, model = _engine(tmp_path, gradient_accumulation_steps=2)
+    with engine:
+        group = _group(model)
+
+        def add(*_: Any) -> None:
+            with pytest.raises(StepOrderError, match=r"add_param_group.* Call it "):
+                optimizer.add_param_group(group)
+
+        if moment == "in a step":
+            _train(engine, 0)
+            add()
+            _train(engine, 1)
+        elif moment == "gathered":
+            with infinity.GatheredParameters(list(model.parameters())[:1]):
+                add()
+        else:
+            handle = model.get_submodule("blocks.1").register_forward_hook(add)
+            with torch.no_grad():
+                engine(**make_batch(0))
+            handle.remove()
+        optimizer.add_param_group(group)
+        _train(engine, 2)
+
+
+def test_a_durable_run_wants_it_in_a_group_from_the_start(tmp_path: Path) -> None:
+    engine, optimizer, model = _engine(tmp_path, infinity={"durable": True})
+    with engine, pytest.raises(UnpreparedParameterError, match=r"durable run .* before infinity\.initialize"):
+        optimizer.add_param_group(_group(model))
+
+
+def test_a_durable_run_goes_on_with_what_was_thawed_in_it(tmp_path: Path) -> None:
+    def begin() -> tuple[Any, Any, nn.Module]:
+        model = PLAIN.make("none")
+        config = everything_on_nvme(tmp_path, {"optimizer": None, "infinity": {"durable": True}})
+        for fqn in _FROZEN:
+            model.get_parameter(fqn).requires_grad_(False)
+        engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=_adamw([*model.parameters()]))
+        return engine, optimizer, model
+
+    def train(engine: Any, model: nn.Module, stop: int) -> None:
+        while engine.global_steps < stop:
+            for fqn in _FROZEN:
+                model.get_parameter(fqn).requires_grad_(engine.global_steps >= 1)
+            _train(engine, engine.global_steps)
+
+    engine, optimizer, model = begin()
+    with engine:
+        train(engine, model, 2)
+    engine, optimizer, model = begin()
+    with engine:
+        assert engine.global_steps == 2
+        assert all(float(optimizer.state[model.get_parameter(fqn)]["step"]) == 1 for fqn in _FROZEN)
+        train(engine, model, 3)
+        expected = PLAIN.make("none")
+        plain = _adamw([*expected.parameters()])
+        for step in range(3):
+            for fqn in _FROZEN:
+                expected.get_parameter(fqn).requires_grad_(step >= 1)
+            expected(**make_batch(step)).backward()
+            plain.step()
+            plain.zero_grad()
+        assert all(torch.equal(value, expected.state_dict()[name]) for name, value in model.state_dict().items())
