@@ -21,6 +21,7 @@
     ├── CheckpointError (ValueError)           a checkpoint is damaged, or not what this version reads
     ├── OptimizerNotPageableError (ValueError) the optimizer mixes elements or needs a closure
     ├── StaleStateError (RuntimeError)         a copy of an optimizer state was changed too late
+    ├── StaleDataError (RuntimeError)          a tensor was changed that had been assigned to .data
     ├── NotResidentError (RuntimeError)        something was read while its memory is elsewhere
     │   ├── ParameterNotResidentError
     │   └── GradientNotResidentError
@@ -324,6 +325,17 @@ class StaleStateError(InfinityError, RuntimeError):
         super().__init__(
             f"optimizer.state of '{fqn}': the tensor '{name}' was read before a step and changed after it. It is a copy of "
             "what was then, so the change is lost. Read optimizer.state[parameter] again after each step and change that"
+        )
+
+
+class StaleDataError(InfinityError, RuntimeError):
+    """A tensor was changed after it had been assigned to a parameter's ``.data``."""
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+        super().__init__(
+            f"'{fqn}': the tensor t of an assignment p.data = t was written to after it. The engine holds a copy of what t was "
+            "then, so the weight would miss that. Write to p.data instead, or assign t once more"
         )
 
 

@@ -30,6 +30,7 @@ class EngineListener(PagerListener):
     def check_usable(self) -> None:
         refuse_in_between("this call")
         self._guard.check_open()
+        self._parts.parameter_handler.check_assigned()
         self._backwards.raise_deferred()
         self._parts.stream.raise_error()
         self._parts.storage.raise_pending()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import StaleDataError, UnsupportedModelError
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_operations import ParameterOperations
@@ -66,6 +66,8 @@ class ParameterHandler:
         self._operations = ParameterOperations(pager)
         self._gradients = gradients
         self._gatherer = gatherer
+        self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """What was assigned to ``.data``, by the parameter's FQN, and torch's count of writes to it then."""
 
     @property
     def gatherer(self) -> Gatherer | None:
@@ -109,6 +111,7 @@ class ParameterHandler:
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
         _check_assigned(slot, parameter, values)
+        assigned = values
         if host_of(values) is not None:
             values = values.detach().clone()  # else both would have to be in memory at a time
         for view in unit.handed_out(slot):
@@ -116,6 +119,22 @@ class ParameterHandler:
                 detach_view(view, view.clone())  # it goes on looking at the old weights
         with torch.no_grad():
             parameter.data.copy_(values)
+        self._assigned.pop(slot.spec.fqn, None)
+        if assigned is values and not values.is_inference():
+            self._assigned[slot.spec.fqn] = weakref.ref(values), values._version
+
+    def check_assigned(self) -> None:
+        """Raise if a tensor that was assigned to ``.data`` has been written to since: in torch the weight would have changed.
+
+        Raises:
+            StaleDataError: once for each such write.
+        """
+        for fqn, (reference, version) in list(self._assigned.items()):
+            values = reference()
+            if values is None or values._version != version:
+                del self._assigned[fqn]
+                if values is not None:
+                    raise StaleDataError(fqn)
 
     def before_write(self, parameter: nn.Parameter) -> None:
         self._pager.residency.remember(*self._module_hooks.locate(parameter))

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.exactness.lockstep import PLAIN
+import infinity
+from infinity.errors import StaleDataError
+from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.written import MODES, train
 
 
@@ -285,3 +287,22 @@ def test_a_write_in_inference_mode_counts(mode: str, tmp_path: Path) -> None:
         _in_inference_mode(model)
 
     train(PLAIN, mode, tmp_path, between=between)
+
+
+def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    with engine:
+        parameter = engine.module.get_parameter("blocks.0.up.weight")
+        kept = torch.full(parameter.shape, 0.25)
+        parameter.data = kept
+        engine.backward(engine(**make_batch(0)))
+        engine.step()
+        kept.zero_()
+        with pytest.raises(StaleDataError, match=r"'blocks\.0\.up\.weight'.* Write to p\.data"):
+            engine(**make_batch(1))
+        parameter.data = kept
+        assert not parameter.detach().any()
+        parameter.data = parameter.data + 1  # what was assigned before has nothing to do with it any more
+        kept.add_(1)
+        engine.backward(engine(**make_batch(1)))
+        engine.step()
