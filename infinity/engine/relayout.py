@@ -114,8 +114,6 @@ class Relayout(CheckpointCalls):
             raise StepOrderError(
                 what, "weights are in use", cure="Call it outside forward, backward and GatheredParameters"
             )
-        if self._guard.has_backward or self.is_in_accumulation():
-            raise StepOrderError(what, "gradients wait for their step", cure="Call it after engine.step()")
 
     def _copy_contents(self) -> _Contents:
         self._paged.settle_states()

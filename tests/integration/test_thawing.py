@@ -144,9 +144,39 @@ def test_a_checkpoint_holds_the_thawed_states(tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("moment", ["in a step", "gathered", "in forward"])
+@pytest.mark.parametrize("changes", [{}, {"gradient_clipping": 0.1}, {"bf16": {"enabled": True}}])
+def test_between_the_micro_batches_of_a_step(changes: dict[str, Any], tmp_path: Path) -> None:
+    def make(named: Named) -> torch.optim.Optimizer:
+        for fqn in _FROZEN:
+            named[fqn].requires_grad_(False)
+        return _adamw([param for fqn, param in named.items() if fqn not in _FROZEN])
+
+    with Lockstep.start(
+        tmp_path,
+        changes={"optimizer": None, "gradient_accumulation_steps": 2, **changes},
+        reference_optimizer=make,
+        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
+    ) as both:
+        for fqn in _FROZEN:
+            both.reference.model.get_parameter(fqn).requires_grad_(False)
+        _start_from_what_is_seen(both)
+        both.engine_step(0)
+        for micro_batch in range(2):
+            batch = both.batch(1, micro_batch)
+            both.reference.backward(both.reference.forward(batch))
+            both.engine.backward(both.engine(**batch))
+            if micro_batch == 0:
+                both.engine.step()
+                _thaw(both, _FROZEN)
+        both.reference.step()
+        both.engine.step()
+        both.engine_step(2)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("moment", ["gathered", "in forward"])
 def test_not_in_the_midst_of_things(moment: str, tmp_path: Path) -> None:
-    engine, optimizer, model = _engine(tmp_path, gradient_accumulation_steps=2)
+    engine, optimizer, model = _engine(tmp_path)
     with engine:
         group = _group(model)
 
@@ -154,11 +184,7 @@ def test_not_in_the_midst_of_things(moment: str, tmp_path: Path) -> None:
             with pytest.raises(StepOrderError, match=r"add_param_group.* Call it "):
                 optimizer.add_param_group(group)
 
-        if moment == "in a step":
-            _train(engine, 0)
-            add()
-            _train(engine, 1)
-        elif moment == "gathered":
+        if moment == "gathered":
             with infinity.GatheredParameters(list(model.parameters())[:1]):
                 add()
         else:

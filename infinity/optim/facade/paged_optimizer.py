@@ -207,7 +207,7 @@ class PagedOptimizer(Optimizer):
 
         Raises:
             BudgetTooSmallError, StorageError: there is no room for their states; the group is not added then.
-            StepOrderError: gradients of a step that has not ended are there, or weights are gathered.
+            StepOrderError: weights are in use: in forward, backward, or gathered.
             UnpreparedParameterError: the run is durable, and has no room for states that come later.
         """
         self._template.add_group(param_group)
