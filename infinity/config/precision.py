@@ -23,14 +23,19 @@ def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]
         raise ConfigValueError("fp16.enabled", True, problem, cure='Set "enabled" of one of them to false')
     compute_dtype = torch.float16 if root.fp16.enabled else torch.bfloat16 if root.bf16.enabled else torch.float32
     _check_data_types(root, _NAMES[compute_dtype])
-    return compute_dtype, _loss_scaling(root.fp16) if root.fp16.enabled else None
+    return compute_dtype, _loss_scaling(root.fp16) if scales_loss(root) else None
+
+
+def scales_loss(root: RootBlock) -> bool:
+    """Whether gradients are computed in fp16, so that losses are scaled and overflows are looked for."""
+    return root.fp16.enabled or (root.torch_autocast.enabled and root.torch_autocast.dtype == "fp16")
 
 
 def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of ``torch.autocast`` around the model; None without.
 
     Raises:
-        ConfigError: the compute dtype is narrow already, or autocast's would need a loss scale.
+        ConfigError: the compute dtype is narrow already.
     """
     block = root.torch_autocast
     if not block.enabled:
@@ -39,10 +44,7 @@ def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype
         key = f"{_NAMES[compute_dtype]}.enabled"
         problem = "torch_autocast is switched on, too, and casts fp32 weights where they are used"
         raise ConfigValueError(key, True, problem, cure=f"Remove the block {_NAMES[compute_dtype]}, or torch_autocast")
-    if block.dtype == "fp16":
-        reason = "fp16 under autocast needs a loss scale, which fp32 weights have none of here"
-        raise UnsupportedConfigError("torch_autocast.dtype", "fp16", reason, cure='Set it to "bfloat16"')
-    return torch.bfloat16
+    return next(dtype for dtype, known in _NAMES.items() if known == block.dtype)
 
 
 def resolve_buffer_dtype(root: RootBlock) -> torch.dtype | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.config.batch import resolve_batch_sizes
-from infinity.config.precision import resolve_autocast, resolve_buffer_dtype, resolve_precision
+from infinity.config.precision import resolve_autocast, resolve_buffer_dtype, resolve_precision, scales_loss
 from infinity.config.resolved import (
     AutotuneMode,
     Decision,
@@ -159,14 +159,14 @@ class _Book:
 
 def _checks_overflow(root: RootBlock) -> bool:
     """Whether a step whose gradients are not finite is skipped."""
-    return root.fp16.enabled or (root.bf16.enabled and root.bf16.check_grad_overflow)
+    return scales_loss(root) or (root.bf16.enabled and root.bf16.check_grad_overflow)
 
 
 def _needs_all_gradients(root: RootBlock) -> tuple[str, str] | None:
     """What in the config needs all gradients before the first update, and the cure; None if nothing does."""
     if root.gradient_clipping > 0:
         return f"gradient_clipping = {root.gradient_clipping}", "gradient_clipping to 0"
-    if root.fp16.enabled:
+    if scales_loss(root):
         return "the overflow check of fp16", "take bf16 instead of fp16"
     if _checks_overflow(root):
         return "bf16.check_grad_overflow", "that to false"

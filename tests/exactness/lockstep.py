@@ -122,7 +122,9 @@ class Lockstep:
             rounds_half_up=dtype == torch.bfloat16 and own.get("main_weights", "auto") != "fp32",
             rounds_gradients=own.get("gradient_dtype") == "bf16",
             state_dtype=own.get("state_dtype", "fp32"),
-            scaler=_scaler(config["fp16"]) if is_half else None,
+            scaler=_scaler(config["fp16"])
+            if is_half or config.get("torch_autocast", {}).get("dtype") == "fp16"
+            else None,
         )
         engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=config, **arguments(model))
         return cls(reference, model, engine, optimizer, loader, scheduler, case, dtype)

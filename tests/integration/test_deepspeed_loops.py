@@ -480,7 +480,10 @@ def test_autocast_by_the_config(
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "bfloat16"), ({"bf16": {"enabled": True}}, "bf16")],
+    [
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "infinity": {"update": "in_backward"}}, "fp16"),
+    ],
 )
 def test_autocast_that_does_not_fit_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     config = everything_on_nvme(tmp_path, {"torch_autocast": {"enabled": True}, **changes})

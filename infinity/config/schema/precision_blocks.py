@@ -98,7 +98,7 @@ class AutocastBlock(Block):
     """Run the model under `torch.autocast`, over fp32 weights. As in plain torch, the casts of all weights that forward
     uses stay in memory until backward has used them, outside the budget."""
     dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
-    """What autocast casts to; only bf16 is implemented."""
+    """What autocast casts to. With fp16, losses are scaled as the keys of the block `fp16` say, which stays off."""
     lower_precision_safe_modules: Annotated[
         Untyped | list[str],
         NoEffect("no effect: it concerns gradients on their way between processes, and there is one process"),
