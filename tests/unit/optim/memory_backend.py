@@ -97,6 +97,8 @@ class MemoryBackend:
             kept = self._kept[param] = _Kept({name: torch.cat([part[name] for part in made]) for name in made[0]}, {})
         kept.scalars = scalars
 
+    def make_room(self) -> None: ...
+
     def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
         for param in self._template.params():
             if not set_to_none and param.grad is not None:
