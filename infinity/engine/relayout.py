@@ -116,6 +116,7 @@ class Relayout(CheckpointCalls):
             )
 
     def _copy_contents(self) -> _Contents:
+        self.wait_for_checkpoint()
         self._paged.settle_states()
         self.flush()
         parts = self._parts
