@@ -72,7 +72,7 @@ def memory_needs(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[
         config = load_config(
             {"train_batch_size": 1, "zero_optimization": {"stage": 3, **zero}, **precision}, check_storage=False
         )
-        units = make_units(model, config, is_trained=True)
+        units = make_units(model, config)
         sizes = [UnitSize.of(unit, _ADAM_STATES) for unit in units]
         request = Request.of(config, model, units, budget_bytes=0, shares_host_memory=is_on_cpu)
         total = sum(size.weight_bytes for size in sizes)
