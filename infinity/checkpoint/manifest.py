@@ -26,6 +26,8 @@ _FORMAT = "infinity-checkpoint"
 _MOST_BYTES = 1 << 30
 """Of a manifest: that of a million tensors is half as long."""
 _LARGEST_CHUNK = 64 << 20
+_MOST_CHUNKS = 1 << 22
+"""Of one array, 8 TiB: their index is held in memory, and a sparse file may claim any number."""
 _NUM_SIZES = 64
 
 
@@ -104,8 +106,8 @@ def read_manifest(folder: Path) -> Manifest:
     data = path.read_bytes()
     try:
         contents = json.loads(data)
-    except ValueError as error:
-        raise CheckpointError(path, "it is damaged: no JSON") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(path, "it is damaged: no JSON of a manifest") from error
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         raise CheckpointError(path, "it is no manifest of a checkpoint")
     version = contents.get("version")
@@ -143,7 +145,7 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedArray:
     if any(type(size) is not int or size < 0 or size >= 1 << 62 for size in sizes) or not _is_cut(shape, chunk):
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, in chunks of {chunk}")
     spec = ArraySpec(*names[:3], shape, names[3], chunk)
-    if not spec.is_known or spec.data_bytes > _LARGEST_CHUNK:
+    if not spec.is_known or spec.data_bytes > _LARGEST_CHUNK or spec.num_chunks > _MOST_CHUNKS:
         raise CheckpointError(path, f"'{names[1]}' has dtype {names[3]!r} and chunks of {chunk}, which none has")
     if spec.num_bytes:
         _check_size(folder / array_path(spec) / spec.file_name, spec.num_bytes)

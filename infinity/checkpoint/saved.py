@@ -178,9 +178,20 @@ class Checkpoint:
             objects = unpickled(self.folder / OBJECTS, read_checked(self.folder, self._manifest, OBJECTS))
         try:
             found = decode(json.loads(read_checked(self.folder, self._manifest, REST)), objects)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(self.folder / REST, f"it is not what a checkpoint has: {error!r}") from error
-        if not isinstance(found, dict):
+        except CheckpointError:
+            raise
+        except (
+            LookupError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+            MemoryError,
+        ) as error:
+            problem = f"it is not what a checkpoint has: {str(error)[:200] or type(error).__name__}"
+            raise CheckpointError(self.folder / REST, problem) from error
+        if not isinstance(found, dict) or not isinstance(found.get("counters"), dict) or "client_state" not in found:
             raise CheckpointError(self.folder / REST, "it is not what a checkpoint has")
         return found
 
@@ -297,7 +308,7 @@ def writing(
         raise ValueError(f"keep_last counts the new checkpoint, so it is 1 or more, not {keep_last}")
     needed = sum(each.num_bytes + _FILE_BYTES for each in specs)
     try:
-        if (directory / tag).exists() and not (directory / tag).is_dir():
+        if os.path.lexists(directory / tag) and not (directory / tag).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is no directory")
         with Staging(directory, tag) as staging:
             available = free_bytes(directory)

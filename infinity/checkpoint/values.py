@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,9 @@ def unpickled(path: Path, data: bytes) -> list[Any]:
         CheckpointError: there is a class in it that nobody has declared to be safe.
     """
     try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+                raise ValueError("it is compressed, which torch.save never does")
         found: list[Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises several kinds
         try:

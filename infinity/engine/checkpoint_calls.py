@@ -14,6 +14,7 @@ from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
 from infinity.loop.phase import PhaseGuard
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from swapper.volumes.publish import remove_abandoned
 
 logger = logging.getLogger(__name__)
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -157,6 +158,7 @@ class CheckpointCalls(ExportCalls):
             )
         self.wait_for_checkpoint()
         self.flush()
+        remove_abandoned(Path(load_dir))
         folder = checkpoint.find(Path(load_dir), None if tag is None else str(tag))
         if folder is None:
             logger.warning(

@@ -23,6 +23,7 @@ from typing import IO
 
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 _NUM_THREADS = 8
+_HIDDEN = ".*.saving-*"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -40,14 +41,13 @@ class Staging:
             prefix: what the files have in common.
         """
         self._directory = directory
-        self._prefix = f".{prefix}.saving-"
-        self.path = directory / f"{self._prefix}{secrets.token_hex(8)}"
+        self.path = directory / f".{prefix}.saving-{secrets.token_hex(8)}"
         self._lock: int | None = None
 
     def __enter__(self) -> Staging:
         make_directory(self._directory)
         with locked(self._directory):
-            self._remove_abandoned()
+            _remove_abandoned(self._directory)
             self.path.mkdir()
             self._lock = _try_lock(self.path)
         return self
@@ -58,13 +58,6 @@ class Staging:
         remove_tree(self.path)
         if self._lock is not None:
             os.close(self._lock)
-
-    def _remove_abandoned(self) -> None:
-        for path in self._directory.glob(f"{self._prefix}*"):
-            lock = _try_lock(path)
-            if lock is not None:
-                remove_tree(path)
-                os.close(lock)
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[IO[bytes]]:
@@ -116,6 +109,21 @@ class Staging:
             if path.name not in new and is_old(path.name):
                 remove(path)
         sync_directory(self._directory)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove what killed processes have left of files they were writing here, as far as that can be done."""
+    if next(directory.glob(_HIDDEN), None) is not None:
+        with contextlib.suppress(OSError), locked(directory):
+            _remove_abandoned(directory)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    for path in directory.glob(_HIDDEN):
+        lock = None if path.is_symlink() else _try_lock(path)  # where somebody lives who writes to it, he has its lock
+        if lock is not None:
+            remove_tree(path)
+            os.close(lock)
 
 
 def _are_equal(source: Path, target: Path) -> bool:
@@ -205,7 +213,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a directory with all that is in it, as far as that can be done."""
+    """Remove a directory (no link) with all that is in it, as far as that can be done."""
     found = list(os.walk(folder))
     depths: dict[int, list[str]] = {}
     for place, _, _ in found:

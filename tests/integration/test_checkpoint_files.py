@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import pickle
 import random
 import re
 import shutil
+import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,9 @@ from torch import nn
 import infinity
 from infinity.checkpoint import manifest as manifests
 from infinity.checkpoint.saved import Checkpoint
+from infinity.checkpoint.values import unpickled
 from infinity.errors import CheckpointError, StorageError
-from swapper.volumes.block_files import BlockFile
+from swapper.volumes.block_files import BlockFile, free_bytes
 from tests.exactness.lockstep import BF16, everything_on_nvme
 
 
@@ -162,6 +167,11 @@ _HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a number that is a text": (_changed(lambda c: c["arrays"][0].update(shape=["8", 8])), "has the shape"),
     "no dtype": (_changed(lambda c: c["arrays"][0].update(dtype="load")), "dtype 'load'"),
     "twice": (_changed(lambda c: c["arrays"].append(c["arrays"][0])), "twice"),
+    "more chunks than memory for their index": (
+        _changed(lambda c: c["arrays"][0].update(shape=[1 << 50], chunk=[1])),
+        "which none has",
+    ),
+    "deep JSON": (lambda folder: (folder / "manifest.json").write_text("[" * 1_000_000), "no JSON"),  # type: ignore[dict-item, return-value]
     "no list": (_changed(lambda c: c.update(arrays=3)), "no manifest"),
     "no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), "no JSON"),  # type: ignore[dict-item, return-value]
     "none": (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json in it"),
@@ -229,3 +239,119 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
         assert names[0] == names[1]
         Checkpoint.open(saved.parent).verify()
         _step(engine)
+
+
+_REST: dict[str, str] = {
+    "deep": "[" * 100_000,
+    "no JSON": '{"counters":',
+    "a tensor that is larger than its bytes": '{"client_state":{"__is__":"tensor","dtype":"float32","shape":[4000],"value":""}}',
+    "an array of objects": '{"client_state":{"__is__":"array","dtype":"O","shape":[1],"value":"AAAAAAAAAAA="}}',
+    "no dtype": '{"client_state":{"__is__":"tensor","dtype":"load","shape":[1],"value":"AAAA"}}',
+    "no counters": '{"client_state":{}}',
+    "an object that is not there": '{"client_state":{"__is__":"object","value":7}}',
+}
+
+
+@pytest.mark.parametrize("case", _REST)
+def test_what_is_no_tensor_may_be_hostile_as_well(case: str, saved: Path) -> None:
+    def seal(contents: dict[str, Any]) -> None:
+        (saved / "training.json").write_text(_REST[case])
+        contents["files"]["training.json"] = [len(_REST[case]), manifests.checksum_of(_REST[case].encode())]
+
+    _changed(seal)(saved)
+    with _engine(saved.parents[1] / "drive") as engine:
+        with pytest.raises(CheckpointError, match=r"training\.json"):
+            engine.load_checkpoint(saved.parent)
+        _step(engine)  # nothing has been changed
+
+
+def test_objects_that_unpack_to_more_than_there_is_are_refused(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps([]))
+        archive.writestr("archive/data/0", bytes(1 << 20))
+    with pytest.raises(CheckpointError, match="compressed"):
+        unpickled(tmp_path, file.getvalue())
+
+
+@pytest.mark.root
+def test_a_drive_that_is_really_full(small_tmpfs: Callable[[int], Path], tmp_path: Path) -> None:
+    drive = small_tmpfs(3 << 19)
+    with _engine(tmp_path / "drive") as engine:
+        _step(engine)
+        engine.save_checkpoint(drive, tag="one")
+        before = sorted(drive.rglob("*"))
+        (drive / "others").write_bytes(bytes(free_bytes(drive) - (300 << 10)))
+        with pytest.raises(StorageError, match=r"free, and the checkpoint takes"):
+            engine.save_checkpoint(drive, tag="two")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("infinity.checkpoint.saved.free_bytes", lambda directory: 1 << 30)
+            for blocking in (True, False):
+                with pytest.raises(StorageError, match="No space left on device"):
+                    engine.save_checkpoint(drive, tag="two", blocking=blocking, client_state={"x": "x" * (1 << 19)})
+                    engine.wait_for_checkpoint()
+        assert sorted(drive.rglob("*")) == [*before, drive / "others"]
+        assert Checkpoint.open(drive).verify()
+        (drive / "others").unlink()
+        _step(engine)
+        engine.save_checkpoint(drive, tag="two", keep_last=1)
+        assert sorted(path.name for path in drive.iterdir()) == ["latest", "two"]
+
+
+@pytest.mark.root
+def test_a_read_only_drive_is_told_and_is_loaded_from(saved: Path, small_tmpfs: Callable[[int], Path]) -> None:
+    drive = small_tmpfs(8 << 20)
+    shutil.copytree(saved.parent, drive, dirs_exist_ok=True)
+    (drive / ".two.saving-0").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(drive)], check=True)
+    with _engine(saved.parents[1] / "drive") as engine:
+        with pytest.raises(StorageError, match=r"Read-only file system.*Give a directory that can be written to"):
+            engine.save_checkpoint(drive)
+        engine.load_checkpoint(drive)
+
+
+def test_links_and_files_in_the_way(saved: Path) -> None:
+    there = saved.parent
+    (there / "file").write_text("mine")
+    (there / "nowhere").symlink_to(there / "missing")
+    shutil.copytree(saved, there.parent / "elsewhere")
+    (there / "link").symlink_to(there.parent / "elsewhere", target_is_directory=True)
+    with _engine(saved.parents[1] / "drive") as engine:
+        engine.load_checkpoint(there, tag="link")
+        for tag in ("file", "nowhere"):
+            with pytest.raises(StorageError, match=f"'{tag}' in it is no directory"):
+                engine.save_checkpoint(there, tag=tag)
+        engine.save_checkpoint(there, tag="link")  # takes the link's place, not that of what it names
+        assert not (there / "link").is_symlink() and Checkpoint.open(there, "link").verify()
+        assert Checkpoint(there.parent / "elsewhere").verify()
+        (there.parent / "way").symlink_to(there, target_is_directory=True)
+        engine.save_checkpoint(there.parent / "way", tag="two")
+        assert Checkpoint.open(there, "two").verify()
+        assert engine.load_checkpoint(there.parent / "no such directory") == (None, None)
+        assert engine.load_checkpoint(there, tag="file") == (None, None)
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_what_killed_saves_have_left_is_removed_unless_somebody_lives_who_writes_it(call: str, saved: Path) -> None:
+    there = saved.parent
+    for name in (".old.saving-0123", ".adapter.saving-4567", ".mine.saving-89ab"):
+        (there / name / "checkpoint").mkdir(parents=True)
+        (there / name / "checkpoint" / "file").write_text("x")
+    (there / ".link.saving-0").symlink_to(there.parent / "drive", target_is_directory=True)
+    child = subprocess.Popen(
+        ["flock", str(there / ".mine.saving-89ab"), "-c", "echo; cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    with _engine(saved.parents[1] / "drive") as engine:
+        if call == "save":
+            engine.save_checkpoint(there, tag="two")
+        else:
+            engine.load_checkpoint(there)
+        hidden = sorted(path.name for path in there.iterdir() if path.name.startswith("."))
+        assert hidden == [".link.saving-0", ".mine.saving-89ab"]
+        child.communicate()
+        engine.load_checkpoint(there)
+        assert not (there / ".mine.saving-89ab").exists()
