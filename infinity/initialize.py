@@ -21,11 +21,13 @@ from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
 from infinity.optim.facade.no_optimizer import absent_template
+from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.template import Template, build_template
 from infinity.planning.autotune import tune_io
 from infinity.planning.placement import DEVICE_KEY
 from infinity.units.model_check import check_model
+from infinity.units.tiles import Tiling
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +90,13 @@ def initialize(
     check_model(model)
     write_out()  # what a model that was built on drives still has in memory
     torch_device = choose_device(model, device)
-    named = list(model.named_parameters())
-    template = _template(optimizer, resolved, named, model_parameters, torch_device)
+    parameters = list(model.parameters())
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
+        tiling = _tile(model, optimizer, resolved, undo)
+        fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+        named = [(fqns[id(parameter)], parameter) for parameter in tiling.groups.with_tiles(parameters)]
+        members = tiling.groups.with_tiles(model_parameters)
+        template = _template(optimizer, resolved, named, members, torch_device, tiling.groups)
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
         resolved = tune_io(resolved)
         undo.callback(template.give_back_untouched)
@@ -113,6 +119,8 @@ def initialize(
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+        tiling.show()
+        engine.note_untiling(functools.partial(_untile, tiling, optimizer))
         engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -127,19 +135,34 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _tile(model: nn.Module, optimizer: Any, config: InfinityConfig, undo: contextlib.ExitStack) -> Tiling:
+    tiling = Tiling(model, config.infinity.tile_above, config.compute_dtype.itemsize, config.nvme_paths)
+    undo.callback(_untile, tiling, optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
+        tiling.groups.give_tiles(optimizer)
+    return tiling
+
+
+def _untile(tiling: Tiling, optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
+        tiling.groups.take_tiles(optimizer)
+    tiling.undo()
+
+
 def _template(
     optimizer: Any,
     config: InfinityConfig,
     named: list[tuple[str, nn.Parameter]],
     model_parameters: Iterable[Any] | None,
     device: torch.device,
+    tiled: TiledGroups,
 ) -> Template:
     source = optimizer if optimizer is not None else config.optimizer
     has_any = model_parameters is not None or any(parameter.requires_grad for _, parameter in named)
     if source is None or not (has_any or isinstance(source, torch.optim.Optimizer)):
         logger.info("the engine evaluates only: %s", "no optimizer is named" if source is None else "nothing to train")
         return absent_template(named, device)
-    return build_template(source, named, device, model_parameters=model_parameters)
+    return build_template(source, named, device, model_parameters=model_parameters, tiled=tiled)
 
 
 def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim.Optimizer) -> Any:

@@ -19,6 +19,8 @@ from infinity.device.host_memory import give_back_freed_memory
 from infinity.numerics.kernels import kernels
 
 BUDGET_BYTES = 240_000_000
+LONG_BUDGETS = {"memory": 48 << 20, "nvme": 48 << 20, "cpu": 1400 << 20}
+"""Of `train_on_long_sequences`, by where activations are: with "cpu" they are part of it."""
 NUM_STEPS = 2
 """Nothing is known of the model in the first step; the second is like all that follow."""
 _WIDTH, _NUM_RESULTS, _NUM_TOKENS, _NUM_BLOCKS = 1024, 32_000, 128, 4
@@ -183,7 +185,7 @@ def train_on_long_sequences(group: str, directory: str, activations: str) -> Non
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": "48MiB", "activations": activations},
+        "infinity": {"host_memory_budget": LONG_BUDGETS[activations], "activations": activations},
     }
     torch.manual_seed(0)
     width, num_tokens, num_blocks = 256, 8192, 24

@@ -18,13 +18,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.activations.boundary import Space
 from infinity.activations.refusal import Refusal
-from infinity.activations.spill_space import SpillSpace
 from infinity.errors import EngineClosedError
 from infinity.telemetry.clock import StepClock
 from infinity.threads.turn import in_backward
@@ -66,6 +67,13 @@ class _Stored:
         self.is_held = True
         """Whether it counts among what is in memory."""
         self.claim: weakref.ref[_Claim] | None = None
+
+    def bring_to_host(self) -> None:
+        """From a GPU to pinned memory."""
+        if self.source is not None:
+            self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self.memory.copy_(self.source)
+            self.source = None
 
 
 class _Claim:
@@ -116,10 +124,18 @@ class _Token:
         return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
+class Room(Space, Protocol):
+    """Room on NVMe that is used again and again."""
+
+    def tidy(self) -> None:
+        """Nothing of a step is left."""
+        ...
+
+
 class SavedActivations:
     """Takes what autograd saves, and gives it back in backward. Safe for several threads."""
 
-    def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
+    def __init__(self, space: Room, clock: StepClock, capacity_bytes: int) -> None:
         """
         Args:
             space: where to put what exceeds the capacity.

@@ -13,6 +13,7 @@ from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import WEIGHT, Source
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.checkpoint.state_access import StateAccess, in_memory_order
+from infinity.optim.groups import TiledGroups
 from infinity.optim.named_groups import in_order_of
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.units.layout import Slot
@@ -21,17 +22,32 @@ from swapper.volumes.block_files import BlockThreads
 
 
 class Loading:
-    """One load. Shapes have been checked; must not be used while updates are pending."""
+    """One load, a ``with`` block. Shapes have been checked; must not be used while updates are pending."""
 
     def __init__(
-        self, saved: Checkpoint, threads: BlockThreads, access: StateAccess, module_hooks: ModuleHooks
+        self,
+        saved: Checkpoint,
+        threads: BlockThreads,
+        access: StateAccess,
+        module_hooks: ModuleHooks,
+        tiled: TiledGroups,
     ) -> None:
         self._saved = saved
         self._threads = threads
         self._access = access
         self._module_hooks = module_hooks
+        self._tiled = tiled
+        self._open = ExitStack()
+        self._sources: dict[tuple[str, str], ElementsInOrder] = {}
+        """(FQN, kind) of what is tiled -> its elements: those of one tile after those of the one before."""
         self._states: dict[int, dict[str, SavedTensor | torch.Tensor]] = {}
         """id of a held parameter -> its element-wise states."""
+
+    def __enter__(self) -> Loading:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._open.close()
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
@@ -42,8 +58,9 @@ class Loading:
             ValueError: it does not fit; nothing has been changed.
         """
         if "names" in rest:
-            rest = in_order_of(optimizer, rest, parameters)
-        mine = [p for group in optimizer.param_groups for p in group["params"]]
+            groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
+            rest = in_order_of(groups, rest, parameters)
+        mine = self._tiled.without_tiles([p for group in optimizer.param_groups for p in group["params"]])
         ids = [key for group in rest["param_groups"] for key in group["params"]]
         parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many
         arrays: dict[str, dict[str, SavedTensor | torch.Tensor]] = {}
@@ -66,8 +83,10 @@ class Loading:
     def _entry(
         self, parameter: Any, scalars: Mapping[str, Any], large: dict[str, SavedTensor | torch.Tensor]
     ) -> dict[str, Any]:
-        if self._module_hooks.holds(parameter):
-            self._states[id(parameter)] = large
+        parts = self._tiled.all_of(parameter)
+        if self._module_hooks.holds(parts[0]):
+            for part in parts:
+                self._states[id(part)] = large
             stands_for = torch.zeros((), dtype=torch.float32, device="cpu")
             return {**scalars, **{name: stands_for.expand(tuple(each.shape)) for name, each in large.items()}}
         return {**scalars, **{name: self._whole(each) for name, each in large.items()}}
@@ -85,14 +104,16 @@ class Loading:
 
     def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Weights and, of those that `optimizer` was told of, states."""
-        names = {id(parameter): fqn for fqn, parameter in parameters.items()}
+        names = {id(part): fqn for fqn, parameter in parameters.items() for part in self._tiled.all_of(parameter)}
         for fqn, parameter in parameters.items():
             found = self._saved.tensor("parameters", fqn)
-            if found is not None and not self._module_hooks.holds(parameter):
+            if found is not None and not self._module_hooks.holds(self._tiled.first_of(parameter)):
                 with torch.no_grad():
                     parameter.copy_(found.read(self._threads))
         for unit in self._module_hooks.units:
             self._unit(unit, names)
+        for source in self._sources.values():
+            source.end()
 
     def _unit(self, unit: Unit, names: Mapping[int, str]) -> None:
         with ExitStack() as stack:
@@ -113,12 +134,14 @@ class Loading:
                 with self._access.replacing(unit) as stream:
                     stream.fill(unit, sources)
             for source in sources.values():
-                if isinstance(source, ElementsInOrder):
+                if isinstance(source, ElementsInOrder) and source not in self._sources.values():
                     source.end()
         for parameter, weight in frozen:
             self._access.load_main_weight(parameter, self._copied(parameter, weight))
 
     def _source(self, slot: Slot, value: SavedTensor | torch.Tensor, stack: ExitStack) -> Source:
+        if isinstance(value, SavedTensor) and value.shape != slot.spec.shape:
+            return self._rows(value)
         if isinstance(value, SavedTensor) and slot.is_in_order:
             parts = value.parts(self._threads)
             stack.enter_context(closing(parts))
@@ -126,8 +149,25 @@ class Loading:
         whole = self._copied(slot.spec, value) if isinstance(value, SavedTensor) else value
         return ElementsInOrder(iter([(0, in_memory_order(whole, slot))]))
 
+    def _rows(self, value: SavedTensor) -> ElementsInOrder:
+        """The elements of what is tiled, from where the tile before has left them."""
+        key = value.fqn, value.kind
+        if key not in self._sources:
+            parts = value.parts(self._threads)
+            self._open.enter_context(closing(parts))
+            self._sources[key] = ElementsInOrder(parts)
+        return self._sources[key]
+
     def _copied(self, like: Any, value: SavedTensor) -> torch.Tensor:
-        """The whole tensor; a large one in a file."""
+        """The whole tensor, or the tile's rows of it; a large one in a file."""
+        if value.shape != tuple(like.shape):
+            rows, whole = self._rows(value), torch.empty(tuple(like.shape), dtype=value.dtype, device="cpu")
+            flat, filled = whole.reshape(-1), 0
+            while filled < flat.numel():
+                part = rows.some(flat.numel() - filled)
+                flat[filled : filled + part.numel()].copy_(part)
+                filled += part.numel()
+            return whole
         stride = torch.empty(tuple(like.shape), device="meta", dtype=torch.float32).stride()
         with self._access.copies.new(value.shape, stride, value.dtype) as made:
             for start, part in value.parts(self._threads):

@@ -26,8 +26,10 @@ from infinity.checkpoint.adapters import is_adapted, save_adapters
 from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_file import Entry, OpenSource, Source, check_entries, refuse, write_file
 from infinity.errors import StorageError, format_bytes
+from infinity.optim.groups import TiledParameter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
+from infinity.units.tiles import tiled_in, untiled_name
 from infinity.units.unit import Unit
 from swapper import SwapperError
 from swapper.volumes.publish import Staging, locked
@@ -227,9 +229,15 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
             if not module_hooks.holds(parameter):
                 others[id(parameter)] = parameter
     tied: Any = getattr(module_hooks.model, "all_tied_weights_keys", None) or {}
+    tiles = tiled_in(module_hooks.model)
+    for key, (_, number) in tiles.items():
+        if number:
+            names.pop(key, None)
+        elif key in names:
+            names[key] = [untiled_name(fqn) for fqn in names[key]]
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
-    found = [entry for unit in module_hooks.units for entry in _entries_of(unit, names, weights, dtype)]
+    found = [entry for unit in module_hooks.units for entry in _entries_of(unit, names, weights, dtype, tiles)]
     rest: Source = contextlib.nullcontext
     for key, parameter in others.items():
         found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), rest, _always(parameter.detach)))
@@ -241,17 +249,44 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
 
 
 def _entries_of(
-    unit: Unit, names: Mapping[int, list[str]], weights: Weights, dtype: torch.dtype | None
+    unit: Unit,
+    names: Mapping[int, list[str]],
+    weights: Weights,
+    dtype: torch.dtype | None,
+    tiles: Mapping[int, tuple[TiledParameter, int]],
 ) -> Iterator[Entry]:
     source: Source = functools.partial(weights.pager.opened, unit)
     if dtype is not None:
         source = functools.partial(contextlib.nullcontext)  # one of its own
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-        if id(parameter) in names:
+        if id(parameter) in names and id(parameter) in tiles:
+            yield _entry_of_tiles(tiles[id(parameter)][0], names[id(parameter)], weights, dtype)
+        elif id(parameter) in names:
             value = functools.partial(unit.weight, slot)
             if dtype is not None:
                 value = functools.partial(weights.main_weight, parameter)
             yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), source, _always(value))
+
+
+def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weights, dtype: torch.dtype | None) -> Entry:
+    """Of one tile after the other; whole only where a conversion asks for that."""
+
+    def parts() -> Iterator[torch.Tensor]:
+        for tile in tiled.tiles:
+            if dtype is not None:
+                yield weights.main_weight(tile).reshape(-1)
+                continue
+            unit, slot = weights.module_hooks.locate(tile)
+            with weights.pager.opened(unit):
+                yield unit.weight(slot).detach().cpu().reshape(-1)
+
+    def value(given: Any) -> torch.Tensor:
+        values = (part.reshape(tile.shape).clone() for part, tile in zip(parts(), tiled.tiles, strict=True))
+        joined: torch.Tensor = tiled.join(list(values))
+        return joined
+
+    kept = _cast(tiled.tiles[0], dtype)
+    return Entry(names, tiled.shape, kept, functools.partial(contextlib.nullcontext), value, parts)
 
 
 def _always(value: Callable[[], torch.Tensor]) -> Callable[[Any], torch.Tensor]:

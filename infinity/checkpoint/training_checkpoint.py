@@ -21,17 +21,19 @@ from torch import nn
 from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
-from infinity.checkpoint.saved import Checkpoint, CheckpointFiles, OpenArray, find, writing
+from infinity.checkpoint.saved import Checkpoint, OpenArray, find, writing
 from infinity.checkpoint.state_access import StateAccess
 from infinity.errors import CheckpointError, UnsupportedModelError
 from infinity.numerics.stamp import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
+from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
 from infinity.units.layout import Slot
+from infinity.units.tiles import tiled_in, whole_parameters
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads
 
@@ -52,6 +54,8 @@ class Training:
     pager: Pager
     read_rest: Callable[[], dict[str, Any]]
     """Counters and the like."""
+    tiled: TiledGroups
+    """Which parameters are tiles of others: of those, checkpoints know nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class _Planned:
     """Gives it; None: it comes with the unit's records."""
     unit: Unit | None = None
     slot: Slot | None = None
+    is_first: bool = True
+    is_last: bool = True
+    """Not both: the elements of a tile, which lie in one array with those of the others."""
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -71,9 +78,9 @@ class _Planned:
 def _plan(training: Training) -> tuple[list[_Planned], dict[str, Any]]:
     """All tensors; and what of the optimizer is none."""
     found: list[_Planned] = []
-    names: dict[int, str] = {}
+    names = {id(parameter): fqn for fqn, parameter in whole_parameters(training.model).items()}
+    tiles = tiled_in(training.model)
     for fqn, parameter in training.model.named_parameters():
-        names[id(parameter)] = fqn
         if not training.module_hooks.holds(parameter):
             found.append(_whole("parameters", fqn, WEIGHT, parameter.detach()))
             continue
@@ -81,13 +88,16 @@ def _plan(training: Training) -> tuple[list[_Planned], dict[str, Any]]:
         kinds = [WEIGHT, *training.access.stream.names_of(unit, slot)] if slot.spec.is_trainable else [WEIGHT]
         for kind in kinds:
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
-            spec = _spec("parameters", fqn, kind, slot.spec.shape, dtype)
-            found.append(_Planned(spec, None, unit, slot))
+            tiled, number = tiles.get(id(parameter), (None, 0))
+            name, shape = (fqn, slot.spec.shape) if tiled is None else (tiled.fqn, tiled.shape)
+            spec = _spec("parameters", name, kind, shape, dtype)
+            is_last = tiled is None or number == len(tiled.tiles) - 1
+            found.append(_Planned(spec, None, unit, slot, is_first=not number, is_last=is_last))
     found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in buffers_of(training.model).items()]
     if training.optimizer is None:
         return found, {}
     saved = training.optimizer.state_dict()
-    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    parameters = training.tiled.without_tiles([p for group in training.optimizer.param_groups for p in group["params"]])
     ids = [key for group in saved["param_groups"] for key in group["params"]]
     states: list[Any] = []
     others: dict[Any, Any] = {}
@@ -100,8 +110,8 @@ def _plan(training: Training) -> tuple[list[_Planned], dict[str, Any]]:
             others[key] = entry
         elif fqn_or_none is None:  # the model has it no more
             others[key], _ = without_main_weight(entry.gather())
-        elif training.access.has_state(parameter):
-            states.append([key, fqn_or_none, training.access.scalars(parameter)])
+        elif training.access.has_state(first := training.tiled.first_of(parameter)):
+            states.append([key, fqn_or_none, training.access.scalars(first)])
         else:  # what the optimizer's constructor made
             started, _ = without_main_weight(entry.gather())
             large = {name: each for name, each in started.items() if isinstance(each, torch.Tensor) and each.dim()}
@@ -175,18 +185,26 @@ class Saving:
         self._ahead_bytes = 0 if is_watching else AHEAD_BYTES
         self._wanted: deque[int] = deque()
         """Units that somebody waits for."""
-        specs = [each.spec for each in planned]
+        self._before = _units_before(training)
+        specs = [each.spec for each in planned if each.is_first]
         num_threads = 2 if is_watching else 8
         with contextlib.ExitStack() as stack, one_thread():
             files = stack.enter_context(
                 writing(directory, tag, specs, is_latest=is_latest, keep_last=keep_last, num_threads=num_threads)
             )
+            opened: dict[ArraySpec, ArrayWriter] = {}
+
+            def open_array(spec: ArraySpec) -> ArrayWriter:
+                if spec not in opened:
+                    opened[spec] = files.open_array(spec)
+                return opened[spec]
+
             frozen: dict[int, list[_Planned]] = {}
             for each in planned:
                 if each.unit is None or each.slot is None:
-                    _write_planned(files, each)
+                    _write_planned(open_array, each)
                 elif each.slot.spec.is_trainable:
-                    sink = _Sink(training.access, each.slot, each.spec, files.open_array, stack)
+                    sink = _Sink(training.access, each, each.slot, open_array, stack)
                     self._sinks[each.unit.index, each.slot.index, each.spec.kind] = sink
                     if each.slot.numel:
                         self._left[each.unit.index] = self._left.get(each.unit.index, 0) + 1
@@ -195,7 +213,7 @@ class Saving:
             for index, members in frozen.items():
                 with training.pager.opened(self._units[index]):
                     for each in members:
-                        _write_planned(files, each)
+                        _write_planned(open_array, each)
             files.write_rest({"client_state": dict(client_state), **optimizer, **training.read_rest()})
             self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].stays_resident}
             self._stack = stack.pop_all()
@@ -230,7 +248,7 @@ class Saving:
             return self._changed.wait_for(lambda: unit.index not in self._left, timeout_seconds)
 
     def _in_turn(self) -> Iterator[Unit]:
-        """The units, those first that somebody waits for."""
+        """The units, those first that somebody waits for; tiles in their order."""
         waiting = dict.fromkeys(self._left)
         while waiting:
             index = next(iter(waiting))
@@ -240,8 +258,10 @@ class Saving:
                     if wanted in waiting:
                         index = wanted
                         break
-            del waiting[index]
-            yield self._units[index]
+            for number in (*self._before.get(index, ()), index):
+                if number in waiting:
+                    del waiting[number]
+                    yield self._units[number]
 
     def _one_is_saved(self, index: int) -> None:
         if self._left[index] == 1 and index in self._stamps and self._stamps[index] != self._stamp(index):
@@ -292,13 +312,23 @@ class BackgroundSave:
             raise self._error
 
 
-def _write_planned(files: CheckpointFiles, planned: _Planned) -> None:
-    writer = files.open_array(planned.spec)
+def _units_before(training: Training) -> dict[int, list[int]]:
+    """Index of a tile's unit -> those of the tiles before it."""
+    found = {}
+    for tiled in training.tiled.tiled:
+        indices = [training.module_hooks.locate(tile)[0].index for tile in tiled.tiles]
+        found.update({index: indices[:number] for number, index in enumerate(indices)})
+    return found
+
+
+def _write_planned(open_array: OpenArray, planned: _Planned) -> None:
+    writer = open_array(planned.spec)
     if planned.value is not None:
         _write_whole(writer, planned.value())
     elif planned.unit is not None and planned.slot is not None:
         _write_whole(writer, planned.unit.weight(planned.slot))
-    writer.finish()
+    if planned.is_last:
+        writer.finish()
 
 
 class _Sink:
@@ -307,13 +337,14 @@ class _Sink:
     def __init__(
         self,
         access: StateAccess,
+        planned: _Planned,
         slot: Slot,
-        spec: ArraySpec,
         open_array: OpenArray,
         stack: contextlib.ExitStack,
     ) -> None:
         self._slot = slot
-        self._open: Callable[[], ArrayWriter] = lambda: open_array(spec)
+        self._is_last = planned.is_last
+        self._open: Callable[[], ArrayWriter] = lambda: open_array(planned.spec)
         self._left = slot.numel
         self._writer: ArrayWriter | None = None
         self._copy: NewCopy | None = None
@@ -341,7 +372,8 @@ class _Sink:
         writer = self._writer if self._writer is not None else self._open()
         if self._copy is not None:
             _write_whole(writer, self._copy.finish())
-        writer.finish()
+        if self._is_last:
+            writer.finish()
 
 
 def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
@@ -380,11 +412,12 @@ def load(
     """
     saved = Checkpoint(folder)
     rest = saved.rest()
-    parameters, buffers = dict(training.model.named_parameters()), buffers_of(training.model)
-    _check("parameters", saved, {fqn: tuple(each.shape) for fqn, each in parameters.items()}, is_strict=is_strict)
+    parameters, buffers = whole_parameters(training.model), buffers_of(training.model)
+    shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
+    _check("parameters", saved, shapes, is_strict=is_strict)
     _check("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()}, is_strict=is_strict)
-    with BlockThreads(saved.largest_block) as threads:
-        loading = Loading(saved, threads, training.access, training.module_hooks)
+    with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
+        loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
             loading.optimizer(training.optimizer, rest, parameters)
         with changing, one_thread():

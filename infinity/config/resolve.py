@@ -293,6 +293,7 @@ def _resolve_infinity(
         keep_in_memory=block.keep_in_memory and durable is None,
         drive_tbw=block.drive_tbw,
         units=block.units,
+        tile_above=block.tile_above,
         strict=block.strict,
         update=_resolve_update(root, book),
         main_weights=_resolve_main_weights(block, compute_dtype, book),

@@ -145,6 +145,7 @@ class InfinitySection:
         keep_in_memory: whether what the budgets leave keeps weights and states off the drives.
         drive_tbw: terabytes that all NVMe drives together are rated to take; None if nobody said.
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
+        tile_above: bytes of the largest weight of a linear layer or embedding that is used whole; None: all are.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
         main_weights: whether an fp32 main weight is stored beside a bf16 model weight, or only what that lacks.
@@ -175,8 +176,9 @@ class InfinitySection:
     state_dtype: StateDtype = "fp32"
     timeline: Path | None = None
     activation_checkpointing: bool = False
-    activations: Literal["memory", "nvme"] = "memory"
+    activations: Literal["memory", "cpu", "nvme"] = "memory"
     durable: DurableSection | None = None
+    tile_above: int | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from infinity.activations.host_activations import HostActivations
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
@@ -154,11 +155,11 @@ def build(
             writer=upper.writer,
         )
 
-    activations = (
-        SavedActivations(SpillSpace(storage.open_more), clock, placement.activation_bytes)
-        if config.infinity.activations == "nvme"
-        else None
-    )
+    activations = None
+    if config.infinity.activations == "nvme":
+        activations = SavedActivations(SpillSpace(storage.open_more), clock, placement.activation_bytes)
+    elif config.infinity.activations == "cpu":
+        activations = HostActivations(clock, placement.activation_bytes, request.budget_bytes)
     pager = Pager(make_residency, copies, upper.pager_listener, activations)
     chunks = [
         unit.layout.chunks(placement.chunk_numel, border)

@@ -205,6 +205,7 @@ class CheckpointCalls(ExportCalls):
             parts.module_hooks,
             parts.pager,
             self.rest,
+            parts.template.tiled,
         )
 
     def rest(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ no bytes itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -61,6 +61,7 @@ class Engine(Relayout):
         self._is_in_step = False
         self._was_applied = False
         self._saving = None
+        self._untile: Callable[[], None] = lambda: None
         self._style = LoopStyle(self.gradient_accumulation_steps)
         self._connect(parts)
 
@@ -509,13 +510,13 @@ class Engine(Relayout):
                 rest.callback(self._shutdown.hurry)  # an interrupt has cut off an attempt to close
             elif restore_weights:
                 self.flush()
-                self._parts.access.restore()
+                self._restore()
             elif self._guard.is_settled and restore_weights is None:
                 leave(
                     self._parts.module_hooks.units,
                     self._parts.device,
                     self.flush,
-                    self._parts.access.restore,
+                    self._restore,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
             elif self._guard.is_settled:
@@ -534,6 +535,14 @@ class Engine(Relayout):
         rest.callback(self._vertical.close)
         rest.callback(self._parts.module_hooks.uninstall)
         rest.callback(self._backwards.collector.close)
+
+    def note_untiling(self, untile: Callable[[], None]) -> None:
+        """What makes weights whole again, once the model is an ordinary one."""
+        self._untile = untile
+
+    def _restore(self) -> None:
+        self._parts.access.restore()
+        self._untile()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine cannot be copied or pickled, its states lie in scratch files: copy engine.module")

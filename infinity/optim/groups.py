@@ -1,13 +1,20 @@
-"""The optimizer's parameter groups as they are at one moment: when a step begins."""
+"""The optimizer's parameter groups: as they are at one moment, when a step begins; and with tiles in place of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from infinity.errors import ParameterGroupError
+from infinity.optim.main_weights import with_main_weight, without_main_weight
 from infinity.optim.values import same_values
 from infinity.optim.worker import hyperparameters
 
@@ -56,3 +63,139 @@ class Groups:
             if not same_values([group.get(key) for group in before], [group.get(key) for group in now])
         )
         return [*changed, "params"] if earlier._index_of != self._index_of else changed
+
+
+@dataclass(frozen=True)
+class TiledParameter:
+    """A parameter in whose place others stand, each of which holds some of its rows.
+
+    Attributes:
+        fqn: the parameter's name in the model.
+        original: the parameter, without its values.
+        tiles: in the order of rows.
+        borders: the first row of each tile, and at the end the number of rows.
+        shape: of the parameter.
+        new: makes a CPU tensor of a shape and dtype, where it has room.
+    """
+
+    fqn: str
+    original: Parameter
+    tiles: tuple[Parameter, ...]
+    borders: tuple[int, ...]
+    shape: tuple[int, ...]
+    new: Callable[..., Tensor]
+
+    def split(self, value: Any) -> list[Any]:
+        """Of a tensor of the parameter's shape, the rows of each tile; anything else, for each tile."""
+        if isinstance(value, Tensor) and tuple(value.shape) == self.shape:
+            return [value[start:stop] for start, stop in itertools.pairwise(self.borders)]
+        return [value for _ in self.tiles]
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """The counterpart of `split`. Of what is no tensor with rows, the first."""
+        first = values[0]
+        if not isinstance(first, Tensor) or tuple(first.shape) != tuple(self.tiles[0].shape):
+            return first
+        on_cpu = first.device.type == "cpu"
+        empty = self.new if on_cpu else functools.partial(torch.empty, device=first.device)
+        whole = empty(self.shape, dtype=first.dtype)
+        for (start, stop), value in zip(itertools.pairwise(self.borders), values, strict=True):
+            whole[start:stop].copy_(value)
+        return whole
+
+    def split_entry(self, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A state of the parameter as states of the tiles."""
+        state, main = without_main_weight(entry)
+        found: list[dict[str, Any]] = [{} for _ in self.tiles]
+        for name, value in state.items():
+            for tile, part in zip(found, self.split(value), strict=True):
+                tile[name] = part.clone() if isinstance(part, Tensor) and not part.dim() else part
+        if main is None:
+            return found
+        return [with_main_weight(tile, part) for tile, part in zip(found, self.split(main), strict=True)]
+
+    def join_entries(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """States of the tiles as one of the parameter."""
+        pairs = [without_main_weight(entry) for entry in entries]
+        state = {name: self.join([each[name] for each, _ in pairs]) for name in pairs[0][0]}
+        mains = [main for _, main in pairs if main is not None]
+        return with_main_weight(state, self.join(mains)) if len(mains) == len(pairs) else state
+
+
+class TiledGroups:
+    """All parameters of a model that are tiled, for its optimizer."""
+
+    def __init__(self, tiled: Sequence[TiledParameter] = ()) -> None:
+        self.tiled = list(tiled)
+        self._by_original = {id(each.original): each for each in tiled}
+        self._by_tile = {id(tile): each for each in tiled for tile in each.tiles}
+
+    def of(self, parameter: object) -> TiledParameter | None:
+        """What a parameter is tiled as; None if it is not."""
+        return self._by_original.get(id(parameter))
+
+    def with_tiles(self, given: Any) -> Any:
+        """Parameters, (name, parameter) pairs or groups, as optimizers take them, with tiles in place of what is tiled."""
+        if not self.tiled or given is None:
+            return given
+        if isinstance(given, Mapping):
+            return {**given, "params": self.with_tiles(given["params"])}
+        if isinstance(given, Tensor):
+            return list(self._tiles_of(given))
+        return [part for item in given for part in self._tiles_of(item)]
+
+    def _tiles_of(self, item: Any) -> Iterator[Any]:
+        if isinstance(item, Mapping):
+            yield self.with_tiles(item)
+            return
+        tiled = self.of(item[1] if isinstance(item, tuple) else item)
+        if tiled is None:
+            yield item
+        elif isinstance(item, tuple):
+            yield from ((f"{item[0]}.{number}", tile) for number, tile in enumerate(tiled.tiles))
+        else:
+            yield from tiled.tiles
+
+    def without_tiles(self, parameters: Sequence[Any]) -> list[Any]:
+        """The counterpart for plain parameters: what is tiled stands where its first tile did."""
+        found = []
+        for parameter in parameters:
+            tiled = self._by_tile.get(id(parameter))
+            if tiled is None:
+                found.append(parameter)
+            elif parameter is tiled.tiles[0]:
+                found.append(tiled.original)
+        return found
+
+    def first_of(self, parameter: Any) -> Any:
+        """A parameter's first tile; of one that is not tiled, itself."""
+        tiled = self.of(parameter)
+        return parameter if tiled is None else tiled.tiles[0]
+
+    def all_of(self, parameter: Any) -> tuple[Any, ...]:
+        """A parameter's tiles; of one that is not tiled, itself."""
+        tiled = self.of(parameter)
+        return (parameter,) if tiled is None else tiled.tiles
+
+    def shape_of(self, parameter: Tensor) -> tuple[int, ...]:
+        """The shape, also of what is tiled."""
+        tiled = self.of(parameter)
+        return tuple(parameter.shape) if tiled is None else tiled.shape
+
+    def give_tiles(self, optimizer: Optimizer) -> None:
+        """An optimizer's groups and states are those of the tiles from now on."""
+        for group in optimizer.param_groups:
+            group["params"] = self.with_tiles(group["params"])
+        for tiled in self.tiled:
+            state = optimizer.state.pop(tiled.original, None)
+            if state is not None:
+                optimizer.state.update(zip(tiled.tiles, tiled.split_entry(state), strict=True))
+
+    def take_tiles(self, optimizer: Optimizer) -> None:
+        """The counterpart of `give_tiles`."""
+        for group in optimizer.param_groups:
+            group["params"] = self.without_tiles(group["params"])
+        for tiled in self.tiled:
+            states = [state for tile in tiled.tiles if (state := optimizer.state.pop(tile, None)) is not None]
+            if len(states) == len(tiled.tiles):
+                optimizer.state[tiled.original] = tiled.join_entries(states)

@@ -6,17 +6,16 @@ another order, leaves frozen parameters out, and knows hyperparameters that ours
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 
 def in_order_of(
-    optimizer: torch.optim.Optimizer, rest: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+    mine: Sequence[Mapping[str, Any]], rest: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
-    """``param_groups`` and ``states`` of a checkpoint as the optimizer itself would have saved them.
+    """``param_groups`` and ``states`` of a checkpoint as the optimizer whose groups are ``mine`` would have saved them.
 
     Hyperparameters that only one of both has stay as the optimizer has them.
 
@@ -24,7 +23,7 @@ def in_order_of(
         ValueError: parameters are in other groups.
     """
     names: Mapping[Any, str] = rest["names"]
-    saved, mine = rest["param_groups"], optimizer.param_groups
+    saved = rest["param_groups"]
     if len(saved) != len(mine):
         raise ValueError(
             f"the checkpoint's optimizer has {len(saved)} groups, and this one {len(mine)}: pass model_parameters to "

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
-from infinity.optim.groups import Groups
+from infinity.optim.groups import Groups, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import (
     OptimizerRecipe,
@@ -40,11 +40,19 @@ class Template:
             may be changed or replaced at any time.
         fqns: the model's parameters and their names.
         device: where updates run.
+        tiled: which of them are tiles of others.
     """
 
-    def __init__(self, optimizer: Optimizer, fqns: Mapping[Parameter, str], device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        fqns: Mapping[Parameter, str],
+        device: torch.device,
+        tiled: TiledGroups | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.device = device
+        self.tiled = tiled or TiledGroups()
         self._taken: dict[Parameter, dict[str, torch.dtype]] = {}
         self._taken_mains: dict[Parameter, Tensor] = {}
         self._untouched: dict[Any, Any] = {}
@@ -200,6 +208,7 @@ def build_template(
     device: torch.device | str,
     *,
     model_parameters: Iterable[Any] | None = None,
+    tiled: TiledGroups | None = None,
 ) -> Template:
     """Make the template from what the user gave.
 
@@ -214,6 +223,7 @@ def build_template(
         device: where updates will run.
         model_parameters: parameters, (name, parameter) pairs or groups for the sources that construct. None: all
             trainable ones in one group. Ignored for an instance, as in DeepSpeed.
+        tiled: which of the model's parameters are tiles of others.
 
     Raises:
         ConfigError: the source is none of these, or the constructor refuses its arguments.
@@ -241,7 +251,7 @@ def build_template(
                 f"group {index} has differentiable=True, and no graph is kept through an update",
                 cure="Leave `differentiable` out",
             )
-    return Template(optimizer, fqns, device)
+    return Template(optimizer, fqns, device, tiled)
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,18 @@ class UnitSize:
     num_states: int
     """Per-element optimizer states."""
     is_all_trainable: bool
+    layer: tuple[str, int] | None = None
+    """Name and bytes of the matrix that is most of it; None if none is."""
 
     @classmethod
     def of(cls, unit: Unit, num_states: int) -> UnitSize:
         """The size of a unit with so many per-element states."""
         layout = unit.layout
         is_all_trainable = all(segment.is_trainable for segment in layout.segments)
-        return cls(unit.name, layout.num_bytes, layout.trainable_numel, num_states, is_all_trainable)
+        matrices = [slot for slot in layout.slots if len(slot.spec.shape) == 2]
+        largest = max(((s.numel * s.spec.dtype.itemsize, s.spec.fqn) for s in matrices), default=(0, ""))
+        layer = (largest[1], largest[0]) if 2 * largest[0] > layout.num_bytes else None
+        return cls(unit.name, layout.num_bytes, layout.trainable_numel, num_states, is_all_trainable, layer)
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,8 @@ class Request:
 
     device_free_bytes: int | None = None
     """Free memory of a device that has its own, before anything of the engine's is there."""
-
-    spills_activations: bool = False
-    """Whether what autograd saves has a share of the budget, beyond which it goes to NVMe."""
+    activations: str = "memory"
+    """Where what autograd saves waits: beside the budget ("memory"), within it ("cpu"), or on NVMe beyond its share."""
 
     @classmethod
     def of(
@@ -108,7 +112,7 @@ class Request:
             rounds_gradients=config.infinity.rounds_gradients,
             used_together=used_together(model, config.infinity.units, unit_of),
             keeps_in_memory=config.infinity.keep_in_memory,
-            spills_activations=config.infinity.activations == "nvme",
+            activations=config.infinity.activations,
         )
 
     @property

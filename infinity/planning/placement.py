@@ -429,4 +429,10 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
     parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")
     whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
     parts.append(f"{format_bytes(least.gradient_bytes)} for the gradients of {whose}")
-    return "It must hold " + ", ".join(parts)
+    layer = largest[0].layer
+    cure = (
+        ""
+        if layer is None
+        else f". '{layer[0]}' alone has {format_bytes(layer[1])}: infinity.tile_above pages it in tiles"
+    )
+    return "It must hold " + ", ".join(parts) + cure

@@ -44,6 +44,8 @@ class Plan:
     """What the drives read and wrote while they were busy, in the steps so far; None before the first ones."""
     compute_seconds: float | None = None
     """What a step would take without waiting for drives, from the steps so far; None before the first ones."""
+    activations_beyond: str = "the rest spilled to NVMe"
+    """What becomes of activations for which the placement has no room."""
     overlap_factor: float = 1.0
     """How much longer the steps so far took than the longer of I/O and compute, which share processors and memory."""
 
@@ -107,7 +109,7 @@ class Plan:
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
         if placement.activation_bytes:
-            rows.append(("  activations", f"{_size(placement.activation_bytes)}, the rest spilled to NVMe"))
+            rows.append(("  activations", f"{_size(placement.activation_bytes)}, {self.activations_beyond}"))
         is_trained = self.num_trainable > 0
         if is_trained:
             rows.append(("optimizer update", self.update.replace("_", " ")))

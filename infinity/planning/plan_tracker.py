@@ -142,6 +142,7 @@ def first_plan(
         host_budget_source=budget_source,
         minimum_budget_bytes=placement.minimum_bytes,
         placement=placement,
+        activations_beyond="more is an error" if request.activations == "cpu" else "the rest spilled to NVMe",
         num_micro_batches=request.num_micro_batches,
         predicted_read_bytes_per_step=0,
         predicted_write_bytes_per_step=0,

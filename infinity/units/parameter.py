@@ -377,7 +377,7 @@ def _plain_copy(parameter: nn.Parameter) -> nn.Parameter:
 def hold(parameter: nn.Parameter, host: ParameterHost, dtype: torch.dtype, device: torch.device) -> None:
     """``host`` answers for ``parameter`` from now on, which becomes paged out, with ``dtype``, on ``device``."""
     _hosts[parameter] = weakref.ref(host)
-    parameter.data = _placeholder(dtype, device, parameter.shape)
+    parameter.data = placeholder(dtype, device, parameter.shape)
     parameter.__class__ = PagedParameter
 
 
@@ -399,13 +399,13 @@ def unbind(parameter: nn.Parameter) -> None:
     """``parameter`` gives up its data; a placeholder keeps shape, dtype and device."""
     with as_plain():
         parameter.__class__ = PagedParameter
-        _DATA_FIELD.__set__(parameter, _placeholder(parameter.dtype, parameter.device, parameter.shape))
+        _DATA_FIELD.__set__(parameter, placeholder(parameter.dtype, parameter.device, parameter.shape))
 
 
 def empty(tensor: torch.Tensor) -> None:
     """``tensor`` gives up its data; a placeholder keeps shape, dtype and device."""
     with as_plain():
-        set_plain_data(tensor, _placeholder(tensor.dtype, tensor.device, tensor.shape))
+        set_plain_data(tensor, placeholder(tensor.dtype, tensor.device, tensor.shape))
 
 
 def make_view(tensor: torch.Tensor, place: Place) -> torch.Tensor:
@@ -445,7 +445,7 @@ _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 @outside_modes
-def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
+def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
     """What a paged-out parameter is bound to: one element for all, which nobody can read."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)  # nothing is missing

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.units.tiles import tiled_in
 
 _SMALL_UNIT_BYTES = 1 << 20
 """Leftover parameters smaller than this join their neighbours even when no block gives a scale."""
@@ -76,7 +77,7 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
 
 
 def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) -> list[UnitMembers]:
-    """Assign every parameter to exactly one unit, in registration order.
+    """Assign every parameter to exactly one unit, in registration order. Each tile (`infinity.units.tiles`) has its own.
 
     A parameter shared between modules (tied weights) belongs to the unit where it is registered first, unless that is
     a block and somebody outside uses it too: then it is a leftover, so that no block has to stay for it.
@@ -88,6 +89,7 @@ def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) 
     """
     blocks = find_blocks(module, patterns)
     block_set = set(blocks)
+    tiles = tiled_in(module)
 
     def block_of(fqn: str) -> str | None:
         parts = fqn.split(".")
@@ -104,14 +106,18 @@ def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) 
     sizes: dict[str, int] = {}
     for fqn, parameter in module.named_parameters():
         home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
-        if home is not None:
+        if home is not None and id(parameter) not in tiles:
             sizes[home] = sizes.get(home, 0) + parameter.numel() * item_bytes
     largest_block = max(sizes.values(), default=_SMALL_UNIT_BYTES)
 
     for fqn, parameter in module.named_parameters():
         num_bytes = parameter.numel() * item_bytes
         home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
-        if home is not None:
+        if id(parameter) in tiles:
+            leftovers = None
+            unit = UnitMembers(fqn)
+            units.append(unit)
+        elif home is not None:
             leftovers = None
             if home not in by_block:
                 by_block[home] = UnitMembers(home)
@@ -142,4 +148,5 @@ def used_together(model: nn.Module, patterns: Sequence[str], unit_of: Mapping[in
     """
     modules = dict(model.named_modules())
     blocks = [modules[fqn] for fqn in find_blocks(model, patterns)]
-    return tuple(frozenset(unit_of[id(p)] for p in block.parameters()) for block in blocks)
+    tiles = tiled_in(model)  # which come and go while their block runs
+    return tuple(frozenset(unit_of[id(p)] for p in block.parameters() if id(p) not in tiles) for block in blocks)

@@ -15,8 +15,8 @@ from infinity.planning.placement import Placement, place
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS_SHARE = 4
-"""One part in so many of what the budget leaves is for units' inputs."""
+_ACTIVATIONS_SHARE = {"memory": 4, "cpu": 2, "nvme": 4}
+"""One part in so many of what the budget leaves is for units' inputs, or for all that waits for backward."""
 _LEAST_SAVED_SHARE = 0.1
 """Less of a step's bytes than this is not worth computing everything once more."""
 
@@ -106,15 +106,16 @@ def place_for_schedule(
 
 
 def _for_ordinary_steps(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
-    if request.spills_activations:
+    if request.activations != "memory":
         return _with_activations(units, request, order)
     return best_placement(units, request, order, len(units))
 
 
 def _with_activations(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
     activations = 0
-    if request.shares_host_memory:
-        activations = (request.budget_bytes - place(units, request).minimum_bytes) // _ACTIVATIONS_SHARE
+    if request.shares_host_memory or request.activations == "cpu":
+        left = request.budget_bytes - place(units, request).minimum_bytes
+        activations = left // _ACTIVATIONS_SHARE[request.activations]
     smaller = replace(request, budget_bytes=request.budget_bytes - activations)
     return replace(best_placement(units, smaller, order, len(units)), activation_bytes=activations)
 

@@ -1,4 +1,4 @@
-"""``infinity.activations: "nvme"``: the bits of plain torch, in less memory."""
+"""``infinity.activations``: the bits of plain torch, in less memory or within the budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import nn
 
 import infinity
 from bench.cgroup import Cgroup
-from infinity.errors import ConfigValueError
+from infinity.errors import BudgetTooSmallError, ConfigValueError
+from tests.budgeted_training import LONG_BUDGETS
 from tests.exactness import families
 from tests.exactness.lockstep import everything_on_nvme
 
@@ -68,6 +69,107 @@ def test_losses_and_weights_are_the_same(budget: str, checkpointing: bool, tmp_p
         assert report.write_bytes > before.write_bytes
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_in_host_memory_losses_and_weights_are_the_same(checkpointing: bool, tmp_path: Path) -> None:
+    expected, weights, _ = _run(tmp_path, {"activation_checkpointing": checkpointing})
+    own = {"activation_checkpointing": checkpointing, "activations": "cpu", "host_memory_budget": "256MiB"}
+    losses, others, _ = _run(tmp_path, own)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_more_than_the_budget_has_for_it_is_an_error_that_says_how_much(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"activations": "cpu", "host_memory_budget": "1MiB"}
+    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, {"infinity": own}))[0] as engine:
+        assert "more is an error" in str(engine.plan)
+        with torch.no_grad():
+            engine(**_batch(0))  # keeps nothing
+        for _ in range(2):
+            with pytest.raises(BudgetTooSmallError, match=r'activations is "cpu".*"nvme".*activation_checkpointing'):
+                engine(**_batch(0))
+            engine.reset()
+        assert _left(engine) == 0
+    own["activation_checkpointing"] = True
+    own["host_memory_budget"] = "3MiB"
+    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, {"infinity": own}))[0] as engine:
+        _train(engine)
+
+
+def _left(engine: Any) -> int:
+    gc.collect()
+    kept: int = engine._pager._activations.num_alive
+    return kept
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.fails:
+            raise ValueError("in forward")
+        return x.square().mean()
+
+
+class _FailingGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, above: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("activations", ["cpu", "nvme"])
+def test_whatever_becomes_of_a_graph_nothing_is_left(activations: str, tmp_path: Path) -> None:
+    budget = "1MiB" if activations == "nvme" else "64MiB"
+    changes = {"infinity": {"activations": activations, "host_memory_budget": budget}}
+    model, plain, x = _Net(), _Net(), torch.randn(1024, 64)
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
+        saved = engine._pager._activations
+        model.fails = True
+        with pytest.raises(ValueError, match="in forward"):
+            engine(x)
+        model.fails = False
+        engine.reset()
+        assert _left(engine) == 0
+        with pytest.raises(ValueError, match="in backward"):
+            engine.backward(_FailingGradient.apply(engine(x)))
+        engine.reset()
+        assert _left(engine) == 0
+        before = saved.kept_bytes
+        with torch.no_grad():
+            engine(x)
+        assert saved.kept_bytes == before
+        loss, expected = engine(x), plain(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        expected.backward(retain_graph=True)
+        expected.backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        engine.optimizer.zero_grad()
+        del loss
+        assert _left(engine) == 0
+        found = []
+        for net in (engine, plain):
+            y = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(net(y), y, create_graph=True)
+            (second,) = torch.autograd.grad(gradient.square().sum(), y)
+            found.append(second)
+        assert torch.equal(*found)
+        del gradient, second, y
+        assert _left(engine) == 0
+        engine.backward(engine(x))
+        engine.step()
+
+
 def test_without_drives_it_is_refused_by_name(tmp_path: Path) -> None:
     changes = {"zero_optimization": None, "infinity": {"activations": "nvme"}}
     with pytest.raises(ConfigValueError, match=r"infinity\.activations"):
@@ -83,7 +185,7 @@ def test_the_plan_says_what_is_reserved(tmp_path: Path) -> None:
 
 def test_vertical_steps_keep_what_they_keep_anyway(tmp_path: Path) -> None:
     found = []
-    for activations in ("memory", "nvme"):
+    for activations in ("memory", "cpu", "nvme"):
         own = {"activations": activations, "schedule": "vertical"}
         config = everything_on_nvme(tmp_path, {"gradient_accumulation_steps": 2, "infinity": own})
         with infinity.initialize(model=_llama(), config=config)[0] as engine:
@@ -91,7 +193,8 @@ def test_vertical_steps_keep_what_they_keep_anyway(tmp_path: Path) -> None:
             losses = [engine.train_batch(data) for _ in range(2)]
             assert engine.report.schedule == "vertical"
             found.append(losses)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
 def test_a_loss_that_is_never_differentiated_gives_its_space_back(tmp_path: Path) -> None:
@@ -112,7 +215,7 @@ def test_long_sequences_take_less_memory(
 ) -> None:
     group = str(memory_cgroup.task_files[0].parent)
     peaks = {}
-    for activations in ("memory", "nvme"):
+    for activations in ("memory", "cpu", "nvme"):
         code = (
             "from tests.budgeted_training import train_on_long_sequences\n"
             f"train_on_long_sequences({group!r}, {str(nvme_dir)!r}, {activations!r})\n"
@@ -120,6 +223,7 @@ def test_long_sequences_take_less_memory(
         ended = run_in_cgroup(memory_cgroup, code)
         assert ended.returncode == 0, ended.stderr
         peaks[activations] = json.loads(ended.stdout)
-    assert peaks["memory"]["loss"] == peaks["nvme"]["loss"]
+    assert peaks["memory"]["loss"] == peaks["nvme"]["loss"] == peaks["cpu"]["loss"]
+    assert peaks["memory"]["activation_bytes"] < peaks["cpu"]["peak_bytes"] < LONG_BUDGETS["cpu"]
     saved = peaks["memory"]["peak_bytes"] - peaks["nvme"]["peak_bytes"]
     assert saved > 0.6 * peaks["memory"]["activation_bytes"], peaks

@@ -115,6 +115,10 @@ class InfinityBlock(Block):
     """Terabytes that the drives together are rated to take (TBW): the plan then says after how many steps they have."""
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
     """Class names or name patterns of the modules that are paged as one; empty finds repeated blocks."""
+    tile_above: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    """Linear layers and embeddings whose weight is larger, in the compute dtype, are used in tiles of this size, of which
+    each is paged by itself: so a layer that is larger than the budget can be trained. Off by default. What sums in which
+    order is said in [tiles](../infinity/README.md#tiles)."""
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
@@ -137,10 +141,12 @@ class InfinityBlock(Block):
     `torch.utils.checkpoint` around the blocks does, non-reentrant. Only in training; blocks that the model checkpoints by
     itself are left to it, and the vertical schedule does so anyway. The block `activation_checkpointing` alone switches
     nothing on, as in DeepSpeed."""
-    activations: Literal["memory", "nvme"] = "memory"
-    """Where that waits for backward which autograd saves in the model's forward: `"nvme"` keeps it in memory within the
-    budget, writes what exceeds that to the drives and reads it back in time. Together with `activation_checkpointing` that
-    is the inputs of blocks. Not in it: what is smaller than 64 KiB, and losses that are computed outside of the model."""
+    activations: Literal["memory", "cpu", "nvme"] = "memory"
+    """Where that waits for backward which autograd saves in the model's forward: `"memory"` where it was made, beside the
+    budget; `"cpu"` in host memory, within the budget, and more than its share is an error that says how much; `"nvme"`
+    keeps it in memory within the budget, writes what exceeds that to the drives and reads it back in time. Together with
+    `activation_checkpointing` that is the inputs of blocks. Not in it: what is smaller than 64 KiB, and losses that are
+    computed outside of the model."""
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
     """A read or write that takes longer is an error instead of a hang."""
     direct_io: Flag = True

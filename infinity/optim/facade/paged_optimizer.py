@@ -18,6 +18,7 @@ from infinity.optim.facade.lazy_state import LazyEntry, LazyState, StateKeeper
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.shown_states import ShownStates
 from infinity.optim.facade.state_loader import StateLoader, check_entry
+from infinity.optim.facade.tiled_states import with_tiles, without_tiles
 from infinity.optim.main_weights import PENDING, MainWeightKeeper, with_main_weight, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
@@ -234,8 +235,11 @@ class PagedOptimizer(Optimizer):
             self._gives_copies = False
             self._optimizer_state_dict_pre_hooks = hooks
         mains = self._mains
-        if mains is None:
-            return found
+        if mains is not None:
+            self._add_main_weights(found, mains)
+        return without_tiles(found, self._template)
+
+    def _add_main_weights(self, found: dict[str, Any], mains: MainWeightKeeper) -> None:
         ids = chain.from_iterable(group["params"] for group in found["param_groups"])
         pending: dict[int, LazyEntry] = {}
         for param, key in zip(self._template.params(), ids, strict=True):
@@ -244,7 +248,8 @@ class PagedOptimizer(Optimizer):
                 access = _MainAccess(self, self._shown, param, mains)
                 entry: LazyEntry = LazyEntry(access, self._template.fqn(param))
                 (pending if is_pending else found["state"])[key] = entry
-        return {**found, PENDING: pending} if pending else found
+        if pending:
+            found[PENDING] = pending
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what the `state_dict()` of this optimizer, or of the plain torch one it stands for, returned.
@@ -263,7 +268,7 @@ class PagedOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        loader = StateLoader(self._template, self._updater, state_dict)
+        loader = StateLoader(self._template, self._updater, with_tiles(state_dict, self._template))
         with self._backend.optimizer_turn("optimizer.load_state_dict()", reads=True):
             self._shown.settle()
             loader.load_into(self, self._mains)

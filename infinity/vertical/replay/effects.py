@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.torch_internals.names import NormBase
+from infinity.units.tiles import TiledWeight
 from infinity.vertical.replay.ambient import RandomState
 from infinity.vertical.replay.buffer_watch import Key, buffers_of
 from infinity.vertical.replay.object_state import ObjectState, is_same_value, same_bits, too_large
@@ -119,7 +120,7 @@ class StepStart:
         for module in self._modules:
             for home in (module._buffers, module.__dict__):
                 for name, value in list(home.items()):
-                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter | TiledWeight):
                         yield home, name, value
 
     @property
