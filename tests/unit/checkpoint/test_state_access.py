@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.state_access import StateAccess, in_memory_order
 from infinity.device.compute import ComputeDevice
 from infinity.errors import BudgetTooSmallError
-from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat, MainWeight
+from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.remainder import split_bits
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_store import WeightStore
+from infinity.torch_internals.names import as_plain
 from infinity.units.layout import CHUNK_GRANULE, Slot, UnitLayout
 from infinity.units.parameter import hold
 from infinity.units.unit import Unit, spec_of
@@ -42,31 +43,34 @@ class _Model(nn.Module):
         self.wide = nn.Parameter(torch.randn(90, 70, generator=draw).t())  # three chunks and a bit
         self.bias = nn.Parameter(torch.randn(70, generator=draw))
         self.frozen = nn.Parameter(torch.randn(5, 5, generator=draw), requires_grad=False)
+        self.long = nn.Parameter(torch.randn(5000, generator=draw), requires_grad=False)
         self.other = nn.Parameter(torch.randn(40, 60, generator=draw))
 
 
 class _Bench:
     """The model's weights and states in a store, of which one page at a time is worked on: one that is lost is missed."""
 
-    def __init__(self, form: ChunkFormat, swapper: Swapper, *, is_paged: bool = True, room: int = 2) -> None:
+    def __init__(
+        self, form: ChunkFormat, swapper: Swapper, *, is_paged: bool = True, num_resident: int = 0, room: int = 2
+    ) -> None:
         self.model = _Model()
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.originals = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.form, dtype = form, _DTYPES[form]
-        parts = [["wide", "bias", "frozen"], ["other"]]
+        parts = [["wide", "bias", "frozen", "long"], ["other"]]
         self.units: list[Unit] = []
         for index, names in enumerate(parts):
             parameters = [self.model.get_parameter(name) for name in names]
             layout = UnitLayout([spec_of(name, p, dtype) for name, p in zip(names, parameters, strict=True)])
             self.units.append(Unit(index, f"unit {index}", parameters, layout))
-            self.units[-1].stays_resident = not is_paged
+            self.units[-1].stays_resident = not is_paged or index < num_resident
         chunks = [unit.layout.chunks(CHUNK_GRANULE) for unit in self.units]
         arena = StagingArena(-(-form.workspace_bytes(CHUNK_GRANULE, 2) // 4096) * 4096, 1, deadline_seconds=0.2)
         self.records = PagedStateStore(swapper, arena, form)
         self.weights = WeightStore(swapper, ComputeDevice()) if is_paged else None
         for unit in self.units:
             self.records.allocate(unit, chunks[unit.index], _NAMES)
-            if self.weights is not None:
+            if self.weights is not None and not unit.stays_resident:
                 self.weights.allocate(unit)
         capacity = sum(sorted(unit.num_bytes for unit in self.units)[-room:])
         source: Any = self.weights
@@ -115,7 +119,7 @@ class _Bench:
         """All weights are the original ones but those that are given."""
         for name, original in self.originals.items():
             main = expected.get(name, original)
-            is_frozen = name == "frozen"
+            is_frozen = name in ("frozen", "long")
             assert torch.equal(self.main(name), self.cast(main).float() if is_frozen else main), name
             assert torch.equal(self.rested(name), self.cast(main)), name
 
@@ -154,9 +158,9 @@ def test_what_was_stored_is_given_out_with_all_its_bits(bench: _Bench) -> None:
     bench.check()
     for name, original in bench.originals.items():
         stored = bench.access.stored(bench.model.get_parameter(name))
-        assert stored.dtype == (_DTYPES[bench.form] if name == "frozen" else torch.float32)
+        assert stored.dtype == (_DTYPES[bench.form] if name in ("frozen", "long") else torch.float32)
         assert stored.stride() == bench.place(name)[1].spec.stride
-        assert torch.equal(stored, bench.cast(original) if name == "frozen" else original)
+        assert torch.equal(stored, bench.cast(original) if name in ("frozen", "long") else original)
         assert stored.data_ptr() != bench.access.stored(bench.model.get_parameter(name)).data_ptr()
     assert bench.access.has_main_weights == (bench.form is not _FP32) and bench.access.has_halves == (
         bench.form is _HALVES
@@ -346,6 +350,91 @@ def test_writes_that_torch_counts_are_accepted_with_the_rest(bench: _Bench) -> N
     bench.access.scatter(gathered)
     assert not bench.units[0].dirty
     bench.check(bias=torch.full((70,), 3.0))
+
+
+def test_a_unit_that_stays_in_memory_is_changed_there_beside_those_on_a_drive(
+    form: ChunkFormat, swapper: Swapper
+) -> None:
+    bench = _Bench(form, swapper, num_resident=1)
+    gathered = bench.access.gather([bench.model.wide, bench.model.other])
+    expected = {name: bench.change(name) for name in ("wide", "other")}
+    bench.access.scatter(gathered)
+    bench.check(**expected)
+    new = torch.full((70,), 1 / 3)
+    bench.access.load_main_weight(bench.model.bias, new)
+    bench.check(**expected, bias=new)
+
+
+def test_memory_that_was_put_into_a_gathered_parameter_is_stored(bench: _Bench) -> None:
+    gathered = bench.access.gather([bench.model.bias])
+    new = torch.full((70,), 1 / 4, dtype=bench.model.bias.dtype)
+    with torch.no_grad(), as_plain():
+        bench.model.bias.set_(new)  # type: ignore[no-untyped-call]
+    bench.access.scatter(gathered)
+    bench.check(bias=torch.full((70,), 1 / 4))
+
+
+def test_what_was_written_and_is_as_before_is_no_change_afterwards(bench: _Bench) -> None:
+    gathered = bench.access.gather([bench.model.bias])
+    with torch.no_grad(), as_plain():
+        bench.model.bias.add_(0)
+    bench.units[0].note_changes()
+    assert bench.units[0].dirty
+    bench.access.note_updated(bench.units[0])
+    assert not bench.units[0].dirty
+    bench.units[0].note_written([1])
+    bench.access.scatter(gathered)
+    assert not bench.units[0].dirty
+
+
+# ------------------------------------------------------------------------------------------------------ no byte more
+
+
+def test_what_lies_in_order_is_not_copied(swapper: Swapper) -> None:
+    _, slot = _Bench(_FP32, swapper).place("wide")
+    values = torch.zeros(90, 70).t()
+    assert in_memory_order(values, slot).data_ptr() == values.data_ptr()
+    assert in_memory_order(values.contiguous(), slot).data_ptr() != values.data_ptr()
+
+
+def _written(swapper: Swapper) -> int:
+    swapper.flush()
+    return swapper.statistics().write_bytes
+
+
+def test_at_first_only_main_weights_are_stored(bench: _Bench) -> None:
+    for unit in bench.units:
+        expected = [bench.form.main_bytes(chunk.numel) for chunk in unit.layout.chunks(CHUNK_GRANULE)]
+        assert bench.records.valid_bytes()[unit.index] == (
+            expected if bench.access.has_main_weights else [0] * len(expected)
+        )
+
+
+@pytest.mark.parametrize("name", ["wide", "frozen", "other"])
+def test_a_changed_weight_is_stored_without_what_lies_around_it(form: ChunkFormat, swapper: Swapper, name: str) -> None:
+    bench = _Bench(form, swapper)
+    unit, slot = bench.place(name)
+    before = _written(swapper)
+    with bench.pager.opened(unit):
+        bench.access.store_modified(unit, [slot])
+    written = _written(swapper) - before
+    touched = [
+        c for c in unit.layout.chunks(CHUNK_GRANULE) if any(piece.slot.index == slot.index for piece in c.pieces)
+    ]
+    records = sum(form.record_bytes(chunk.numel, len(_NAMES)) for chunk in touched)
+    weights = written - (records if bench.access.has_main_weights else 0)
+    start = slot.offset_bytes // RECORD_GRANULE
+    stop = -(-(slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize) // RECORD_GRANULE)
+    assert weights == min((stop - start) * RECORD_GRANULE, unit.num_bytes - start * RECORD_GRANULE)
+
+
+def test_elements_that_follow_are_not_stored_twice(form: ChunkFormat, swapper: Swapper) -> None:
+    bench = _Bench(form, swapper)
+    before = _written(swapper)
+    with bench.access.elements_following():
+        bench.access.load_state(bench.model.wide, _state(bench, "wide"))
+    assert _written(swapper) == before
+    assert bench.access.scalars(bench.model.wide) == {"step": torch.tensor(5.0)}
 
 
 def test_units_that_do_not_fit_together_are_not_gathered(form: ChunkFormat, swapper: Swapper) -> None:
