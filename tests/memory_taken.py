@@ -14,8 +14,8 @@ import infinity
 from infinity.device.host_memory import give_back_freed_memory
 from infinity.numerics.kernels import kernels
 from infinity.planning.memory_needs import memory_needs
-from swapper.wrappers.base import LatencyBackend
 from tests.exactness.faulty_drives import wrapped_drives
+from tests.latency import delayed
 
 _WIDTH, _NUM_LAYERS, _NUM_BLOCKS = 1024, 12, 3
 
@@ -42,7 +42,7 @@ def _train(model: nn.Module, directory: str, budget_bytes: int) -> int:
     }
     width = next(model.parameters()).shape[1]
     # Slow writes: what waits to be written is in memory for long, so that the peak does not depend on the drive.
-    slow = wrapped_drives(lambda inner: LatencyBackend(inner, write_seconds=0.02))
+    slow = wrapped_drives(lambda inner: delayed(inner, write_seconds=0.02))
     with slow, infinity.initialize(model=model, config=config)[0] as engine:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         for _ in range(3):

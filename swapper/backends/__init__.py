@@ -5,10 +5,9 @@ from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.memory import MemoryBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import UringBackend
-from swapper.wrappers.base import BackendWrapper, LatencyBackend, LoggingBackend
+from swapper.wrappers.base import BackendWrapper
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.integrity import IntegrityBackend
-from swapper.wrappers.rate_limit import RateLimitBackend
 
 __all__ = [
     "AiofilesBackend",
@@ -21,10 +20,7 @@ __all__ = [
     "IOBackend",
     "IORequest",
     "IntegrityBackend",
-    "LatencyBackend",
-    "LoggingBackend",
     "MemoryBackend",
-    "RateLimitBackend",
     "ThreadsBackend",
     "UringBackend",
 ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from swapper.backend import Direction, IOBackend, IORequest
-from swapper.wrappers.base import BackendWrapper, DelayLine
+from swapper.wrappers.base import BackendWrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +158,49 @@ class _CountedRule:
 def _flip(memory: memoryview, bit: int) -> None:
     if len(memory):
         memory[bit // 8 % len(memory)] ^= 1 << (bit % 8)
+
+
+class DelayLine:
+    """Knows functions and when they are due, and calls them on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        """Call the function after so many seconds; at once if there is nothing to wait for."""
+        with self._changed:
+            is_due = seconds <= 0 or self._is_closed
+            if not is_due:
+                heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), function))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="swapper-delay", daemon=True)
+                    self._thread.start()
+                self._changed.notify()
+        if is_due:
+            function()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._due and not self._is_closed:
+                    self._changed.wait()
+                if not self._due:
+                    return
+                wait_seconds = self._due[0][0] - time.monotonic()
+                if wait_seconds > 0 and not self._is_closed:
+                    self._changed.wait(wait_seconds)
+                    continue
+                _, _, function = heapq.heappop(self._due)
+            function()
+
+    def close(self) -> None:
+        """Call everything that still waits now, and stop the thread. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()

@@ -14,10 +14,10 @@ from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import UringBackend
 from swapper.testing import BackendConformance, ConformanceError, run_conformance
 from swapper.volumes.volume import Volume
-from swapper.wrappers.base import LatencyBackend, LoggingBackend
+from swapper.wrappers.base import BackendWrapper
 from swapper.wrappers.faults import FaultInjectingBackend
 from swapper.wrappers.integrity import IntegrityBackend
-from swapper.wrappers.rate_limit import RateLimitBackend
+from tests.latency import delayed
 from tests.uring import needs_uring
 
 
@@ -119,24 +119,14 @@ class TestMemoryInline(BackendConformance):
         return MemoryBackend(capacity_bytes)
 
 
-class TestLogging(BackendConformance):
+class TestWrapper(BackendConformance):
     def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return LoggingBackend(MemoryBackend(capacity_bytes, 2))
+        return BackendWrapper(MemoryBackend(capacity_bytes, 2))
 
 
 class TestLatency(BackendConformance):
     def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return LatencyBackend(MemoryBackend(capacity_bytes, 2), read_seconds=0.0003, write_seconds=0.0002)
-
-
-class TestRateLimit(BackendConformance):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return RateLimitBackend(MemoryBackend(capacity_bytes, 2), 1e9, 5e8)
-
-
-class TestRateLimitInline(BackendConformance):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return RateLimitBackend(MemoryBackend(capacity_bytes), write_bytes_per_second=2e9)
+        return delayed(MemoryBackend(capacity_bytes, 2), read_seconds=0.0003, write_seconds=0.0002)
 
 
 class TestFaultInjectingWithoutFaults(_OnDrive):

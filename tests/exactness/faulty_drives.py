@@ -9,8 +9,8 @@ from unittest import mock
 
 import swapper.swapper
 from swapper.backend import IOBackend, IORequest
-from swapper.wrappers.base import BackendWrapper, DelayLine
-from swapper.wrappers.faults import FaultInjectingBackend
+from swapper.wrappers.base import BackendWrapper
+from swapper.wrappers.faults import DelayLine, FaultInjectingBackend
 
 
 @contextmanager

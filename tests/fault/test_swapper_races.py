@@ -10,32 +10,21 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, Priority, StagingArena, Swapper, SwapperConfig
-from swapper.backend import IOBackend, IORequest
 from swapper.backends.memory import MemoryBackend
-from swapper.wrappers.base import LatencyBackend
+from tests.exactness.faulty_drives import JitteringBackend
+from tests.latency import delayed
 
 _BLOCK = ALIGNMENT
 _NUM_BLOCKS = 16
-
-
-class _Uneven(LatencyBackend):
-    """Delays every transfer by another time, so that those in flight together end in any order."""
-
-    def __init__(self, inner: IOBackend) -> None:
-        super().__init__(inner)
-        self._dice = random.Random(0)
-
-    def submit(self, request: IORequest) -> None:
-        self._delays.call_later(self._dice.choice([0.0, 0.0003, 0.002]), lambda: self.inner.submit(request))
 
 
 @pytest.fixture(params=["slow writes", "slow reads", "uneven"])
 def swapper(request: pytest.FixtureRequest) -> Iterator[Swapper]:
     inner = MemoryBackend(64 * _BLOCK, num_threads=2)
     backend = {
-        "slow writes": lambda: LatencyBackend(inner, write_seconds=0.002),
-        "slow reads": lambda: LatencyBackend(inner, read_seconds=0.002),
-        "uneven": lambda: _Uneven(inner),
+        "slow writes": lambda: delayed(inner, write_seconds=0.002),
+        "slow reads": lambda: delayed(inner, read_seconds=0.002),
+        "uneven": lambda: JitteringBackend(inner, seed=0, longest_seconds=0.002),
     }[request.param]()
     with Swapper(backend, SwapperConfig(request_bytes=2 * _BLOCK)) as made:
         yield made

@@ -46,11 +46,10 @@ from swapper.backends.memory import MemoryBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import UringBackend
 from swapper.volumes.volume import Volume
-from swapper.wrappers.base import LatencyBackend
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.integrity import IntegrityBackend
-from swapper.wrappers.rate_limit import RateLimitBackend
 from tests.exactness.faulty_drives import JitteringBackend
+from tests.latency import delayed
 from tests.uring import needs_uring
 
 _CAPACITY = 48 * ALIGNMENT
@@ -399,12 +398,7 @@ class _MemoryInline(SwapperMachine):
 
 class _Latency(SwapperMachine):
     def make_backend(self) -> IOBackend:
-        return LatencyBackend(MemoryBackend(_CAPACITY, num_threads=2), 0.0002, 0.0001)
-
-
-class _RateLimit(SwapperMachine):
-    def make_backend(self) -> IOBackend:
-        return RateLimitBackend(MemoryBackend(_CAPACITY, num_threads=2), 500e6, 400e6)
+        return delayed(MemoryBackend(_CAPACITY, num_threads=2), 0.0002, 0.0001)
 
 
 class _Integrity(_Threads):
@@ -443,7 +437,6 @@ _MACHINES = [
     _Memory,
     _MemoryInline,
     _Latency,
-    _RateLimit,
     _Integrity,
     _IntegrityInMemory,
     _IntegrityWithDamage,

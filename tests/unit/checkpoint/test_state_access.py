@@ -428,6 +428,12 @@ def test_a_changed_weight_is_stored_without_what_lies_around_it(form: ChunkForma
     assert weights == min((stop - start) * RECORD_GRANULE, unit.num_bytes - start * RECORD_GRANULE)
 
 
+def test_weights_are_copied_where_they_rest_nowhere_else_and_a_half_of_them_is_a_main_weight(bench: _Bench) -> None:
+    (gathered,) = bench.access.gather([bench.model.wide])
+    assert (gathered.kept is not None) == (bench.access.has_halves and bench.weights is None)
+    bench.access.scatter([gathered])
+
+
 def test_elements_that_follow_are_not_stored_twice(form: ChunkFormat, swapper: Swapper) -> None:
     bench = _Bench(form, swapper)
     before = _written(swapper)

@@ -22,7 +22,7 @@ from infinity.updates.job import ParameterState, UpdateJob
 from infinity.updates.stream import UpdateStream
 from swapper import Handle, StagingArena, Swapper, SwapperConfig
 from swapper.backends.memory import MemoryBackend
-from swapper.wrappers.base import LatencyBackend
+from tests.latency import delayed
 from tests.unit.stage import trainable_unit
 
 NUMEL = 3 * CHUNK_GRANULE
@@ -156,7 +156,7 @@ def slow_stream(
     device = device or ComputeDevice()
     default = MainWeight.MODEL_WEIGHT if dtype == torch.float32 else MainWeight.FP32
     record_format = ChunkFormat(dtype, main or default)
-    backend = LatencyBackend(MemoryBackend(1 << 20, 4), read_seconds=0.0, write_seconds=0.004)
+    backend = delayed(MemoryBackend(1 << 20, 4), read_seconds=0.0, write_seconds=0.004)
     swapper = Swapper(backend, SwapperConfig(deadline_seconds=WAIT_SECONDS))
     arena = StagingArena(record_format.workspace_bytes(CHUNK_GRANULE, 1), num_pages, deadline_seconds=WAIT_SECONDS)
     units = [trainable_unit(index, [(NUMEL - 200,), (90,)], dtype) for index in range(3)]

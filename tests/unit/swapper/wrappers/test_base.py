@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import time
 
 import numpy as np
@@ -13,8 +12,9 @@ from swapper import ALIGNMENT
 from swapper.backend import Direction, IOBackend
 from swapper.backends.memory import MemoryBackend
 from swapper.testing.conformance import Completion, aligned_bytes, start
-from swapper.wrappers.base import LatencyBackend, LoggingBackend
+from swapper.wrappers.base import BackendWrapper
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.latency import delayed
 
 _READ, _WRITE = Direction.READ, Direction.WRITE
 
@@ -114,7 +114,7 @@ def test_close_says_that_something_hangs() -> None:
 
 
 def test_latency_delays_and_close_does_not_wait_for_it() -> None:
-    backend = LatencyBackend(MemoryBackend(ALIGNMENT), read_seconds=0.05, write_seconds=60.0)
+    backend = delayed(MemoryBackend(ALIGNMENT), read_seconds=0.05, write_seconds=60.0)
     started = time.monotonic()
     _one(backend, _READ)
     assert time.monotonic() - started >= 0.045
@@ -124,26 +124,11 @@ def test_latency_delays_and_close_does_not_wait_for_it() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_logging_tells_every_transfer(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("test.swapper.wrappers")
-    backend = LoggingBackend(_faulty(FaultRule(direction=_WRITE, errno=errno.EIO)), logger, logging.INFO)
-    with caplog.at_level(logging.INFO, logger.name):
-        _one(backend, _READ, block=2)
-        _one(backend, _WRITE)
-    first, second = caplog.messages
-    assert first.startswith("read of 4096 bytes at 8192: 4096 bytes in ")
-    assert second.startswith("write of 4096 bytes at 0: 0 bytes in ") and "Input/output error" in second
-    with caplog.at_level(logging.WARNING, logger.name):
-        caplog.clear()
-        _one(backend, _READ)
-    assert not caplog.messages
-
-
 def test_wrappers_show_what_is_inside() -> None:
     inner = MemoryBackend(16 * ALIGNMENT, 3)
-    backend = LoggingBackend(LatencyBackend(inner))
+    backend = BackendWrapper(FaultInjectingBackend(inner))
     for name in ("capacity_bytes", "block_bytes", "boundary_bytes", "concurrency", "is_direct", "num_bounced"):
         assert getattr(backend, name) == getattr(inner, name)
     assert backend.locate(5) == inner.locate(5)
-    assert backend.describe() == f"LoggingBackend(LatencyBackend({inner.describe()}))"
+    assert backend.describe() == f"BackendWrapper(FaultInjectingBackend({inner.describe()}))"
     assert backend.close(1.0)

@@ -21,10 +21,10 @@ from swapper.backends.workers import WorkerPool
 from swapper.errors import ArgumentError
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from swapper.volumes.volume import Volume
-from swapper.wrappers.base import LatencyBackend
 from swapper.wrappers.checksum import PAGE_BYTES, ChecksumTable, Segment, crc32c, is_fast
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.integrity import IntegrityBackend
+from tests.latency import delayed
 from tests.manual_backend import ManualBackend
 
 _READ, _WRITE = Direction.READ, Direction.WRITE
@@ -139,7 +139,7 @@ def test_every_written_byte_is_protected_and_no_other(kind: str, seed: int, tmp_
 def test_neighbours_in_a_page_are_written_and_read_at_once(threads: int) -> None:
     """Each thread has two ranges of its own, all of them small parts of the same few pages."""
     inner = MemoryBackend(4 * _PAGE, threads)
-    backend = IntegrityBackend(LatencyBackend(inner, 0.0001, 0.0002), _PAGE)
+    backend = IntegrityBackend(delayed(inner, 0.0001, 0.0002), _PAGE)
     model = aligned_bytes(inner.capacity_bytes)
     errors: list[BaseException] = []
     num_threads, share = 6, inner.capacity_bytes // 12

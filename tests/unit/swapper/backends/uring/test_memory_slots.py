@@ -23,7 +23,7 @@ from swapper.backends.uring.backend import UringBackend
 from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import library
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, write
-from swapper.wrappers.base import LoggingBackend
+from swapper.wrappers.base import BackendWrapper
 from tests.uring import needs_uring
 
 _ROOT = Path(__file__).resolve().parents[5]
@@ -203,7 +203,7 @@ def test_memory_is_registered_as_a_whole_or_not_at_all(monkeypatch: pytest.Monke
 
 def test_an_arena_is_registered_through_the_swapper_until_it_is_closed(tmp_path: Path) -> None:
     backend = UringBackend(Volume([tmp_path], 1 << 20))
-    with Swapper(LoggingBackend(backend)) as swapper, StagingArena(ALIGNMENT, 4) as arena:
+    with Swapper(BackendWrapper(backend)) as swapper, StagingArena(ALIGNMENT, 4) as arena:
         arena.register_with(swapper.register_memory)
         extent = swapper.allocate(ALIGNMENT, "x")
         with arena.lease() as page:
