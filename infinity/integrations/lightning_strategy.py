@@ -87,6 +87,10 @@ class EngineOptimizer(Optimizer):
         self.engine.optimizer.zero_grad(set_to_none)
         self._has_backward = False
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the engine's optimizer does: what was frozen gets room (``BaseFinetuning``)."""
+        self.engine.optimizer.add_param_group(param_group)
+
     def state_dict(self) -> dict[str, Any]:
         """As the engine's optimizer has it."""
         found: dict[str, Any] = self.engine.optimizer.state_dict()

@@ -142,6 +142,39 @@ def test_fit(options: dict[str, Any], package: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "nvme").iterdir())
 
 
+def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None:
+    pytorch, kind = parts(package)
+    base = importlib.import_module(f"{_PACKAGES[package]}.callbacks").BaseFinetuning
+
+    class Unfreezing(base):  # type: ignore[misc, valid-type]
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.first)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.first, optimizer)
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+            self.head = nn.Linear(16, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.head(self.first(batch)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    weights = []
+    for strategy in ("auto", kind(config=on_nvme(tmp_path / "nvme"))):
+        module = Module()
+        trainer_for(pytorch, tmp_path, strategy, max_epochs=3, callbacks=[Unfreezing()]).fit(module, data())
+        weights.append(module.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
 @pytest.mark.parametrize("how", [{"is_manual": True}, {"own_backward": True}])
 def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
