@@ -84,8 +84,8 @@ def stall(scheduler: IOScheduler, hangs: Callable[[Transfer], bool] = lambda tra
         hangs: says so of a transfer. No time passes for the others, which a busy machine has not answered yet.
     """
     with scheduler._lock:
-        for lane in scheduler.lanes:
-            for transfer in filter(hangs, lane.inflight):
+        for queue in scheduler.queues:
+            for transfer in filter(hangs, queue.inflight):
                 transfer.submitted_tick -= TICKS_PER_DEADLINE
     scheduler._on_tick()
     with scheduler._lock:
