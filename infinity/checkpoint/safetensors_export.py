@@ -29,11 +29,14 @@ from infinity.errors import StorageError, format_bytes
 from infinity.optim.groups import TiledParameter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
+from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
 from infinity.units.unit import Unit
 from swapper import SwapperError
 from swapper.volumes.publish import Staging, locked
 
+_SMALL_NUMEL = 1 << 18
+"""Main weights of no more elements wait in memory until they are written."""
 _NAME_OF_PICKLES = "pytorch_model.bin"
 """DeepSpeed's default. Nobody looks for safetensors under that name."""
 
@@ -45,13 +48,14 @@ class Weights:
     Attributes:
         module_hooks: know model and units.
         pager: opens a unit's model weights.
-        main_weight: a copy of a parameter's fp32 main weight; of a frozen one, of its weight.
+        main_weights: copies of the fp32 main weights of some of a unit's parameters, by slot index; of a frozen one, of its
+            weight.
         directories: for large tensors that are made on the way.
     """
 
     module_hooks: ModuleHooks
     pager: Pager
-    main_weight: Callable[[nn.Parameter], torch.Tensor]
+    main_weights: Callable[[Unit, Sequence[Slot]], Mapping[int, torch.Tensor]]
     directories: Sequence[Path]
 
 
@@ -257,15 +261,38 @@ def _entries_of(
 ) -> Iterator[Entry]:
     source: Source = functools.partial(weights.pager.opened, unit)
     if dtype is not None:
-        source = functools.partial(contextlib.nullcontext)  # one of its own
+        source = functools.partial(_opened_main_weights, weights, unit)
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         if id(parameter) in names and id(parameter) in tiles:
             yield _entry_of_tiles(tiles[id(parameter)][0], names[id(parameter)], weights, dtype)
         elif id(parameter) in names:
-            value = functools.partial(unit.weight, slot)
+            value = _always(functools.partial(unit.weight, slot))
             if dtype is not None:
-                value = functools.partial(weights.main_weight, parameter)
-            yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), source, _always(value))
+                value = functools.partial(_MainWeights.of, slot=slot)
+            yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), source, value)
+
+
+class _MainWeights:
+    """Of one unit: small ones are read together, as they share chunks of records with each other."""
+
+    def __init__(self, weights: Weights, unit: Unit) -> None:
+        self._weights = weights
+        self._unit = unit
+        self._small: Mapping[int, torch.Tensor] = {}
+
+    def of(self, slot: Slot) -> torch.Tensor:
+        """A parameter's."""
+        if slot.numel > _SMALL_NUMEL:
+            return self._weights.main_weights(self._unit, [slot])[slot.index]
+        if not self._small:
+            slots = [each for each in self._unit.layout.slots if each.numel <= _SMALL_NUMEL]
+            self._small = self._weights.main_weights(self._unit, slots)
+        return self._small[slot.index]
+
+
+@contextlib.contextmanager
+def _opened_main_weights(weights: Weights, unit: Unit) -> Iterator[_MainWeights]:
+    yield _MainWeights(weights, unit)
 
 
 def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weights, dtype: torch.dtype | None) -> Entry:
@@ -273,10 +300,10 @@ def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weight
 
     def parts() -> Iterator[torch.Tensor]:
         for tile in tiled.tiles:
-            if dtype is not None:
-                yield weights.main_weight(tile).reshape(-1)
-                continue
             unit, slot = weights.module_hooks.locate(tile)
+            if dtype is not None:
+                yield weights.main_weights(unit, [slot])[slot.index].reshape(-1)
+                continue
             with weights.pager.opened(unit):
                 yield unit.weight(slot).detach().cpu().reshape(-1)
 

@@ -166,19 +166,32 @@ class StateAccess:
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
         unit, slot = self._module_hooks.locate(parameter)
-        with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as result:
-            if not self._has_main_in_records or not slot.spec.is_trainable:
-                with self._pager.opened(unit):
-                    weight = _flat(unit.weight(slot))
-                    for start in range(0, slot.numel, _PART_NUMEL):
-                        result.write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
-                return result.finish()
-            for chunk, piece in self._pieces(unit, slot):
-                with self._reading(unit, chunk) as workspace, result.part(piece.start, piece.stop) as part:
-                    if self._has_halves:
-                        self._bring_weights(unit, chunk, workspace)
-                    workspace.read_main(_span(piece), part)
-            return result.finish()
+        return self.main_weights(unit, [slot])[slot.index]
+
+    def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
+        """Slot index -> the same, for some parameters of a unit. What holds pieces of several is read once."""
+        with contextlib.ExitStack() as stack:
+            made = {
+                slot.index: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
+                for slot in slots
+            }
+            recorded = {slot.index for slot in slots if self._has_main_in_records and slot.spec.is_trainable}
+            for slot in slots:
+                if slot.index not in recorded:
+                    with self._pager.opened(unit):
+                        weight = _flat(unit.weight(slot))
+                        for start in range(0, slot.numel, _PART_NUMEL):
+                            made[slot.index].write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
+            for chunk in self._chunks[unit.index]:
+                pieces = [piece for piece in chunk.pieces if piece.slot.index in recorded]
+                if pieces:
+                    with self._reading(unit, chunk) as workspace:
+                        if self._has_halves:
+                            self._bring_weights(unit, chunk, workspace)
+                        for piece in pieces:
+                            with made[piece.slot.index].part(piece.start, piece.stop) as part:
+                                workspace.read_main(_span(piece), part)
+            return {index: copy.finish() for index, copy in made.items()}
 
     def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """The chunk's model weights, as they rest, into the workspace."""

@@ -77,4 +77,4 @@ class ExportCalls(DeepSpeedNames):
 
     def _weights(self) -> Weights:
         parts = self._parts
-        return Weights(parts.module_hooks, parts.pager, parts.access.main_weight, self.config.nvme_paths)
+        return Weights(parts.module_hooks, parts.pager, parts.access.main_weights, self.config.nvme_paths)

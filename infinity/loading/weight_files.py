@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infinity.errors import WeightFileError
+from infinity.torch_internals.zip_files import load_over
 from swapper.volumes.mapped import map_file
 
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
@@ -170,14 +171,13 @@ def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
     try:
-        loaded: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        loaded: Any = load_over(file, torch.from_numpy(map_file(file)))
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightFileError(
             file,
             f"cannot be looked at: {first}",
-            cure="It must be what torch.save(model.state_dict(), ...) writes, with tensors only, and smaller than memory; "
-            "else save it as safetensors",
+            cure="It must be what torch.save(model.state_dict(), ...) writes, with tensors only",
         ) from error
     with contextlib.suppress(AttributeError):
         if all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
