@@ -35,6 +35,7 @@ from infinity.tiers.user_copies import UserCopies
 from infinity.torch_internals.modes import has_memory, outside_modes, untraced
 from infinity.torch_internals.names import call_after_backward
 from infinity.units.layout import Slot
+from infinity.units.parameter import PagedParameter
 from infinity.units.unit import Unit
 
 _CALL = nn.Module._call_impl.__code__
@@ -400,6 +401,13 @@ class Pager:
         """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version."""
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return tensor, tensor._version
+        if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
+            return next(
+                SavedView(unit, tensor, slot)
+                for unit in self.residency.units
+                for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+                if parameter is tensor
+            )
         try:
             unit = self.residency.unit_behind(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from infinity.torch_internals.names import saving_hooks
+from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
 
@@ -28,15 +29,16 @@ class SavedView:
 
     __slots__ = ("__weakref__", "count", "dtype", "offset", "shape", "stride", "unit", "version")
 
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+    def __init__(self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None) -> None:
+        """``tensor``: the view; or, with its ``slot``, a whole parameter that is paged out."""
         self.unit = unit
         self.version = unit.version
         self.count = tensor._version if tensor.requires_grad else None
         """Of writes to the parameter, which torch would look at."""
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.stride = tensor.stride() if slot is None else slot.spec.stride
+        self.offset = tensor.storage_offset() if slot is None else slot.offset_bytes // tensor.dtype.itemsize
         unit.note_token(self)
 
     def check(self) -> None:

@@ -37,7 +37,8 @@ def check_model(model: nn.Module) -> None:
         if parameter.is_sparse or type(parameter) is not nn.Parameter:
             raise UnsupportedModelError(
                 f"parameter '{fqn}' is a {type(parameter).__name__}{' (sparse)' if parameter.is_sparse else ''}",
-                cure="Only dense torch.nn.Parameter can be paged: materialise or convert it first",
+                cure="Only dense torch.nn.Parameter can be paged: materialise or convert it first (a quantized one, as of "
+                "torchao or bitsandbytes: dequantize the model, or load it without quantization_config)",
                 fqn=fqn,
             )
         if parameter.requires_grad and parameter.is_complex():

@@ -101,3 +101,62 @@ def test_an_unexpected_late_use_is_an_error_and_expected_from_then_on(use_reentr
             backward(step)
             engine.step()
         engine.flush()
+
+
+class _InPieces(torch.autograd.Function):
+    """A product with rows of a weight, as fused losses make it: torch does not ask a weight's class about it."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return torch.cat([inputs @ rows.t() for rows in weight.split(4)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        product = torch.empty(len(inputs), 4)
+        by_weight = torch.zeros_like(weight)
+        for first in range(0, len(weight), 4):
+            torch.mm(inputs, weight[first : first + 4].t(), out=product)
+            by_weight[first : first + 4] = gradient[:, first : first + 4].t() @ inputs
+        return gradient @ weight, by_weight
+
+
+class _Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)])
+        self.head = nn.Linear(64, 128, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        product: torch.Tensor = _InPieces.apply(inputs, self.head.weight)
+        return product.square().mean()
+
+
+def test_a_function_that_is_given_a_weight_whose_module_nobody_calls(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = _Headed(), torch.randn(4, 64)
+    expected = copy.deepcopy(model)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "infinity": {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with infinity.initialize(model=model, optimizer=optimizer, config=config)[0] as engine:
+        for _ in range(4):
+            reference.zero_grad()
+            wanted = expected(inputs)
+            wanted.backward()
+            reference.step()
+            loss = engine(inputs)
+            engine.backward(loss)
+            engine.step()
+            assert torch.equal(loss, wanted)
+        values = engine.module.state_dict()
+        assert all(torch.equal(values[name], value) for name, value in expected.state_dict().items())
