@@ -12,7 +12,7 @@ import numpy as np
 
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
-from swapper.errors import DamagedCommitError, UnwritableDirectoryError, error_words
+from swapper.errors import DamagedCommitError, UnwritableDirectoryError, VolumeError, error_words
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
@@ -26,6 +26,7 @@ from swapper.wrappers.versions import Runs, VersionedBackend
 logger = logging.getLogger(__name__)
 _STRIPE_BYTES = 1 << 20
 """The same in each process that uses a run, whatever its requests are."""
+_NAME = "states"
 _LOOK_UP_SECONDS = 0.2  # an interrupt gets through
 
 
@@ -88,12 +89,20 @@ class Versions:
                 make_directory(directory.path, 0o700)
             except OSError as error:
                 raise UnwritableDirectoryError(directory.path, error_words(error)) from error
+        wanted = as_directories(directories)
+        is_there = [(each.path / f"{_NAME}-{i}-of-{len(wanted)}").exists() for i, each in enumerate(wanted, 1)]
+        if any(is_there) and not is_there[0]:
+            raise VolumeError(
+                wanted[0].path,
+                f"{str(wanted[is_there.index(True)].path)!r} holds a part of a run whose first directory is another one than "
+                f"{str(wanted[0].path)!r}: name the same directories in the same order, or remove them to begin anew",
+            )
         volume = Volume(
             directories,
             volume_bytes,
             stripe_bytes=_STRIPE_BYTES,
             direct=config.direct,
-            file_name="states",
+            file_name=_NAME,
             is_there=bool(run.commits()),
         )
         try:

@@ -194,7 +194,7 @@ def build(
     if placement.spills:
         gradients.reserve()
     plan_tracker = PlanTracker(
-        first_plan(config, units, request, placement, storage.resting_bytes(), budget_source),
+        first_plan(config, units, request, placement, storage.resting_bytes(), budget_source, storage.volume_bytes),
         sizes,
         request,
         guess,
@@ -228,7 +228,8 @@ def build(
     undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(module_hooks.uninstall)
-    _take_over(units, originals, access, pager.residency, storage, parameter_handler, device)
+goes_on = durable is not None and durable.goes_on
+    _take_over(units, originals, access, pager.residency, storage, parameter_handler, device, is_stored=goes_on)
     loose = LooseParameters(template) if engine is None else engine.loose
     step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names, loose)
 
@@ -325,15 +326,21 @@ def _take_over(
     storage: EngineResources,
     parameter_handler: ParameterHandler,
     device: ComputeDevice,
+    *,
+    is_stored: bool,
 ) -> None:
-    """Store unit after unit, and let go of each one's original tensors as soon as it is stored."""
+    """Store unit after unit, and let go of each one's original tensors as soon as it is stored.
+
+    ``is_stored``: what a durable run goes on from is stored already; it takes the place of the originals.
+    """
     for unit in units:
         flat = storage.pool.allocate(unit.num_bytes)
         if flat is None:
             raise RuntimeError("the pool for flat buffers is smaller than a unit")
         residency.place(unit, flat)
         originals.keep(unit)
-        access.store(unit, [parameter.detach() for parameter in unit.parameters])
+        if not is_stored:
+            access.store(unit, [parameter.detach() for parameter in unit.parameters])
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             parameter.grad = None
             hold(parameter, parameter_handler, slot.spec.dtype, device.torch_device)

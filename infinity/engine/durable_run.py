@@ -68,7 +68,11 @@ class DurableRun:
         self._path: Path = section.directories[0].path
         try:
             self.directory = RunDirectory(self._path)
-            found = self.directory.newest()
+            try:
+                found = self.directory.newest()
+            except BaseException:
+                self.directory.close()
+                raise
         except (VolumeError, OSError) as error:
             raise StorageError(
                 self._path,
@@ -88,6 +92,11 @@ class DurableRun:
             self._number = found[0]
             self._header = json.loads(found[1][1])
         self._page_bytes = config.infinity.page_bytes
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a commit to go on from."""
+        return self._header is not None
 
     def adapted(self, config: InfinityConfig) -> InfinityConfig:
         """The config with the sizes that the newest commit was made with, where it leaves them open."""
@@ -122,10 +131,11 @@ class DurableRun:
         stream: UpdateStream,
         waiting: Callable[[str], Any],
     ) -> None:
-        """Take note of what is committed. Protects the commits that there are.
+        """Take note of what is committed. Protects the commits that there are; what the newest holds is there from now on.
 
         Raises:
             StorageError: they are damaged.
+            UnsupportedModelError: this config would look for tensors elsewhere.
         """
         if storage.versions is None or not isinstance(storage.records, PagedStateStore):
             raise RuntimeError("a durable run without versions of its states")
@@ -133,10 +143,18 @@ class DurableRun:
         self._units, self._states, self._pager, self._waiting = units, states, pager, waiting
         self._stream = stream
         if self._header is not None:
+            if self._header["places"] != self._places():
+                raise UnsupportedModelError(
+                    f"the durable run in '{self._path}' has its tensors in other places than this config gives them",
+                    cure="Make the config as it was, but for budgets, keep_last and keep_every, or name another "
+                    "infinity.durable_path",
+                )
             try:
                 self._versions.recover(self._number)
+                *_, inside = self._versions.go_to(self._number)
                 for number in self._versions.kept:
                     self._steps[number] = json.loads(self.directory.read(number)[1])["step"]
+                storage.records.set_valid_bytes(commit_parts.unpack(inside)["valid_bytes"])
             except (VolumeError, SwapperError) as error:
                 raise self._damaged(error) from error
 
@@ -251,8 +269,6 @@ class DurableRun:
             raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
         self._number = as_number or number
         self._steps[self._number] = json.loads(head)["step"]
-        if json.loads(head)["places"] != self._places():
-            raise RuntimeError("the layout is that of the commit, but the extents lie elsewhere")
         rest = commit_parts.unpack(outside) | commit_parts.unpack(inside)
         self._records.set_valid_bytes(rest["valid_bytes"])
         for unit in self._units:

@@ -119,9 +119,9 @@ class EngineResources:
         frozen_bytes = sum(
             s.weight_bytes - s.trainable_numel * self._request.record_format.weight_dtype.itemsize for s in self._sizes
         )
-        # What is frozen is written again by the process that resumes, before it goes back to the commit.
+        # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need a little.
         spare_bytes = min(all_bytes, self._config.io.max_inflight * self._config.io.request_bytes)
-        return all_bytes + durable.most_kept * (all_bytes - frozen_bytes) + frozen_bytes + spare_bytes
+        return all_bytes + durable.most_kept * (all_bytes - frozen_bytes) + spare_bytes
 
     def _open(self, key: _TierKey, num_bytes: int) -> Swapper:
         tier, directories = key

@@ -40,6 +40,8 @@ class Plan:
     """What the drives were measured to do; None if they were not."""
     drive_tbw: float | None = None
     """Terabytes that the drives are rated to take."""
+    durable_bytes: int = 0
+    """Of the drives, what a durable run has reserved: the states, and room for what each kept commit differs in."""
     seen_bytes_per_second: float | None = None
     """What the drives read and wrote while they were busy, in the steps so far; None before the first ones."""
     compute_seconds: float | None = None
@@ -106,6 +108,8 @@ class Plan:
                 + (", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""),
             ),
         ]
+        if self.durable_bytes:
+            rows.append(("durable run", f"{_size(self.durable_bytes)} on the drives"))
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
         if placement.activation_bytes:

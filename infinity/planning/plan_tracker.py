@@ -127,6 +127,7 @@ def first_plan(
     placement: Placement,
     resting_bytes: dict[str, dict[str, int]],
     budget_source: str,
+    durable_bytes: int = 0,
 ) -> Plan:
     """The plan as it is known before anything has run, without predictions."""
     slots = [slot for unit in units for slot in unit.layout.slots]
@@ -148,6 +149,7 @@ def first_plan(
         predicted_write_bytes_per_step=0,
         bandwidth=_bandwidth(config),
         drive_tbw=config.infinity.drive_tbw,
+        durable_bytes=durable_bytes,
     )
 
 

@@ -36,6 +36,13 @@ class NamedFile(ScratchFile):
 
     def _open(self) -> int:
         path = self.directory / self.file_name
+        others = [other.name for other in self.directory.glob(f"{self.file_name.split('-')[0]}-*-of-*")]
+        if others and path.name not in others:
+            raise VolumeError(
+                self.directory,
+                f"{str(self.directory)!r} holds {others[0]} of a run, and is now to hold {path.name}: name the same directories "
+                "in the same order, or remove the run's directories to begin anew",
+            )
         try:
             if self.is_there:
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -33,8 +33,8 @@ class Volume(Uncopyable):
         capacity_bytes: Size of the address space; rounded up to whole stripes, or to 4096 in a single directory.
         stripe_bytes: Length of a stripe. Multiple of 4096.
         direct: Bypass the page cache where the file system can.
-        file_name: Name of the file in each directory, which then outlives the process; what is in it stays, and it is
-            never made shorter. Without, files have no names.
+        file_name: Name of the file in each directory, to which its number is added; it then outlives the process; what is
+            in it stays, and it is never made shorter. Without, files have no names.
         is_there: Such files must be there already.
 
     Raises:
@@ -61,10 +61,11 @@ class Volume(Uncopyable):
         self._map: StripeMap | None = None
         self.files: tuple[ScratchFile, ...] = ()
         try:
-            for directory in wanted:
+            for column, directory in enumerate(wanted, 1):
                 # One by one into the tuple, so that an error in a later directory closes the earlier files.
                 drive = describe_drive(directory.path)
-                file = NamedFile(drive, file_name, is_there=is_there) if file_name else ScratchFile(drive)
+                name = f"{file_name}-{column}-of-{len(wanted)}"
+                file = NamedFile(drive, name, is_there=is_there) if file_name else ScratchFile(drive)
                 self.files = (*self.files, file)
             _refuse_twins(self.files)
             _warn_of_shared_drives(self.files)

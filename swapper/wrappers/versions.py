@@ -184,7 +184,10 @@ class VersionedBackend(BackendWrapper):
             before = self._slots[first:last].tolist()
             ranges = self._take(last - first)
         if ranges is None:
-            message = "no free slot: more was written since the last commit than there is room for"
+            message = (
+                "no free slot: more was written since the last commit than there is room for, frozen weights as well, say; "
+                "what replaces all of them, as a checkpoint does, is loaded where a durable run begins, in a new directory"
+            )
             request.complete(0, OSError(errno.ENOSPC, message))
             return
         # Blocks at the ends that are not written whole get the rest of what they hold.

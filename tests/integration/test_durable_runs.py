@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Iterator
@@ -284,7 +285,7 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCap
         train(engine, 2)
     run = tmp_path / "drive" / "durable"
     commits = sorted(run.glob("commit-*"))
-    path = run / "states" if what == "states" else commits[-1]
+    path = run / "states-1-of-1" if what == "states" else commits[-1]
     data = bytearray(path.read_bytes())
     places = range(0, len(data), 512) if what == "states" else [len(data) // 2]
     for place in places:  # of the states, wherever the commit's happen to lie
@@ -348,3 +349,130 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused = pytest.raises(StepOrderError, match=r"not durable")
     with training(tmp_path / "drive", {"infinity": {"durable": False}}, Model()) as engine, refused:
         engine.rollback(1)
+
+
+class Adapted(nn.Module):
+    """A large frozen layer and a small one that is trained."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.frozen = nn.Linear(8, 40_000).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 4, bias=False), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.down.weight.dtype)
+        result: torch.Tensor = self.frozen(x + self.up(self.down(x))).float().square().mean()
+        return result
+
+
+def test_what_is_frozen_is_stored_once(tmp_path: Path) -> None:
+    small = {
+        **BF16,
+        "aio": {"block_size": 16384, "thread_count": 1, "queue_depth": 1},
+    }  # writes under way need room as well
+    frozen_bytes = 9 * 40_000 * 2
+    with training(tmp_path / "drive", small, Adapted()) as engine:
+        train(engine, 2)
+        expected = everything(engine)
+        assert frozen_bytes < engine.plan.durable_bytes
+        assert f"{engine.plan.durable_bytes / 1e6:,.1f} MB on the drives" in str(engine.plan)
+    states = tmp_path / "drive" / "durable" / "states-1-of-1"
+    assert states.stat().st_size < 1.7 * frozen_bytes
+    for until in (3, 4):
+        with training(tmp_path / "drive", small, Adapted(until)) as engine:  # other weights: those of the commit count
+            assert engine.report is None and engine.global_steps == until - 1
+            if until == 3:
+                require_equal(everything(engine), expected)
+            train(engine, until)
+
+
+_OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "budget": {"infinity": {"host_memory_budget": "200MiB"}},
+    "more commits": {"infinity": {"keep_last": 4, "keep_every": 3}},
+    "fewer commits": {"infinity": {"keep_last": 1}},
+    "other requests": {"aio": {"block_size": 262144, "thread_count": 2}, "infinity": {"io_backend": "threads"}},
+    "later updates": {"infinity": {"update": "deferred"}},
+    "ordinary order, no prefetch": {"infinity": {"schedule": "ordinary", "prefetch": False}},
+}
+
+
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_other_settings(num_drives: int, tmp_path: Path) -> None:
+    """Each of them goes on where the one before has ended, with the same bits as one that never changed anything."""
+
+    def changes(changed: dict[str, Any], place: str) -> dict[str, Any]:
+        paths = [str(tmp_path / place / str(index)) for index in range(num_drives)]
+        return {**BF16, **changed, "infinity": {"keep_last": 2, **changed.get("infinity", {}), "durable_path": paths}}
+
+    _seed()
+    with training(tmp_path / "whole", changes({}, "whole"), Model()) as engine:
+        _seed()
+        losses = train(engine, 1 + len(_OTHER_SETTINGS))
+        expected = everything(engine)
+    found = []
+    for index, changed in enumerate([{}, *_OTHER_SETTINGS.values()]):
+        with training(tmp_path / "parts", changes(changed, "parts"), Model(index)) as engine:
+            if not index:
+                _seed()
+            assert engine.global_steps == index
+            found += train(engine, index + 1)
+            last = everything(engine)
+    assert found == losses
+    require_equal(last, expected)
+
+
+def test_drives_that_are_missing_or_exchanged(tmp_path: Path) -> None:
+    first, second, third = (str(tmp_path / name) for name in "abc")
+    changes = [{**BF16, "infinity": {"durable_path": paths}} for paths in ([first, second], [second, first], [first])]
+    changes += [{**BF16, "infinity": {"durable_path": paths}} for paths in ([second], [first, third], [third, second])]
+    with training(tmp_path / "scratch", changes[0], Model()) as engine:
+        train(engine, 1)
+        expected = everything(engine)
+    for changed in changes[1:]:
+        refused = pytest.raises(StorageError, match="name the same directories in the same order")
+        with refused, training(tmp_path / "scratch", changed, Model()):
+            pass
+    with training(tmp_path / "scratch", changes[0], Model(1)) as engine:
+        require_equal(everything(engine), expected)
+
+
+def test_going_back_and_on_with_another_learning_rate(tmp_path: Path) -> None:
+    """As plain torch does from the state that it had then: the engine of this test is compared with torch elsewhere."""
+    inputs = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(5))
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    plain = model()
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    saved: dict[str, Any] = {}
+    for step in (0, 1, 2, 3):
+        if step == 2:
+            saved = copy.deepcopy({"model": plain.state_dict(), "optimizer": adam.state_dict()})
+        plain(inputs[step]).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    plain.load_state_dict(saved["model"])
+    adam.load_state_dict(saved["optimizer"])
+    adam.param_groups[0]["lr"] = 1e-3
+    for step in (4, 5):
+        plain(inputs[step]).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    changes = {
+        "scheduler": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "infinity": {"keep_last": 3},
+    }
+    with training(tmp_path / "drive", changes, model()) as engine:
+        for step in (0, 1, 2, 3, None, 4, 5):
+            if step is None:
+                engine.rollback(2)
+                engine.optimizer.param_groups[0]["lr"] = 1e-3
+                continue
+            engine.backward(engine(inputs[step]).square().mean())
+            engine.step()
+        for fqn, parameter in engine.module.named_parameters():
+            assert torch.equal(parameter, dict(plain.named_parameters())[fqn])

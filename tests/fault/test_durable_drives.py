@@ -1,0 +1,122 @@
+"""Durable runs on drives that are full, in use by another process, or give back other bytes than were written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import CommitError, InfinityError, StorageError
+from swapper import SwapperError
+from tests.exactness.lockstep import BF16
+from tests.integration.test_durable_runs import Model, everything, require_equal, train, training
+
+_HOLDER = """
+import sys
+from pathlib import Path
+from tests.exactness.lockstep import BF16
+from tests.integration.test_durable_runs import Model, train, training
+
+with training(Path(sys.argv[1]), BF16, Model()) as engine:
+    train(engine, 1)
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLDER, str(tmp_path / "drive")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert "holds" in other.stdout.readline()
+        refused = pytest.raises(StorageError, match=r"durable_path.*in use, by another process")
+        with refused, training(tmp_path / "drive", BF16, Model()):
+            pass
+        other.kill()
+    with training(tmp_path / "drive", BF16, Model()) as engine:  # nobody was there to let go
+        assert engine.global_steps in (0, 1)
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB of its own, which can really be filled."""
+    if os.geteuid() != 0:
+        pytest.skip("to mount a file system needs root")
+    image, place = tmp_path / "image", tmp_path / "small"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(6 << 20)
+    for command in (
+        ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", str(image)],
+        ["mount", "-o", "loop", str(image), str(place)],
+    ):
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode:
+            pytest.skip(f"{command[0]}: {found.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_drive(small_drive: Path) -> None:
+    """States have their space from the start; a commit's file does not: the run stops, and goes on when there is room."""
+    filler = small_drive / "filler"
+    with training(small_drive, BF16, Model()) as engine:
+        train(engine, 2)
+        engine.flush()
+        expected = everything(engine)
+        with filler.open("wb") as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+                    file.flush()
+            except OSError:
+                pass
+        train(engine, 3)
+        with pytest.raises(CommitError, match=r"step 3 could not be committed.*No space left.*Give the drive room"):
+            engine.flush()
+    filler.unlink()
+    with training(small_drive, BF16, Model(1)) as engine:
+        assert engine.global_steps == 2
+        require_equal(everything(engine), expected)
+        train(engine, 3)
+    with training(small_drive, BF16, Model(1)) as engine:
+        assert engine.global_steps == 3
+
+
+def test_a_drive_without_room_is_told_at_the_start(small_drive: Path) -> None:
+    """Before anything has been trained."""
+    changes = {**BF16, "infinity": {"keep_last": 1000}}
+    refused = pytest.raises(StorageError, match=r"cannot hold the states.*free.*durable_path")
+    with refused, training(small_drive, changes, Model()):
+        pass
+
+
+def test_a_flipped_bit_anywhere_is_found_or_does_no_harm(tmp_path: Path) -> None:
+    """Of every file of a run, in every part of it; what is free may change."""
+    changes: dict[str, Any] = {**BF16, "infinity": {"keep_last": 1}}
+    with training(tmp_path / "drive", changes, Model()) as engine:
+        train(engine, 2)
+        expected = everything(engine)
+    run = tmp_path / "drive" / "durable"
+    num_found = 0
+    for path in sorted(run.iterdir()):
+        data = path.read_bytes()
+        for place in range(0, len(data), -(-len(data) // (8 if "states" in path.name else 6)) or 1):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            try:
+                with training(tmp_path / "drive", changes, Model(1)) as engine:
+                    require_equal(everything(engine), expected)
+            except (InfinityError, SwapperError) as error:
+                num_found += 1
+                assert str(run) in str(error) and any(
+                    word in str(error) for word in ("Name another", "do not trust")
+                ), error
+            path.write_bytes(data)
+    assert num_found >= 6
+    with training(tmp_path / "drive", changes, Model(1)) as engine:
+        require_equal(everything(engine), expected)
