@@ -228,7 +228,7 @@ def build(
     undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(module_hooks.uninstall)
-goes_on = durable is not None and durable.goes_on
+    goes_on = durable is not None and durable.goes_on
     _take_over(units, originals, access, pager.residency, storage, parameter_handler, device, is_stored=goes_on)
     loose = LooseParameters(template) if engine is None else engine.loose
     step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names, loose)

@@ -68,11 +68,6 @@ class DurableRun:
         self._path: Path = section.directories[0].path
         try:
             self.directory = RunDirectory(self._path)
-            try:
-                found = self.directory.newest()
-            except BaseException:
-                self.directory.close()
-                raise
         except (VolumeError, OSError) as error:
             raise StorageError(
                 self._path,
@@ -80,6 +75,11 @@ class DurableRun:
                 cure="Name another one, or wait for the other process",
                 key="infinity.durable_path",
             ) from error
+        try:
+            found = self.directory.newest()
+        except VolumeError as error:
+            self.directory.close()
+            raise self._damaged(error) from error
         self._number = 0
         self._steps: dict[int, int] = {}
         """By commit, the step that it was made after."""
