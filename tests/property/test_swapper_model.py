@@ -434,7 +434,6 @@ _MACHINES = [
     pytest.param(_UringStriped, marks=needs_uring),
     _Aiofiles,
     _AiofilesDirect,
-    _Memory,
     _MemoryInline,
     _Latency,
     _Integrity,
