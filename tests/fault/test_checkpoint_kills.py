@@ -1,0 +1,158 @@
+"""Trainings whose process is killed at any moment of steps, saves and loads: each goes on from its newest checkpoint to the
+result of one that was never killed.
+
+``INFINITY_KILLS=1000 python -m pytest tests/fault/test_checkpoint_kills.py`` kills so often. The processes are forked from one
+that has imported everything, and die at the n-th call that changes or reads files, so a kill costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import os
+import random
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from infinity.checkpoint.saved import Checkpoint
+from tests.exactness.lockstep import BF16
+from tests.integration.test_durable_runs import Model, training
+
+_STEPS = 6
+_MOST_KILLS = 4
+"""Of one run."""
+_KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
+_MODES: dict[str, dict[str, Any]] = {
+    "in backward": BF16,
+    "deferred": {**BF16, "gradient_clipping": 0.1},
+    "fp32": {},
+    "accumulated": {**BF16, "gradient_accumulation_steps": 2},
+}
+_CALLS = ("pwrite", "preadv", "pwritev", "posix_fallocate", "fsync", "replace", "unlink", "rmdir", "mkdir")
+
+
+def _run(top: Path, changes: dict[str, Any], tick: Callable[[], None]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    random.seed(3)
+    saved = top / "saved"
+    changes = {**changes, "infinity": {"durable": False, "io_backend": "threads"}}
+    with training(top / "drive", changes, Model()) as engine:
+        torch.manual_seed(3)
+        for name in _CALLS:  # what was written survives a kill without a flush
+            real = getattr(os, name) if name != "fsync" else lambda descriptor: None
+            mock.patch.object(os, name, _ticking(real, tick)).start()
+        engine.load_checkpoint(saved)
+        batches: Iterator[Any] = iter(())
+        while engine.global_steps < _STEPS:
+            batch = next(batches, None)
+            if batch is None:
+                batches = iter(engine.training_dataloader)
+                continue
+            step = engine.global_steps
+            engine.backward(engine(batch))
+            engine.step()
+            if engine.global_steps == step:
+                continue
+            tag = None if step % 3 else "again"  # now and then one takes the place of an older one
+            engine.save_checkpoint(saved, tag=tag, blocking=step % 2 == 0, keep_last=2)
+            if step == 3:
+                assert engine.load_checkpoint(saved)[0] is not None
+                batches = iter(())
+        found = hashlib.sha256()
+        for _, parameter in sorted(engine.module.named_parameters()):
+            found.update(parameter.float().detach().numpy().tobytes())
+            if parameter.requires_grad:
+                for _, value in sorted(engine.state_of(parameter).items()):
+                    found.update(torch.as_tensor(value).float().numpy().tobytes())
+        found.update(torch.get_rng_state().numpy().tobytes())
+        told = f"{engine.global_steps} {engine.global_samples} {engine.get_lr()} {found.hexdigest()}"
+    (top / "result").write_text(told)
+
+
+def _ticking(real: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tick()
+        return real(*args, **kwargs)
+
+    return call
+
+
+def _forked(top: Path, changes: dict[str, Any], num_ticks: int | None) -> int | None:
+    """Run in a child that is killed after so many ticks; returns how many it had if it came to its end before."""
+    readable, writable = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(readable)
+            counter, lock, last = itertools.count(1), threading.Lock(), [0]
+
+            def tick() -> None:
+                with lock:
+                    last[0] = next(counter)
+                    if last[0] == num_ticks:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            _run(top, changes, tick)
+            os.write(writable, str(last[0]).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        told = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), "the child failed by itself: see its output"
+    return int(told) if code == 0 else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_everything() -> None:
+    """What an engine imports late takes ten times as long as a run; no thread of ours is there when children are forked."""
+    importlib.import_module("torch._dynamo")
+
+    from infinity.numerics.kernels import kernels
+
+    kernels()
+
+
+@pytest.mark.timeout(60 + 2 * _KILLS)
+@pytest.mark.parametrize("mode", _MODES)
+def test_kills_at_any_moment(mode: str, tmp_path: Path) -> None:
+    changes = _MODES[mode]
+    (tmp_path / "whole").mkdir()
+    whole = _forked(tmp_path / "whole", changes, None)
+    assert whole is not None
+    expected = (tmp_path / "whole" / "result").read_text()
+    chance = random.Random(mode)
+    num_kills = num_runs = 0
+    while num_kills < _KILLS // len(_MODES):
+        top = tmp_path / f"run{num_runs}"
+        top.mkdir()
+        num_runs += 1
+        for attempt in itertools.count():
+            is_last = attempt == _MOST_KILLS
+            if _forked(top, changes, None if is_last else chance.randrange(1, whole)) is not None:
+                break
+            num_kills += 1
+            latest = top / "saved" / "latest"
+            if latest.exists():
+                assert Checkpoint.open(top / "saved").verify()
+        assert (top / "result").read_text() == expected, f"run {num_runs}, after {num_kills} kills in all"
+        names = sorted(path.name for path in (top / "saved").iterdir() if path.name.startswith("."))
+        assert not names, "a killed save has left something"

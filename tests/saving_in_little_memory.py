@@ -1,0 +1,72 @@
+"""Trains a model whose states are several times what its control group allows, and saves and loads it. A process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.checkpoint.saved import Checkpoint
+from infinity.device.host_memory import give_back_freed_memory
+from infinity.numerics.kernels import kernels
+
+_BUDGET_BYTES = 112 << 20
+_SLACK_BYTES = 96 << 20
+"""Beyond the budget: activations, what torch keeps, and the blocks that a save has under way."""
+_WIDTH, _NUM_LAYERS = 2048, 14
+
+
+def _anonymous_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
+
+
+def run(group: str, directory: str) -> None:
+    """In a process of its own, inside the control group: train, save in both ways, and load. Prints a line of JSON."""
+    torch.set_num_threads(1)
+    kernels()
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+    place = {"device": "nvme", "nvme_path": directory}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"host_memory_budget": _BUDGET_BYTES},
+    }
+    gc.collect()
+    give_back_freed_memory()
+    limit = _anonymous_bytes() + _SLACK_BYTES + _BUDGET_BYTES
+    with infinity.Init(config=config):
+        model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)])
+    engine = infinity.initialize(model=model, config=config)[0]
+    saved = Path(directory) / "saved"
+    with engine:
+        _step(engine)
+        engine.flush()
+        (Path(group) / "memory.limit_in_bytes").write_text(str(limit))
+        engine.save_checkpoint(saved, tag="at once")
+        engine.save_checkpoint(saved, tag="meanwhile", blocking=False)
+        _step(engine)
+        engine.wait_for_checkpoint()
+        engine.load_checkpoint(saved, tag="meanwhile")
+        engine.flush()
+    checkpoints = [Checkpoint.open(saved, tag) for tag in ("at once", "meanwhile")]
+    is_same = _sums(checkpoints[0]) == _sums(checkpoints[1])
+    num_bytes = sum(tensor.num_bytes for tensor in checkpoints[0].tensors)
+    print(json.dumps({"is_same": is_same, "num_bytes": num_bytes, "allowed": _SLACK_BYTES + _BUDGET_BYTES}))
+
+
+def _step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, _WIDTH, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+
+
+def _sums(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
+    return {(each.fqn, each.kind): each.array.checksum for each in checkpoint.tensors}
