@@ -128,10 +128,13 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "the engine scales them then",
                 key="fp16.enabled",
             )
-        if self.infinity_config.autocast_dtype is not None and self.mixed_precision != "bf16":
+        autocast = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
+            self.infinity_config.autocast_dtype or torch.float32
+        )
+        if autocast is not None and self.mixed_precision != autocast:
             raise ConfigError(
-                "config key 'torch_autocast' is switched on, and mixed_precision is not. Pass mixed_precision=\"bf16\": "
-                "accelerate runs the model under autocast",
+                f"config key 'torch_autocast' is switched on, and mixed_precision is {self.mixed_precision!r}. Pass "
+                f"mixed_precision={autocast!r}: accelerate runs the model under autocast",
                 key="torch_autocast.enabled",
             )
         self.register_save_state_pre_hook(self._save_engines)
