@@ -14,6 +14,11 @@ from infinity.device.compute import FlatBuffer, SeparateHostDevice
 from infinity.device.flat_pool import FlatPool
 
 
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """From where to where a tensor without gaps lies in memory."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
 @dataclass(frozen=True)
 class LazyFence:
     """``time``: when it was marked. ``copy``: number of the last copy that it follows, or -1."""
@@ -75,8 +80,9 @@ class LazyDevice(SeparateHostDevice):
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
         self.synchronize(after)
         with self._lock:
-            pending = {copied.untyped_storage().data_ptr() for _, copied, _ in self._pending}
-        if source.untyped_storage().data_ptr() in pending:
+            pending = [_bytes_of(copied) for _, copied, _ in self._pending]
+        first, last = _bytes_of(source)
+        if any(begin < last and first < end for begin, end in pending):
             self.violations.append("a buffer is read while weights are still on their way into it")
         target.copy_(source)
 

@@ -278,7 +278,7 @@ def _resolve_infinity(
         nearest = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
         problem = f"must be a multiple of {_ALIGNMENT}, the unit in which drives are read"
         raise ConfigValueError("infinity.page_bytes", page_bytes, problem, cure=f"Take {nearest}")
-    for name in ("host_memory_budget", "device_memory_budget", "page_bytes"):
+    for name in ("host_memory_budget", "device_memory_budget", "page_bytes", "update_workers"):
         value = getattr(block, name)
         shown = "chosen at start" if value is None else value
         book.note(f"infinity.{name}", shown)
@@ -296,6 +296,7 @@ def _resolve_infinity(
         tile_above=block.tile_above,
         strict=block.strict,
         update=_resolve_update(root, book),
+        update_workers=block.update_workers,
         main_weights=_resolve_main_weights(block, compute_dtype, book),
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,

@@ -152,6 +152,7 @@ class InfinitySection:
         gradient_dtype: of gradients that wait for their update.
         rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32
             as soon as there is more than one.
+        update_workers: threads that run updates; None when the engine is to choose.
         state_dtype: how the optimizer's element-wise states are stored; they are fp32 while they are worked on.
         timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
         schedule: in which order `Engine.train_batch` goes through units and micro-batches.
@@ -179,6 +180,7 @@ class InfinitySection:
     activations: Literal["memory", "cpu", "nvme"] = "memory"
     durable: DurableSection | None = None
     tile_above: int | None = None
+    update_workers: int | None = None
 
 
 @dataclass(frozen=True)

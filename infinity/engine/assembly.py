@@ -121,6 +121,7 @@ def build(
         budget_bytes=budget if budget is not None else share.budget_bytes,
         shares_host_memory=device.shares_host_memory,
         device_free_bytes=device.free_bytes(model),
+        runs_in_parallel=updater.is_for_threads,
     )
     guess = guessed_order(len(units), is_trained=bool(template.param_groups))
     placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
@@ -217,7 +218,15 @@ def build(
         update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
         halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
     stream = UpdateStream(
-        storage.records, storage.weights, updater, device, states, halves_updater, StateWindow(state_format), timeline
+        storage.records,
+        storage.weights,
+        updater,
+        device,
+        states,
+        halves_updater,
+        StateWindow(state_format),
+        timeline,
+        request.update_workers,
     )
     undo.callback(stream.close)
     if durable is not None:

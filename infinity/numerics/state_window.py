@@ -5,6 +5,7 @@ Knows the format of states; must not know what an optimizer does with them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -18,15 +19,20 @@ _HOST_NUMEL = 1 << 18
 _DEVICE_NUMEL = 1 << 22
 
 
-class StateWindow:
-    """Gives float32 states to work on in place, and stores them again. For one thread at a time.
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[str, torch.device], Tensor] = {}
 
-    It keeps memory for one part of each state; states that are stored as float32 are worked on where they are.
+
+class StateWindow:
+    """Gives float32 states to work on in place, and stores them again. For any number of threads.
+
+    For each it keeps memory for one part of each state; states that are stored as float32 are worked on where they are.
     """
 
     def __init__(self, form: StateFormat) -> None:
         self._form = form
-        self._scratch: dict[tuple[str, torch.device], Tensor] = {}
+        self._of_thread = _Scratch()
 
     def parts(
         self, stored: Mapping[str, Tensor], numel: int, noise: Callable[[str, int], Noise]
@@ -61,7 +67,8 @@ class StateWindow:
                 encode(self._form, name, views[name], place, noise(name, start))
 
     def _memory(self, name: str, device: torch.device, numel: int) -> Tensor:
-        found = self._scratch.get((name, device))
+        scratch = self._of_thread.tensors
+        found = scratch.get((name, device))
         if found is None:
-            found = self._scratch[name, device] = torch.empty(numel, dtype=torch.float32, device=device)
+            found = scratch[name, device] = torch.empty(numel, dtype=torch.float32, device=device)
         return found

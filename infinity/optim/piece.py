@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,8 +26,8 @@ class PieceUpdater:
     """Runs the template's optimizer class on one piece of one parameter at a time.
 
     It knows the optimizer's class and which state it keeps; it must not know where weights, gradients and state come
-    from. `update` is for one thread at a time, which may be another than the one that made the updater. Nothing global
-    is touched: no random generator, no thread count, no hook.
+    from. `update` may be called from any thread, and from several at a time if `is_for_threads`. Nothing global is
+    touched: no random generator, no thread count, no hook.
 
     Args:
         template: gives class, attributes and hyperparameters. A class that is not one of the known element-wise ones is
@@ -39,6 +40,7 @@ class PieceUpdater:
     def __init__(self, template: Template) -> None:
         self._template = template
         self._worker = Worker(template.optimizer)
+        self._of_thread = threading.local()
         self._device = template.device
         self._schemas: dict[tuple[Any, ...], StateSchema] = {}
         self._elementwise: frozenset[str] = frozenset()
@@ -73,6 +75,20 @@ class PieceUpdater:
             self._schemas[_kind(values)] = found
             self._elementwise |= frozenset(found.elementwise)
         return found
+
+    @property
+    def is_for_threads(self) -> bool:
+        """Whether pieces may be updated beside each other: of a class that nobody knows, instances may share memory."""
+        return self._is_known
+
+    def _present_worker(self) -> Worker:
+        """That of the calling thread, where several are allowed: a step is made in the worker's own groups and states."""
+        if not self._is_known:
+            return self._worker
+        worker: Worker | None = getattr(self._of_thread, "worker", None)
+        if worker is None:
+            worker = self._of_thread.worker = Worker(self._template.optimizer)
+        return worker
 
     def check_attributes(self) -> None:
         """Raise OptimizerNotPageableError if an attribute of the user's optimizer is another than in `initialize`."""
@@ -137,7 +153,7 @@ class PieceUpdater:
         before: dict[str, Any] = {name: copy_scalar(value) for name, value in scalars.items()}
         if state is not None:
             before.update(state)
-        (after,) = self._worker.run(dict(group), [weight], [grad], [before])
+        (after,) = self._present_worker().run(dict(group), [weight], [grad], [before])
         tensors: dict[str, Tensor] = {}
         advanced: dict[str, Any] = {}
         for name, value in after.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,16 @@ _BLOCK_NUMEL = 1 << 18
 """Elements joined at a time on the CPU, without a kernel of ours: few enough to stay in the processor's cache."""
 
 
+class _Scratch(threading.local):
+    main: Tensor | None = None
+    gradient: Tensor | None = None
+
+
 class RemainderUpdater:
     """Runs the optimizer on two halves instead of a main weight, with the bits that `PieceUpdater` would give.
 
     Fused Adam and AdamW on the CPU go in one pass over memory. Everything else is joined, updated by torch and split
-    again, block by block. Like `PieceUpdater` it is for one thread at a time.
+    again, block by block. It is for as many threads as its `PieceUpdater`.
     """
 
     def __init__(self, updater: PieceUpdater, fused: FusedAdam | None) -> None:
@@ -31,8 +37,7 @@ class RemainderUpdater:
         """
         self._updater = updater
         self._fused = fused
-        self._main: Tensor | None = None
-        self._gradient: Tensor | None = None
+        self._of_thread = _Scratch()
 
     @property
     def is_fused(self) -> bool:
@@ -119,8 +124,9 @@ class RemainderUpdater:
 
     def _scratch(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for a joined weight and its gradient. It is kept: an allocation per block would cost more than the rest."""
-        if self._main is None or self._gradient is None or self._main.numel() < numel:
+        kept = self._of_thread
+        if kept.main is None or kept.gradient is None or kept.main.numel() < numel:
             size = max(numel, _BLOCK_NUMEL)
-            self._main = torch.empty(size, dtype=torch.float32, device=device)
-            self._gradient = torch.empty(size, dtype=torch.float32, device=device)
-        return self._main[:numel], self._gradient[:numel]
+            kept.main = torch.empty(size, dtype=torch.float32, device=device)
+            kept.gradient = torch.empty(size, dtype=torch.float32, device=device)
+        return kept.main[:numel], kept.gradient[:numel]

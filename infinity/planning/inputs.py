@@ -5,6 +5,7 @@ Must not know how a budget is divided, nor touch data: the model may lie on the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ from infinity.units.partition import partition, used_together
 from infinity.units.unit import Unit, spec_of
 
 FP32_BYTES = 4
+_MOST_WORKERS = 8
+"""Unless more are asked for: so many saturate the memory of a socket."""
+_THREADS_BESIDE_A_GPU = 2
+"""The one that trains, and autograd's."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class Request:
     """Free memory of a device that has its own, before anything of the engine's is there."""
     activations: str = "memory"
     """Where what autograd saves waits: beside the budget ("memory"), within it ("cpu"), or on NVMe beyond its share."""
+    update_workers: int = 1
+    """Threads that run updates, each of which has a chunk in hand."""
 
     @classmethod
     def of(
@@ -87,8 +94,12 @@ class Request:
         budget_bytes: int,
         shares_host_memory: bool,
         device_free_bytes: int | None = None,
+        runs_in_parallel: bool = True,
     ) -> Request:
-        """What ``config`` asks for, on a device that does or does not compute in host memory."""
+        """What ``config`` asks for, on a device that does or does not compute in host memory.
+
+        ``runs_in_parallel``: whether the optimizer may update several pieces at a time.
+        """
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         unit_of = {id(parameter): unit.index for unit in units for parameter in unit.parameters}
         return cls(
@@ -113,6 +124,11 @@ class Request:
             used_together=used_together(model, config.infinity.units, unit_of),
             keeps_in_memory=config.infinity.keep_in_memory,
             activations=config.infinity.activations,
+            update_workers=_update_workers(
+                config.infinity.update_workers,
+                shares_host_memory=shares_host_memory,
+                runs_in_parallel=runs_in_parallel and (shares_host_memory or tiers[1] != "none"),
+            ),
         )
 
     @property
@@ -157,6 +173,15 @@ class Request:
     def saved_by_weights(self, unit: UnitSize) -> int:
         """Bytes that a step does not move if the unit's weights stay in memory."""
         return self.weight_reads * unit.weight_bytes + self.trainable_bytes(unit)
+
+
+def _update_workers(wanted: int | None, *, shares_host_memory: bool, runs_in_parallel: bool) -> int:
+    if not runs_in_parallel:
+        return 1
+    if wanted is not None:
+        return wanted
+    num_computing = torch.get_num_threads() if shares_host_memory else _THREADS_BESIDE_A_GPU
+    return min(max(len(os.sched_getaffinity(0)) - num_computing, 1), _MOST_WORKERS)
 
 
 def make_units(model: nn.Module, config: InfinityConfig, grouped: Iterable[nn.Parameter] | None = None) -> list[Unit]:

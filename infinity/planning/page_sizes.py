@@ -16,7 +16,7 @@ GOOD_PAGE_BYTES = 12 << 20
 _MOST_PAGES = 16
 _PREFERRED_PAGES = 8
 _ENOUGH_PAGE_BYTES = 48 << 20
-"""For all pages together: more in flight makes no drive faster."""
+"""For all pages together: more in flight makes no drive faster. All three are for up to two workers."""
 _PAGE_GRANULE = 4096
 _SMALLEST_CHUNK = 32 * CHUNK_GRANULE
 _LARGEST_CHUNK = 1024 * CHUNK_GRANULE
@@ -37,6 +37,8 @@ class PageSizes:
         """
         self._request = request
         self._widest = widest
+        self._share = max(request.update_workers / 2, 1)
+        """Beyond two, each worker needs as much again."""
         self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
         self._smallest_chunk = self._find_smallest_chunk()
         self.smallest_bytes = self._bytes_for(self._smallest_chunk)
@@ -45,18 +47,26 @@ class PageSizes:
     def enough_bytes(self, *, keeps_all_records: bool) -> int:
         """More for all pages together brings nothing. ``keeps_all_records``: nothing is read into pages or written from them."""
         largest = self._bytes_for(min(_LARGEST_CHUNK, self._largest_numel))
-        enough = min(_ENOUGH_PAGE_BYTES, _MOST_PAGES * largest)
-        return min(enough, FEWEST_PAGES * largest) if keeps_all_records else enough
+        enough = min(int(_ENOUGH_PAGE_BYTES * self._share), self._most_pages * largest)
+        return min(enough, self._fewest_pages * largest) if keeps_all_records else enough
+
+    @property
+    def _fewest_pages(self) -> int:
+        return FEWEST_PAGES - 1 + self._request.update_workers
+
+    @property
+    def _most_pages(self) -> int:
+        return int(_MOST_PAGES * self._share)
 
     def cut(self, area_bytes: int, *, keeps_all_records: bool) -> tuple[int, int, int]:
         """Elements per chunk, bytes per page, number of pages in ``area_bytes``; if that is 0, of the smallest."""
         chunk_numel = self._smallest_chunk
         if self._request.page_bytes is None and area_bytes:
-            number = FEWEST_PAGES if keeps_all_records else _PREFERRED_PAGES
+            number = self._fewest_pages if keeps_all_records else int(_PREFERRED_PAGES * self._share)
             numel = self._numel_in(area_bytes // number)
             chunk_numel = min(max(numel, self._smallest_chunk), _LARGEST_CHUNK, self._largest_numel)
         page_bytes = self._bytes_for(chunk_numel)
-        return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, _MOST_PAGES), FEWEST_PAGES)
+        return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, self._most_pages), FEWEST_PAGES)
 
     def _find_smallest_chunk(self) -> int:
         wanted = self._request.page_bytes

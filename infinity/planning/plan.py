@@ -48,6 +48,8 @@ class Plan:
     """What a step would take without waiting for drives, from the steps so far; None before the first ones."""
     activations_beyond: str = "the rest spilled to NVMe"
     """What becomes of activations for which the placement has no room."""
+    update_workers: int = 1
+    """Threads that run updates."""
     overlap_factor: float = 1.0
     """How much longer the steps so far took than the longer of I/O and compute, which share processors and memory."""
 
@@ -116,7 +118,8 @@ class Plan:
             rows.append(("  activations", f"{_size(placement.activation_bytes)}, {self.activations_beyond}"))
         is_trained = self.num_trainable > 0
         if is_trained:
-            rows.append(("optimizer update", self.update.replace("_", " ")))
+            workers = f", {self.update_workers} at a time" if self.update_workers > 1 else ""
+            rows.append(("optimizer update", self.update.replace("_", " ") + workers))
         if is_trained and self.num_micro_batches > 1:
             order = "all through a unit before the next" if self.traffic.is_vertical else "one after the other"
             rows.append(("micro-batches", f"{self.num_micro_batches}, {order}"))

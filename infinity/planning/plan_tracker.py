@@ -150,6 +150,7 @@ def first_plan(
         bandwidth=_bandwidth(config),
         drive_tbw=config.infinity.drive_tbw,
         durable_bytes=durable_bytes,
+        update_workers=request.update_workers,
     )
 
 

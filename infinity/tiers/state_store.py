@@ -21,6 +21,9 @@ from infinity.units.unit import Unit
 from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
 
 
+def _nothing() -> None: ...
+
+
 class Lease(Protocol):
     """A chunk in working memory."""
 
@@ -31,10 +34,15 @@ class Lease(Protocol):
         """Return when the record is there."""
         ...
 
-    def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
+    def write_back(
+        self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
+    ) -> None:
         """Store the record; the working memory is free again when that and ``others`` are done.
 
-        ``main_only``: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
+        Args:
+            others: requests that use the working memory, too.
+            main_only: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
+            then: called when the memory is free, from any thread.
         """
         ...
 
@@ -108,14 +116,18 @@ class _PagedLease:
         self._read = read
         self._store = store
         self._remaining = 0
+        self._then = _nothing
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
 
     def wait(self) -> None:
         if self._read is not None:
             self._read.wait()
 
-    def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
+    def write_back(
+        self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
+    ) -> None:
         handles = list(others)
+        self._then = then
         own = self._store(main_only)
         if own is not None:
             handles.append(own)
@@ -130,6 +142,7 @@ class _PagedLease:
             is_last = self._remaining == 0
         if is_last:
             self._release()
+            self._then()
 
     def discard(self) -> None:
         self._release()
@@ -288,9 +301,12 @@ class _ResidentLease:
 
     def wait(self) -> None: ...
 
-    def write_back(self, others: Sequence[Handle], *, main_only: bool = False) -> None:
+    def write_back(
+        self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
+    ) -> None:
         for handle in others:
             handle.wait()
+        then()
 
     def discard(self) -> None: ...
 

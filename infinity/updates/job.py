@@ -40,6 +40,13 @@ class ParameterState:
     num_updates: int = 0
     """Counted from the beginning, or from the "step" of a state that was loaded."""
 
+    def advance(self, scalars: dict[str, Any], names: tuple[str, ...]) -> None:
+        """An update is over, after which the parameter has these; ``names`` matter after the first one."""
+        if self.is_fresh:
+            self.names = names
+        self.scalars, self.is_fresh = scalars, False
+        self.num_updates += 1
+
     def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
         """It is another state from now on; without ``names`` the optimizer makes it in the next update."""
         self.scalars, self.names, self.num_updates, self.is_fresh = scalars, names, num_updates, names is None
@@ -78,6 +85,8 @@ class UpdateJob:
         self.after = after
         self.slots = groups.keys() & {slot.index for slot in gradients.slots()}
         self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
+        self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
+        """Slot index -> the parameter's states and scalars after the update, from the end of its last piece on."""
         self.flat = unit.flat
         self.flat_arrival: Arrival | None = unit.arrival
         """Weights still on their way into ``flat``; they must be there before the job writes over them."""
@@ -86,6 +95,8 @@ class UpdateJob:
         segments = unit.layout.segments
         self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        self._arriving = threading.Lock()
+        """Of workers alone."""
         self._has_begun = False
         self._finished = Latch()
         self._fence: Fence = None
@@ -114,11 +125,14 @@ class UpdateJob:
 
     def await_flat(self, device: ComputeDevice) -> None:
         """Return when the weights are there that the job is to write over."""
-        if self.flat_arrival is not None:
-            self.flat_arrival.wait()
-            self.flat_arrival = None
-            # That wait ordered this thread's stream; the copies run on streams of their own.
-            self.after = device.mark()
+        if self.flat_arrival is None:
+            return
+        with self._arriving:  # of several workers one waits, and the others for that one
+            if self.flat_arrival is not None:
+                self.flat_arrival.wait()
+                # That wait ordered this thread's stream; the copies run on streams of their own.
+                self.after = device.mark()
+                self.flat_arrival = None
 
     @property
     def accepts_buffer(self) -> bool:

@@ -1,6 +1,13 @@
 """The optimizer as a stream: read a chunk, update it, write it back, while the model computes.
 
-Knows jobs, chunks and working memory; must not know modules or autograd. One background thread runs the jobs in order.
+Knows jobs, chunks and working memory; must not know modules or autograd.
+
+[Note: workers]
+Several threads run the same loop: start the reads of the next chunks, take the first that nobody has, update it. Reads are
+started, and chunks taken and retired, in the order of the jobs; only the computing goes on side by side, each chunk on one
+thread. What a parameter keeps once (its step count) stays that of before until the job's last chunk is retired, so it does
+not matter which piece comes first, and any number of workers gives the same bits. When one fails, the others end after the
+chunk in hand, and the last to end tells everybody: until then somebody may still write into a unit.
 """
 
 from __future__ import annotations
@@ -10,12 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from infinity.device.compute import ComputeDevice
+from infinity.device.compute import ComputeDevice, Fence
 from infinity.errors import EngineClosedError
 from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.numerics.state_codec import Noise
@@ -26,7 +33,7 @@ from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.interrupts import POLL_SECONDS
-from infinity.threads.openmp import release_workers, use_one_thread
+from infinity.threads.openmp import use_one_thread
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece
@@ -51,6 +58,14 @@ class _Item:
     is_last: bool
     is_in_place: bool
     """The workspace's model weight is that in the flat buffer."""
+    is_taken: bool = False
+    """A worker has it."""
+    writes: list[Handle] = field(default_factory=list)
+    """Besides that of the record."""
+    upload: Fence = None
+    """Its new weights are in the flat buffer behind this point."""
+    is_done: bool = False
+    """It is updated, and its memory is free when all is written."""
 
 
 class Saver(Protocol):
@@ -74,6 +89,7 @@ class UpdateStream:
         halves_updater: RemainderUpdater | None = None,
         window: StateWindow | None = None,
         timeline: Timeline | None = None,
+        num_workers: int = 1,
     ) -> None:
         """
         Args:
@@ -85,6 +101,7 @@ class UpdateStream:
             halves_updater: the optimizer's rule where main weights are kept in two halves.
             window: opens the states of ``records``; None where those are stored as fp32.
             timeline: where updates are recorded, if anywhere.
+            num_workers: threads, and so chunks that are updated at a time: see [Note: workers].
         """
         self._records = records
         self._weights = weights
@@ -96,25 +113,38 @@ class UpdateStream:
         self._pending: dict[UpdateJob, None] = {}
         """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        """Held by either thread while it changes or goes through `_pending`."""
+        """Held by any thread while it changes or goes through `_pending`, and by workers for their numbers."""
         self._work, self._progress = Bell(), Bell()
-        """What the background thread waits for, and what the training thread does; each is rung by the other."""
+        """What a worker waits for, and what the training thread does."""
         self._is_stopping = False
-        """From `stop` on, for good. Set by the training thread."""
+        """From `stop` on, or from the first error on, for good."""
+        self._first_error: BaseException | None = None
+        """What made the workers end. Under `_lock`."""
         self._error: BaseException | None = None
-        """What has stopped the stream, for good. Set by the background thread."""
+        """What has stopped the stream, for good. Set by the last worker."""
         self.busy_seconds = 0.0
-        """Counted by the background thread."""
+        """How long any worker was updating. Under `_lock`, as the next two."""
+        self._num_busy, self._counted_at = 0, 0.0
+        """Workers that are updating, and up to when `busy_seconds` counts."""
         self._timeline = timeline
         self._saver: Saver | None = None
+        self._order = threading.Lock()
+        """Held by the worker that starts, takes or retires chunks; nobody touches what follows without."""
         self._window: deque[_Item] = deque()
-        """Chunks that hold working memory, each from the start of its reads until it is updated. Background thread only."""
+        """Chunks that hold working memory, each from the start of its reads until it and all before it are updated."""
         self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
-        """The chunks to come of the job that was taken last. Background thread only."""
+        """The chunks to come of the job that was taken last."""
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
-        """A chunk that was taken from those, and waits for working memory. Background thread only."""
-        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
-        self._thread.start()
+        """A chunk that was taken from those, and waits for working memory."""
+        self._most_ahead = max(_MOST_AHEAD, 2 * num_workers)
+        self._num_running = num_workers
+        """Workers that have not ended. Under `_lock`."""
+        self._threads = [
+            threading.Thread(target=self._run, name=f"infinity-update-{number}", daemon=True)
+            for number in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # ---------------------------------------------------------------------------------------------- training thread
 
@@ -166,52 +196,96 @@ class UpdateStream:
         return len(self._pending)
 
     def stop(self) -> None:
-        """Have the thread end after the chunk in hand. Waits for nothing."""
+        """Have the workers end after the chunks in hand. Waits for nothing."""
         self._is_stopping = True
         self._work.ring()
 
     def close(self) -> None:
-        """End the thread after the chunk in hand. Queued jobs are dropped: `drain` first if they matter."""
+        """End the workers after the chunks in hand. Queued jobs are dropped: `drain` first if they matter."""
         self.stop()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    # ---------------------------------------------------------------------------------------------- background thread
+    # --------------------------------------------------------------------------------------------------------- workers
 
     def _run(self) -> None:
-        if self._device.shares_host_memory and self._halves_updater is not None and self._halves_updater.is_fused:
-            use_one_thread()  # as its kernel does: see [Note: one pool] in infinity.threads.openmp
         try:
+            use_one_thread()  # see [Note: one pool] in infinity.threads.openmp
             with torch.no_grad():
-                while self._advance():
-                    pass
-            if self._pending:
-                raise EngineClosedError("an update that was still pending")
+                self._update_all()
         except BaseException as error:
-            self._fail(error)
+            with self._lock:
+                self._first_error = self._first_error or error
+            self._is_stopping = True
+        with self._lock:
+            self._num_running -= 1
+            is_last = self._num_running == 0
+        self._work.ring()
+        if is_last:
+            self._end()
 
-    def _advance(self) -> bool:
-        self._fill()
-        if self._window and not self._is_stopping:
-            item = self._window[0]
-            item.lease.wait()
-            for handle in item.reads:
-                handle.wait()
-            item.job.await_flat(self._device)
-            begin = time.perf_counter()
-            flush_denormals(item.job.flushes_denormals)
-            self._update(item)
-            item.job.gradients.note_used(item.chunk)
-            self._window.popleft()
-            end = time.perf_counter()
-            self.busy_seconds += end - begin
-            if self._timeline is not None:
-                self._timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
-            if item.is_last:
-                self._finish(item.job)
-            return True
-        while not self._is_stopping and not self._runnable():
+    def _update_all(self) -> None:
+        uploading: _Item | None = None
+        while not self._is_stopping:
+            item = self._take_item(waits=uploading is None)
+            if item is not None:
+                self._update(item)
+            if uploading is not None:  # beside the next chunk
+                self._device.synchronize(uploading.upload)
+                self._retire(uploading)
+            uploading = item if item is not None and item.upload is not None else None
+            if item is not None and uploading is None:
+                self._retire(item)
+
+    def _take_item(self, *, waits: bool) -> _Item | None:
+        """The first chunk that nobody has; None if there is none now and the caller does not wait, or at the end."""
+        while not self._is_stopping:
+            with self._order:
+                self._fill()
+                free = [item for item in self._window if not item.is_taken]
+                if free:
+                    free[0].is_taken = True
+            if len(free) > 1:
+                self._work.ring()  # for the next worker
+            if free:
+                return free[0]
+            if not waits:
+                return None
             self._work.wait()
-        return not self._is_stopping
+        return None
+
+    def _update(self, item: _Item) -> None:
+        item.lease.wait()
+        for read in item.reads:
+            read.wait()
+        item.job.await_flat(self._device)
+        begin = self._note_busy(1)
+        flush_denormals(item.job.flushes_denormals)
+        self._update_chunk(item)
+        end = self._note_busy(-1)
+        if self._timeline is not None:
+            self._timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
+
+    def _note_busy(self, change: int) -> float:
+        """One worker more, or one less, is updating from now on; returns when that is."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._num_busy:
+                self.busy_seconds += now - self._counted_at
+            self._num_busy += change
+            self._counted_at = now
+        return now
+
+    def _retire(self, item: _Item) -> None:
+        """The chunk is updated; its job has ended if all of its chunks are."""
+        item.lease.write_back(item.writes, then=self._work.ring)
+        with self._order:
+            item.is_done = True
+            while self._window and self._window[0].is_done:
+                first = self._window.popleft()
+                first.job.gradients.note_used(first.chunk)
+                if first.is_last:
+                    self._finish(first.job)
 
     def _runnable(self) -> list[UpdateJob]:
         with self._lock:
@@ -227,7 +301,7 @@ class UpdateStream:
             job, chunk, is_last = self._next
             if any(item.job is not job and item.job.unit is job.unit for item in self._window):
                 return  # an earlier update of this unit has not written yet: a read now would be stale
-            if len(self._window) >= _MOST_AHEAD:
+            if len(self._window) >= self._most_ahead:
                 return
             saver = self._saver
             if saver is not None and not saver.wait_for(job.unit, 0 if self._window else POLL_SECONDS):
@@ -287,7 +361,7 @@ class UpdateStream:
                 continue
             self._current = ((job, chunk, chunk is job.chunks[-1]) for chunk in job.chunks)
 
-    def _update(self, item: _Item) -> None:
+    def _update_chunk(self, item: _Item) -> None:
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
         flat = job.weights_of(chunk)
         if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
@@ -296,10 +370,8 @@ class UpdateStream:
             if piece.slot.index in job.slots:
                 self._update_piece(job, piece, workspace)
         workspace.cast_main()
-        handles: list[Handle] = []
         if flat is not None and not item.is_in_place:
-            fence = self._device.upload(flat, workspace.weight, job.after)
-            self._device.synchronize(fence)
+            item.upload = self._device.upload(flat, workspace.weight, job.after)
         if self._weights is not None and not job.unit.stays_resident:
             source = workspace.weight
             if source.device.type != "cpu":
@@ -307,8 +379,7 @@ class UpdateStream:
                 self._device.download(source, workspace.weight, self._device.mark())
             handle = self._weights.write_chunk(job.unit, chunk, source)
             if handle is not None:
-                handles.append(handle)
-        item.lease.write_back(handles)
+                item.writes.append(handle)
 
     def _update_piece(self, job: UpdateJob, piece: Piece, workspace: ChunkBuffer) -> None:
         state = self._states[job.unit.index, piece.slot.index]
@@ -326,12 +397,8 @@ class UpdateStream:
         for part, views in self._states_window.parts(stored, piece.numel, noise):
             place = slice(span.start + part.start, span.start + part.stop)
             present, scalars = update(job, group, workspace, place, gradient[part], views, state)
-        if piece.stop == piece.slot.numel:  # scalars advance once per parameter, after its last piece
-            if state.is_fresh:
-                state.names = present
-            state.scalars = scalars
-            state.is_fresh = False
-            state.num_updates += 1
+        if piece.stop == piece.slot.numel:  # once per parameter
+            job.advanced[piece.slot.index] = present, scalars
 
     def _update_whole(
         self,
@@ -390,31 +457,33 @@ class UpdateStream:
                 state = self._states[job.unit.index, slot.index]
                 empty = torch.empty(0, dtype=torch.float32, device="cpu")
                 views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)
-                tensors, state.scalars = self._updater.update(
-                    job.groups[slot.index], empty, empty, views, state.scalars
-                )
-                state.names = tuple(tensors)
-                state.is_fresh = False
-                state.num_updates += 1
+                tensors, scalars = self._updater.update(job.groups[slot.index], empty, empty, views, state.scalars)
+                job.advanced[slot.index] = tuple(tensors), scalars
 
     def _finish(self, job: UpdateJob) -> None:
         self._update_empty(job)
+        for index, (names, scalars) in job.advanced.items():
+            self._states[job.unit.index, index].advance(scalars, names)
         job.gradients.release()
         fence = self._device.mark() if job.flat is not None else None
         job.finish(None, self._device, fence)
         with self._lock:
             del self._pending[job]
         self._progress.ring()
-        release_workers()
 
-    def _fail(self, error: BaseException) -> None:
+    def _end(self) -> None:
+        """No worker is left: whoever waits for a job, or submits one, is told why."""
         with self._lock:
-            self._error = error
-            jobs = list(self._pending)
+            if self._first_error is None and self._pending:
+                self._first_error = EngineClosedError("an update that was still pending")
+            self._error = self._first_error
+            jobs = list(self._pending) if self._error is not None else []
         for item in self._window:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                item.lease.discard()
+            if not item.is_done:
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self._device.synchronize(item.upload)
+                    item.lease.discard()
         for job in jobs:
             job.gradients.release()
-            job.finish(error)
+            job.finish(self._error)
         self._progress.ring()

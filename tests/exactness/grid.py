@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ COMPANION_AXES: dict[str, tuple[Hashable, ...]] = {
     "state_dtype": ("fp32", "bf16", "int8"),
 }
 AXES = {**MOVEMENT_AXES, **COMPANION_AXES}
+WORKERS = (1, 2, 3, 5)
+"""Numbers of update workers: shared out among the rows, which become no more by that."""
 
 # An update may start inside backward only here, so each value of every other axis has to meet all three at once.
 IN_BACKWARD: dict[str, Hashable] = {"loop": "engine", "accumulation": 1, "clipping": False, "update": "auto"}
@@ -73,6 +75,7 @@ class Row:
         main_weights: how main weights are kept; ``auto`` is in two halves with bf16.
         gradient_dtype: of waiting gradients; with fp32 compute it is fp32, and only ``bf16`` may change a bit.
         state_dtype: as what optimizer states are stored.
+        workers: threads that run updates.
     """
 
     offload_param: str = "nvme"
@@ -90,6 +93,7 @@ class Row:
     main_weights: str = "auto"
     gradient_dtype: str = "auto"
     state_dtype: str = "fp32"
+    workers: int = 1
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Row:
@@ -112,7 +116,7 @@ class Row:
     @property
     def numerics(self) -> Row:
         """The row with all that must not change a bit at its default: equal for rows that share a reference."""
-        names = ("offload_param", "offload_optimizer", "page", "budget", "prefetch", "update")
+        names = ("offload_param", "offload_optimizer", "page", "budget", "prefetch", "update", "workers")
         unimportant = {name: getattr(Row(), name) for name in names}
         if self.dtype == "fp32":
             unimportant["main_weights"] = Row().main_weights
@@ -141,6 +145,7 @@ class Row:
             f"m_{self.main_weights}",
             f"g_{self.gradient_dtype}",
             f"s_{self.state_dtype}",
+            f"w{self.workers}",
         )
         return "-".join(words)
 
@@ -167,7 +172,16 @@ def covered_partials() -> list[Mapping[str, Hashable]]:
     ]
 
 
-CI_ROWS: tuple[Row, ...] = tuple(Row.of(row) for row in covering_rows(AXES, covered_partials()))
+def _with_workers(rows: Sequence[Mapping[str, Hashable]]) -> Iterator[Row]:
+    """Each row with the number of workers that has met fewest of its values."""
+    met: set[tuple[str, Hashable, int]] = set()
+    for row in rows:
+        workers = max(WORKERS, key=lambda number: sum((name, row[name], number) not in met for name in row))
+        met.update((name, value, workers) for name, value in row.items())
+        yield Row.of({**row, "workers": workers})
+
+
+CI_ROWS: tuple[Row, ...] = tuple(_with_workers(covering_rows(AXES, covered_partials())))
 
 
 def full_rows() -> Iterator[Row]:
@@ -178,7 +192,7 @@ def full_rows() -> Iterator[Row]:
     for digits in itertools.product(*(range(len(values)) for values in MOVEMENT_AXES.values())):
         movement = {name: MOVEMENT_AXES[name][digit] for name, digit in zip(MOVEMENT_AXES, digits, strict=True)}
         turn = sum(digit * stride for digit, stride in zip(digits, strides, strict=True))
-        yield Row.of({**movement, **companions[turn % len(companions)]})
+        yield Row.of({**movement, **companions[turn % len(companions)], "workers": WORKERS[turn % len(WORKERS)]})
 
 
 def rows_for(*, full: bool, has_checkpointing: bool) -> list[Row]:

@@ -34,6 +34,7 @@ def config_of(row: Row, directory: Path, *, budget_bytes: int) -> dict[str, Any]
         "main_weights": row.main_weights,
         "gradient_dtype": row.gradient_dtype if row.dtype == "bf16" else "auto",
         "state_dtype": row.state_dtype,
+        "update_workers": row.workers,
     }
     if (page_bytes := _PAGE_BYTES[row.page]) is not None:
         own["page_bytes"] = page_bytes

@@ -16,7 +16,7 @@ import torch
 from infinity.units.partition import find_blocks
 from tests.exactness.case import Case, Draw, PlannedFailure
 from tests.exactness.covering import covering_rows, pairs
-from tests.exactness.grid import MOVEMENT_AXES, Row
+from tests.exactness.grid import MOVEMENT_AXES, WORKERS, Row
 from tests.exactness.optimizers import MAX_NORM, decay_learning_rates, torch_optimizer
 from tests.exactness.paged import PagedTrainer
 from tests.exactness.record import Record, require_equal
@@ -37,7 +37,10 @@ _PARTIALS = [
     {"dtype": "bf16", "gradient_dtype": "bf16", "clipping": False, "update": "auto", "budget": "tight"},
     {"dtype": "bf16", "gradient_dtype": "bf16", "clipping": True, "offload_optimizer": "nvme", "budget": "tight"},
 ]
-ROWS: tuple[Row, ...] = tuple(Row.of(row) for row in covering_rows(AXES, _PARTIALS))
+ROWS: tuple[Row, ...] = tuple(
+    Row.of({**row, "workers": WORKERS[number % len(WORKERS)]})
+    for number, row in enumerate(covering_rows(AXES, _PARTIALS))
+)
 
 # Why a case goes in the ordinary order; all others go vertically.
 _NEVER = {

@@ -294,7 +294,7 @@ def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
 @pytest.mark.parametrize(
     ("owner", "name", "thread"),
     [
-        pytest.param(update_module, "release_workers", "infinity-update", id="update thread"),
+        pytest.param(update_module, "flush_denormals", "infinity-update", id="update thread"),
         pytest.param(TransferQueue, "give_back", "swapper-", id="worker under the scheduler's lock"),
     ],
 )

@@ -15,6 +15,7 @@ from tests.exactness.grid import (
     COMPANION_AXES,
     IN_BACKWARD,
     MOVEMENT_AXES,
+    WORKERS,
     Row,
     covered_partials,
     full_rows,
@@ -64,7 +65,7 @@ def test_a_partial_off_the_axes_is_refused() -> None:
 def test_the_generator_is_deterministic() -> None:
     first = covering_rows(AXES, covered_partials())
     assert first == covering_rows(AXES, covered_partials())
-    assert [asdict(row) for row in CI_ROWS] == first
+    assert [{name: asdict(row)[name] for name in AXES} for row in CI_ROWS] == first
 
 
 def test_ci_rows_cover_what_they_promise() -> None:
@@ -97,7 +98,13 @@ def test_full_rows_let_companions_meet_every_pair_of_movements() -> None:
 
 
 def test_axes_are_the_fields_of_a_row() -> None:
-    assert set(AXES) == set(asdict(Row()))
+    assert {*AXES, "workers"} == set(asdict(Row()))
+
+
+def test_each_number_of_workers_meets_nearly_every_value() -> None:
+    met = {(name, value, row.workers) for row in CI_ROWS for name, value in asdict(row).items() if name in AXES}
+    assert len(met) >= 0.95 * len(WORKERS) * sum(len(values) for values in AXES.values())
+    assert {row.workers for row in full_rows()} == {*WORKERS}
 
 
 def test_names_are_unique() -> None:

@@ -151,6 +151,7 @@ def slow_stream(
     device: ComputeDevice | None = None,
     *,
     main: MainWeight | None = None,
+    num_workers: int = 1,
 ) -> Iterator[SlowStream]:
     """``main``: how main weights are kept; by default as a whole."""
     device = device or ComputeDevice()
@@ -177,7 +178,8 @@ def slow_stream(
             lease.workspace.record.zero_()
             lease.write_back([], main_only=True)
     updater = Summing()
-    stream = UpdateStream(records, weights, updater, device, states, RemainderUpdater(updater, None))
+    halves = RemainderUpdater(updater, None)
+    stream = UpdateStream(records, weights, updater, device, states, halves, num_workers=num_workers)
     yield SlowStream(stream, updater, records, weights, swapper, arena, units, states, dtype, device)
     updater.gate.set()
     stream.close()

@@ -15,17 +15,17 @@ from tests.unit.stage import Arrived
 from tests.unit.updates.slow_stream import NUMEL, WAIT_SECONDS, Gradients, SlowStream, slow_stream, soon, wait_for
 
 _KINDS = {
-    "fp32": (torch.float32, MainWeight.MODEL_WEIGHT),
-    "bf16": (torch.bfloat16, MainWeight.FP32),
-    "remainder": (torch.bfloat16, MainWeight.REMAINDER),
+    "fp32": (torch.float32, MainWeight.MODEL_WEIGHT, 1),
+    "bf16": (torch.bfloat16, MainWeight.FP32, 3),
+    "remainder": (torch.bfloat16, MainWeight.REMAINDER, 1),
 }
 
 
 @pytest.fixture(params=_KINDS)
 def bench(request: pytest.FixtureRequest) -> Iterator[SlowStream]:
     """A stream with pages to read far ahead."""
-    dtype, main = _KINDS[request.param]
-    with slow_stream(dtype, num_pages=12, main=main) as opened:
+    dtype, main, num_workers = _KINDS[request.param]
+    with slow_stream(dtype, num_pages=12, main=main, num_workers=num_workers) as opened:
         yield opened
 
 
@@ -81,9 +81,10 @@ def test_jobs_for_one_unit_in_the_queue_never_read_what_is_not_yet_written(bench
     assert all(job.done() for job in jobs)
 
 
+@pytest.mark.parametrize("num_workers", [1, 4])
 @pytest.mark.parametrize("num_pages", [1, 2])
-def test_few_pages_are_enough(num_pages: int) -> None:
-    with slow_stream(torch.bfloat16, num_pages) as bench:
+def test_few_pages_are_enough(num_pages: int, num_workers: int) -> None:
+    with slow_stream(torch.bfloat16, num_pages, num_workers=num_workers) as bench:
         for number in range(4):
             for unit in bench.units:
                 bench.stream.submit(bench.job(unit, {0: 2.0**number}))
