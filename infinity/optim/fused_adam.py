@@ -46,6 +46,8 @@ class FusedAdam:
 
         self._is_decoupled = is_decoupled
         self._adam = kernels().adam
+        self._last: Any = (None,) * 5
+        """What `_values` was asked last, and what it gave: replaced as a whole, for any thread may come."""
 
     @classmethod
     def of(cls, template: Template, device: torch.device | None = None) -> FusedAdam | None:
@@ -95,7 +97,7 @@ class FusedAdam:
         """One step on a multiple of `VECTOR_NUMEL` elements. All tensors are 1-D without gaps, on the CPU.
 
         Args:
-            group: hyperparameters for which `runs` holds.
+            group: hyperparameters for which `runs` holds. Neither it nor ``scalars`` may be changed later.
             weight, remainder: bf16 and int16, changed in place: see ``infinity.numerics.remainder``.
             gradient: float32 or bf16; not modified.
             scale: the gradient is multiplied with it first, in float32.
@@ -105,13 +107,30 @@ class FusedAdam:
         Returns:
             The scalars after the step.
         """
+        values, step = self._values(group, scale, scalars)
+        self._adam(
+            plain_array(weight.view(torch.int16)),
+            plain_array(remainder),
+            plain_array(gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient),
+            *(plain_array(state[name]) for name in STATES),
+            *values,
+        )
+        return {"step": step}
+
+    def _values(
+        self, group: Mapping[str, Any], scale: float, scalars: Mapping[str, Any]
+    ) -> tuple[tuple[np.float32, ...], Tensor]:
+        """The kernel's numbers, and the step count after the step. Pieces of a parameter, which follow each other, share them."""
+        known_group, known_scale, known_scalars, values, step = self._last
+        if group is known_group and scalars is known_scalars and scale == known_scale:
+            return values, step
         step = copy_scalar(scalars["step"]) + 1 if scalars else torch.ones((), dtype=torch.float32, device="cpu")
         lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
         is_decoupled = group.get("decoupled_weight_decay", self._is_decoupled)
         count = float(step)
         lerp_weight = np.float32(1 - beta1)
         is_from_average = bool(lerp_weight < 0.5)
-        values = (
+        numbers = (
             scale,
             1 - lr * weight_decay if is_decoupled else 1.0,
             0.0 if is_decoupled else weight_decay,
@@ -123,14 +142,9 @@ class FusedAdam:
             group["eps"],
             -(lr / (1 - beta1**count)),
         )
-        self._adam(
-            plain_array(weight.view(torch.int16)),
-            remainder.numpy(),
-            (gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient).numpy(),
-            *(state[name].numpy() for name in STATES),
-            *map(np.float32, values),
-        )
-        return {"step": step}
+        values = tuple(map(np.float32, numbers))
+        self._last = (group, scale, scalars, values, step)
+        return values, step
 
     def _agrees(self, worker: Worker, group: dict[str, Any]) -> bool:
         """Whether a few steps give the same bits as torch's."""

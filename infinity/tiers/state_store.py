@@ -245,7 +245,8 @@ class PagedStateStore:
 
     def _read(self, records: _UnitRecords, index: int, record: torch.Tensor) -> Handle | None:
         valid_bytes = records.valid_bytes[index]
-        record[valid_bytes:].zero_()
+        if valid_bytes < record.numel():
+            record[valid_bytes:].zero_()
         if not valid_bytes or records.extent is None or self._swapper is None:
             return None
         return self._swapper.read(
