@@ -225,17 +225,18 @@ class UpdateStream:
             self._end()
 
     def _update_all(self) -> None:
-        uploading: _Item | None = None
+        before: _Item | None = None
+        """A chunk of which weights may still be on their way to the device, beside the update of the next."""
         while not self._is_stopping:
-            item = self._take_item(waits=uploading is None)
+            item = self._take_item(waits=before is None)
             if item is not None:
                 self._update(item)
-            if uploading is not None:  # beside the next chunk
-                self._device.synchronize(uploading.upload)
-                self._retire(uploading)
-            uploading = item if item is not None and item.upload is not None else None
-            if item is not None and uploading is None:
-                self._retire(item)
+            if before is not None:
+                self._retire(before)
+            before = item
+            if before is not None and (before.upload is None or before.is_last):  # for the last somebody may be waiting
+                self._retire(before)
+                before = None
 
     def _take_item(self, *, waits: bool) -> _Item | None:
         """The first chunk that nobody has; None if there is none now and the caller does not wait, or at the end."""
@@ -278,6 +279,7 @@ class UpdateStream:
 
     def _retire(self, item: _Item) -> None:
         """The chunk is updated; its job has ended if all of its chunks are."""
+        self._device.synchronize(item.upload)
         item.lease.write_back(item.writes, then=self._work.ring)
         with self._order:
             item.is_done = True

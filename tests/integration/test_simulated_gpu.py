@@ -26,7 +26,7 @@ from infinity.planning.placement import Placement
 from infinity.vertical import eligibility as worth
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
-from tests.exactness.grid import Row
+from tests.exactness.grid import WORKERS, Row
 from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
 from tests.simulated_gpu import backend
@@ -76,6 +76,7 @@ ROWS = (
     Row(budget="everything", clipping=True, page="small", update="deferred", checkpointing="non_reentrant"),
     Row(budget="everything", accumulation=3, dtype="bf16", main_weights="fp32", loop="plain"),
 )
+ROWS = tuple(dataclasses.replace(row, workers=WORKERS[number % 4]) for number, row in enumerate(ROWS))
 
 
 def _least_device_memory(units: Sequence[UnitSize], request: Request) -> int:
