@@ -30,6 +30,10 @@ _POISON = 0xFF
 """NaN in every floating dtype, and an index out of range."""
 
 
+_Range = tuple[int, int, int]
+"""Address of a storage, and of the first and behind the last byte in it."""
+
+
 @dataclass
 class _Accesses:
     write: tuple[str, int] | None = None
@@ -53,13 +57,14 @@ class Event:
 class Order:
     """Which work on streams comes before which, by their waits alone, and what accesses to memory are in no order.
 
-    A vector clock for each stream, as of the sanitizer that torch has for CUDA; memory is told apart by storages.
+    A vector clock for each stream, as of the sanitizer that torch has for CUDA, for each range of bytes that was accessed.
     """
 
     def __init__(self) -> None:
         self._now = 0
         self._clocks: dict[str, dict[str, int]] = {}
-        self._accesses: dict[int, _Accesses] = {}
+        self._accesses: dict[int, dict[_Range, _Accesses]] = {}
+        """Address of a storage -> what was accessed in it."""
         self.races: list[str] = []
 
     def record(self, stream: str, number: int = -1) -> Event:
@@ -79,23 +84,25 @@ class Order:
         """The memory at an address is another's from now on; the allocator sees to the order."""
         self._accesses.pop(address, None)
 
-    def launch(self, name: str, stream: str, read: set[int], written: set[int]) -> None:
-        """Work that reads and writes memory (addresses of storages)."""
+    def launch(self, name: str, stream: str, read: set[_Range], written: set[_Range]) -> None:
+        """Work that reads and writes memory."""
         self._now += 1
         clock = self._clocks.setdefault(stream, {})
         clock[stream] = self._now
-        for address in read | written:
-            known = self._accesses.setdefault(address, _Accesses())
-            before = [] if known.write is None else [(*known.write, "is written by")]
-            if address in written:
-                before += [(other, time, "is read by") for other, time in known.reads.items()]
+        for place in read | written:
+            in_storage = self._accesses.setdefault(place[0], {})
+            known = in_storage.setdefault(place, _Accesses())
+            overlapping = [each for (_, begin, end), each in in_storage.items() if begin < place[2] and place[1] < end]
+            before = [(*each.write, "is written by") for each in overlapping if each.write is not None]
+            if place in written:
+                before += [(other, time, "is read by") for each in overlapping for other, time in each.reads.items()]
             for other, time, verb in before:
                 if clock.get(other, 0) < time:
                     self.races.append(
-                        f"{name} on {stream} {'writes' if address in written else 'reads'} memory that {verb} work on "
+                        f"{name} on {stream} {'writes' if place in written else 'reads'} memory that {verb} work on "
                         f"{other}, in no order (thread {threading.current_thread().name})"
                     )
-            if address in written:
+            if place in written:
                 known.write, known.reads = (stream, self._now), {}
             else:
                 known.reads[stream] = self._now
@@ -208,13 +215,11 @@ class SimulatedGpu(SeparateHostDevice):
         with self._lock:
             to = backend.on_host(target)
             to.view(torch.uint8).fill_(_POISON) if to.is_contiguous() else to.fill_(float("nan"))
-            return self._enqueue("upload", UPLOADS, to, source, after, written={_address(target)})
+            return self._enqueue("upload", UPLOADS, to, source, after, written={_range(target)})
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
         with self._lock:
-            fence = self._enqueue(
-                "download", DOWNLOADS, target, backend.on_host(source), after, read={_address(source)}
-            )
+            fence = self._enqueue("download", DOWNLOADS, target, backend.on_host(source), after, read={_range(source)})
         self.synchronize(fence)
 
     def _enqueue(
@@ -225,8 +230,8 @@ class SimulatedGpu(SeparateHostDevice):
         source: torch.Tensor,
         after: Event | None,
         *,
-        read: set[int] | None = None,
-        written: set[int] | None = None,
+        read: set[_Range] | None = None,
+        written: set[_Range] | None = None,
     ) -> Event:
         if after is not None:
             self.order.wait(stream, after)
@@ -281,8 +286,11 @@ class SimulatedGpu(SeparateHostDevice):
 
     def _saw_kernel(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         with self._lock:
-            self.order.launch(name, COMPUTE, set(map(_address, read)), set(map(_address, written)))
+            self.order.launch(name, COMPUTE, set(map(_range, read)), set(map(_range, written)))
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _range(tensor: torch.Tensor) -> _Range:
+    storage = tensor.untyped_storage().data_ptr()
+    begin = storage + tensor.storage_offset() * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage, begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
