@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from infinity.optim.facade.no_optimizer import absent_template
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.template import Template, build_template
+from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.autotune import tune_io
 from infinity.planning.placement import DEVICE_KEY
 from infinity.units.model_check import check_model
+from infinity.units.parameter import host_of
 from infinity.units.tiles import Tiling
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ def initialize(
         args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it; used when ``config`` is absent.
         model: the model, with its weights, in any floating dtype, in memory or built in `Init`. Its parameters stay the
             same objects.
+            One that an engine has already is refused; but that engine comes back where ``model_parameters`` is empty and
+            there is no optimizer, since it evaluates, too (Lightning asks for that after training).
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, a class, or a callable that takes parameters
             or groups and returns one. None: the config's. Without either, or with nothing to train, the engine
             evaluates only, and the second result is None.
@@ -87,6 +91,15 @@ def initialize(
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
     check_single_process()
     resolved = load_config(source)
+    if (
+        optimizer is None
+        and resolved.optimizer is None
+        and isinstance(model_parameters, Sized)
+        and not model_parameters
+    ):
+        earlier = _engine_of(model)
+        if earlier is not None:
+            return earlier, None, None, None
     check_model(model)
     write_out()  # what a model that was built on drives still has in memory
     torch_device = choose_device(model, device)
@@ -147,6 +160,12 @@ def _untile(tiling: Tiling, optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
         tiling.groups.take_tiles(optimizer)
     tiling.undo()
+
+
+def _engine_of(model: nn.Module) -> Engine | None:
+    host = next((host_of(parameter) for parameter in model.parameters()), None)
+    engine = host.gatherer if isinstance(host, ParameterHandler) else None
+    return engine if isinstance(engine, Engine) and engine.module is model else None
 
 
 def _template(

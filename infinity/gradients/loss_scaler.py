@@ -18,9 +18,9 @@ _FACTOR = 2.0
 class LossScaler:
     """The present factor, and how it follows from the steps so far.
 
-    The rule is that of DeepSpeed's dynamic loss scaler (and, with a hysteresis of 1, of `torch.amp.GradScaler` with a
-    growth factor of 2 and a backoff factor of 0.5). Without ZeRO, DeepSpeed has another: the factor is doubled one step
-    later, halved at each overflow, and stays at its minimum without an error.
+    The rule is that of DeepSpeed 0.19.8: the factor is doubled by the first finite step after ``window`` others (that of
+    `torch.amp.GradScaler`, and of DeepSpeed before 0.19, doubles it with the last of them). Without ZeRO, it is halved at
+    each overflow, whatever the hysteresis, and stays at its minimum without an error.
     """
 
     def __init__(self, rules: LossScaling | None, *, has_zero: bool = True) -> None:
@@ -66,8 +66,7 @@ class LossScaler:
             self.scale = max(self.scale / _FACTOR, rules.minimum)
             return
         self._num_finite += 1
-        num_counted = self._num_finite if self._has_zero else self._num_finite - 1
-        is_due = num_counted > 0 and num_counted % rules.window == 0
+        is_due = self._num_finite > 1 and (self._num_finite - 1) % rules.window == 0
         if is_due:
             self.scale = min(self.scale * _FACTOR, LARGEST_LOSS_SCALE)
         if is_due or rules.refills_hysteresis:

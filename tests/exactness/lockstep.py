@@ -12,6 +12,7 @@ from torch import nn
 
 import infinity
 from tests.exactness.case import Case, Draw, loss_of
+from tests.exactness.loss_scale import DeepSpeedScaler
 from tests.exactness.optimizers import CONFIG_SECTION, torch_optimizer
 from tests.exactness.paged import paged_snapshot
 from tests.exactness.record import Record, require_equal
@@ -62,7 +63,7 @@ def _scaler(block: Mapping[str, Any]) -> torch.amp.GradScaler:
     """What the config's ``fp16`` means, where its hysteresis is 1 or all gradients are finite."""
     scale = block.get("loss_scale", 0)
     window = 10**9 if scale else block["loss_scale_window"]
-    return torch.amp.GradScaler("cpu", init_scale=scale or 2.0 ** block["initial_scale_power"], growth_interval=window)
+    return DeepSpeedScaler("cpu", init_scale=scale or 2.0 ** block["initial_scale_power"], growth_interval=window)
 
 
 def _comparable(norm: torch.Tensor) -> torch.Tensor:

@@ -185,3 +185,30 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     weights, expected_weights = (torch.load(folder / "model.pt") for folder in (here, there))
     assert weights.keys() == expected_weights.keys()
     assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
+
+
+@pytest.mark.slow
+def test_lightning(tmp_path: Path) -> None:
+    """Its own DeepSpeedStrategy: Adam, StepLR and dropout; killed in the 17th step and resumed from the tenth."""
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install -c constraints.txt lightning")
+    config = offloading(tmp_path / "nvme")
+    config = {key: value for key, value in config.items() if key in ("zero_optimization", "infinity")}
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        del config["zero_optimization"][key]  # "auto" is nothing to Lightning
+    config["zero_allow_untested_optimizer"] = True  # Lightning looks for it
+    paged = f"deepspeed_stage_3 --config {written(tmp_path, config)}"
+    script = ["-m", "tests.stand_in.lightning_script"]
+    run([*script, f"{tmp_path}/plain auto --clip 0.1"])
+    run(["-m", "infinity.as_deepspeed", *script, f"{tmp_path}/died {paged} --clip 0.1 --die-after 17"], fails=True)
+    other = f"{tmp_path}/stage2 deepspeed_stage_2 --clip 0.1"
+    run(["-m", "infinity.as_deepspeed", *script, f"{tmp_path}/died {paged} --clip 0.1 --resume then {other}"])
+    for name, num_losses in (("died", 20), ("stage2", 30)):
+        there, here = (tmp_path / kind for kind in ("plain", name))
+        expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
+        assert len(found["losses"]) == num_losses
+        for key in ("losses", "rates"):
+            assert found[key] == expected[key][-num_losses:]
+        assert (found["metrics"], found["tested"]) == (expected["metrics"], expected["tested"])
+        weights, expected_weights = (torch.load(folder / "weights.pt") for folder in (here, there))
+        assert weights.keys() == expected_weights.keys()
+        assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity as deepspeed
-from infinity.errors import BatchSizeError, ConfigError, NonFiniteLossWarning
+from infinity.errors import BatchSizeError, ConfigError, ModelInUseError, NonFiniteLossWarning
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
@@ -170,6 +170,14 @@ def test_eval_batch_is_the_mean_without_gradients(num_micro_batches: int | None,
             both.engine.eval_batch(batches[0], reduce_output="sum")
         both.engine_step(1)
         both.require_equal()
+
+
+def test_the_engine_that_has_the_model_evaluates_where_nothing_is_trained(engine: Any) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1}
+    found, optimizer, *_ = deepspeed.initialize(model=engine.module, model_parameters=[], config=config)
+    assert found is engine and optimizer is None
+    with pytest.raises(ModelInUseError):
+        deepspeed.initialize(model=engine.module, config=config)
 
 
 # ------------------------------------------------------------------------------------------------------------ loaders

@@ -48,7 +48,7 @@ class Fp16Block(Block):
     initial_scale_power: Number = 16
     """The dynamic loss scale begins at 2 to this power."""
     loss_scale_window: Count = 1000
-    """After so many steps without overflow the scale doubles."""
+    """After so many steps without overflow, the next one doubles the scale."""
     hysteresis: Count = 2
     """The scale is halved at this many overflows, and at each one after, until it grows again."""
     consecutive_hysteresis: Flag = False

@@ -1,4 +1,4 @@
-"""The loss scale follows the steps as DeepSpeed's does, and with a hysteresis of 1 as torch's."""
+"""The loss scale follows the steps as DeepSpeed's does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from infinity.config import LossScaling
 from infinity.errors import LossScaleError
 from infinity.gradients.loss_scaler import LossScaler
+from tests.exactness.loss_scale import DeepSpeedScaler
 
 
 def _rules(**changes: object) -> LossScaling:
@@ -33,11 +34,11 @@ def _follow(scaler: LossScaler, steps: str) -> list[float]:
     return found
 
 
-def test_it_is_torchs() -> None:
+def test_it_is_torchs_with_another_window() -> None:
     draws = random.Random(3)
     for window, share in ((1, 0.5), (2, 0.7), (5, 0.85)):
         ours = LossScaler(_rules(window=window, minimum=2.0**-100))
-        theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=window)
+        theirs = DeepSpeedScaler("cpu", init_scale=1024.0, growth_interval=window)
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], lr=0.0)
         for step in range(200):
@@ -50,11 +51,38 @@ def test_it_is_torchs() -> None:
             assert ours.scale == theirs.get_scale(), (window, step)
 
 
-def test_patience() -> None:
-    # The first overflow is forgiven; the second and each after it, until the scale has been doubled, is not.
-    assert _follow(LossScaler(_rules(hysteresis=2)), "x.x.x...x") == [1024, 1024, 512, 512, 256, 256, 256, 512, 512]
-    refilled = LossScaler(_rules(hysteresis=2, refills_hysteresis=True))
-    assert _follow(refilled, "x.x.xx...x") == [1024, 1024, 1024, 1024, 1024, 512, 512, 512, 1024, 1024]
+@pytest.mark.parametrize(
+    ("window", "hysteresis", "refills", "steps", "expected"),
+    [
+        # The scales that DeepSpeed 0.19.8's DynamicLossScaler has after each step, as binary logarithms.
+        (
+            3,
+            1,
+            False,
+            "....x......x.xx.......",
+            [10, 10, 10, 11, 10, 10, 10, 10, 11, 11, 11, 10, 10, 9, 8, 8, 8, 8, 9, 9, 9, 10],
+        ),
+        (3, 2, False, "x.x.x.....x.x........", [10, 10, 9, 9, 8, 8, 8, 8, 9, 9, 9, 9, 8, 8, 8, 8, 9, 9, 9, 10, 10]),
+        (
+            2,
+            2,
+            True,
+            "x.x.xx...x.....x.x.....",
+            [10, 10, 10, 10, 10, 9, 9, 9, 10, 10, 10, 10, 11, 11, 12, 12, 12, 12, 12, 12, 13, 13, 14],
+        ),
+        (1, 1, False, "..x...x..", [10, 11, 10, 10, 11, 12, 11, 11, 12]),
+        (
+            4,
+            3,
+            False,
+            "xxx....xx.....x..........",
+            [10, 10, 9, 9, 9, 9, 9, 8, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8, 8, 9, 9, 9, 9, 10, 10],
+        ),
+    ],
+)
+def test_it_is_deepspeeds(window: int, hysteresis: int, refills: bool, steps: str, expected: list[int]) -> None:
+    scaler = LossScaler(_rules(window=window, hysteresis=hysteresis, refills_hysteresis=refills))
+    assert _follow(scaler, steps) == [2.0**power for power in expected]
 
 
 def test_the_smallest_scale() -> None:
@@ -62,11 +90,11 @@ def test_the_smallest_scale() -> None:
     assert _follow(scaler, "xx") == [512, 300]
     with pytest.raises(LossScaleError, match=r"gradients of step 2 .*300\.0"):
         scaler.note(is_finite=False, step=2)
-    assert _follow(scaler, "...") == [300, 300, 600]
+    assert _follow(scaler, "....") == [300, 300, 300, 600]
 
 
 def test_it_stays_finite() -> None:
-    assert _follow(LossScaler(_rules(initial=2.0**95, window=1)), "....") == [2.0**96] * 4
+    assert _follow(LossScaler(_rules(initial=2.0**95, window=1)), "....") == [2.0**95, *[2.0**96] * 3]
 
 
 def test_without_zero_it_is_the_rule_of_deepspeeds_own_fp16_optimizer() -> None:
