@@ -174,11 +174,12 @@ def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
     fp16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
     with training(tmp_path / "drive", fp16) as engine:
         steps_of(engine, 0)
+        steps_of(engine, 1)
         assert engine.loss_scale() == 32
         engine.save_checkpoint(tmp_path / "saved")
     with training(tmp_path / "drive", fp16, seed=1) as engine:
         engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
-        assert (engine.loss_scale(), engine.global_steps) == (16, 1)
+        assert (engine.loss_scale(), engine.global_steps) == (16, 2)
         engine.load_checkpoint(tmp_path / "saved")
         assert engine.loss_scale() == 32
 

@@ -212,8 +212,7 @@ def loss_scale_of(scaler: Any) -> dict[str, float]:
     if not isinstance(scaler, Record):
         return {"scale": 1.0, "patience": 1, "num_finite": 0}
     facts = vars(scaler)
-    # DeepSpeed looks whether (cur_iter - last_overflow_iter) - 1 is a multiple of the window; we, how many were finite.
-    num_finite = int(facts.get("cur_iter", 0)) - int(facts.get("last_overflow_iter", -1)) - 2
+    num_finite = int(facts.get("cur_iter", 0)) - int(facts.get("last_overflow_iter", -1)) - 1
     patience = int(facts.get("cur_hysteresis", 1))
     return {"scale": float(facts["cur_scale"]), "patience": patience, "num_finite": num_finite}
 
