@@ -91,12 +91,7 @@ def initialize(
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
     check_single_process()
     resolved = load_config(source)
-    if (
-        optimizer is None
-        and resolved.optimizer is None
-        and isinstance(model_parameters, Sized)
-        and not model_parameters
-    ):
+    if optimizer is None and resolved.optimizer is None and _is_empty(model_parameters):
         earlier = _engine_of(model)
         if earlier is not None:
             return earlier, None, None, None
@@ -160,6 +155,10 @@ def _untile(tiling: Tiling, optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
         tiling.groups.take_tiles(optimizer)
     tiling.undo()
+
+
+def _is_empty(items: Any) -> bool:
+    return isinstance(items, Sized) and len(items) == 0
 
 
 def _engine_of(model: nn.Module) -> Engine | None:
