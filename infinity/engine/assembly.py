@@ -12,6 +12,7 @@ from infinity.activations.host_activations import HostActivations
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
+from infinity.checkpoint.adapters import is_adapted
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
@@ -84,7 +85,7 @@ def build(
         undo.callback(durable.directory.close)
         config = durable.adapted(config)
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
-    units = make_units(model, config, template.params())
+    units = make_units(model, config, _with_room(model, template))
     updater = PieceUpdater(template)
     places = {
         id(parameter): (unit, slot)
@@ -303,6 +304,12 @@ def build(
     module_hooks.handles_of_others.append(buffers.explain_failures())
     give_back_freed_memory()
     return engine, originals
+
+
+def _with_room(model: nn.Module, template: Template) -> list[nn.Parameter]:
+    """What gets room for states: what is in a group. Adapters' base weights only if they require a gradient: with
+    ``AdamW(model.parameters())`` they all are in one, and nobody thaws them."""
+    return [p for p in template.params() if p.requires_grad or not is_adapted(model)]
 
 
 def _close(engines: Sequence[Engine]) -> None:

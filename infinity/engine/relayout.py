@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.adapters import is_adapted
 from infinity.engine.checkpoint_calls import CheckpointCalls
 from infinity.engine.parts import Parts
 from infinity.errors import StepOrderError, UnpreparedParameterError
@@ -86,7 +87,8 @@ class Relayout(CheckpointCalls):
         return [
             parameter
             for parameter in parts.template.params()
-            if parts.module_hooks.holds(parameter)
+            if (parameter.requires_grad or not is_adapted(self.module))
+            and parts.module_hooks.holds(parameter)
             and not parts.access.has_place(parameter)
             and parts.module_hooks.locate(parameter)[1].spec.dtype == self.config.compute_dtype
         ]

@@ -105,10 +105,11 @@ class StepGroups:
                 fqn = self._template.fqn(parameter)
                 raise UnpreparedParameterError(
                     fqn,
-                    "was frozen and in no group when infinity.initialize took the model over, so its gradient and state "
-                    "have no place",
-                    cure="Put it into a group before infinity.initialize, be it frozen, or by optimizer.add_param_group. (A "
-                    "frozen fp64 constant gets no place: make it fp32 before infinity.initialize)",
+                    "was frozen, and in no group or in an adapter's base, when infinity.initialize took the model over, so "
+                    "its gradient and state have no place",
+                    cure="Put it into a group before infinity.initialize, be it frozen, or by optimizer.add_param_group. (An "
+                    "adapter's base: call requires_grad_(True) before infinity.initialize. A frozen fp64 constant gets no "
+                    "place: make it fp32 before infinity.initialize)",
                 )
 
     def _check_states(self, groups: Groups) -> None:

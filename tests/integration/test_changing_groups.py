@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,34 @@ def test_adapters_that_replace_all_that_was_trained_are_refused(tmp_path: Path) 
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
         assert not torch.equal(before, grown.extra.weight)
+
+
+def test_the_base_of_adapters_has_no_room_for_states_though_it_is_in_a_group(tmp_path: Path) -> None:
+    """As with ``AdamW(model.parameters())``: the plan is that of an optimizer over the adapters alone."""
+    peft = pytest.importorskip("peft")
+
+    def plan(*, is_filtered: bool) -> tuple[str, int]:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(
+            nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))),
+            peft.LoraConfig(r=2, target_modules=["0", "1", "2", "3"]),
+        )
+        of_groups = [p for p in model.parameters() if p.requires_grad or not is_filtered]
+        optimizer = torch.optim.AdamW(of_groups, lr=1e-2)
+        engine, *_ = infinity.initialize(
+            model=model, optimizer=optimizer, config=everything_on_nvme(tmp_path, {"optimizer": None})
+        )
+        with engine:
+            engine.backward(engine(torch.ones(2, 32)).square().mean())
+            engine.step()
+            thawed = model.base_model.model[0].base_layer.weight.requires_grad_(True)
+            with pytest.raises(UnpreparedParameterError) if not is_filtered else contextlib.nullcontext():
+                engine(torch.ones(2, 32))
+            thawed.requires_grad_(False)
+            engine.reset()
+            return str(engine.plan), len(engine.optimizer.state)
+
+    assert plan(is_filtered=False) == plan(is_filtered=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
