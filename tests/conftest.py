@@ -51,6 +51,16 @@ def full_grid(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--full-grid"))
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Libraries write to the environment what others in the same process then believe: a launcher's rank, a seed."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """torch computes with one thread: small models spend ten times as long on waking others as on computing."""

@@ -25,5 +25,6 @@ step "$python" -m mypy --strict infinity swapper
 side_by_side=(-n 2 --dist worksteal)
 step timeout --kill-after=30 3000 "$python" -m pytest "${side_by_side[@]}" "$@"
 [ $# -eq 0 ] || exit 0
+step timeout --kill-after=30 1200 "$python" -m pytest "${side_by_side[@]}" tests/simulated_gpu
 
 printf '\nAll checks passed in %d s\n' $((SECONDS - began))

@@ -21,7 +21,7 @@ TESTS = (
     "tests/unit/tiers",
     "tests/unit/updates",
     "tests/unit/device",
-    "tests/integration/test_simulated_gpu.py",
+    "tests/simulated_gpu",
 )
 _INSTEAD = {"mark": "None", "synchronize": "None", "compute_waits_for": "None", "is_done": "True"}
 _WITH_AFTER = ("upload", "download")
