@@ -99,7 +99,8 @@ def test_a_backend_that_nobody_closes_goes_away(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(_SECONDS)
     gc.collect()
-    assert not _ring_threads() and open_files(tmp_path) == files
+    assert not _ring_threads()
+    wait_until(lambda: open_files(tmp_path) == files)  # a worker that held the backend last may be dropping it just now
 
 
 @pytest.mark.parametrize("name", ["queue_init", "register_files"])
