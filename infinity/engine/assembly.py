@@ -104,6 +104,11 @@ def build(
     for index, group in enumerate(groups):
         for unit, _ in group:
             names[unit.index].update(dict.fromkeys(updater.state_names(index)))
+    with_room = {(unit.index, slot.index) for unit, slot in places.values() if slot.spec.is_trainable}
+    in_groups = {(unit.index, slot.index) for group in groups for unit, slot in group}
+    for place in with_room - in_groups:  # it has left its group, and may come into any
+        for index in range(len(groups)):
+            names[place[0]].update(dict.fromkeys(updater.state_names(index)))
 
     has_remainder = config.infinity.main_weights == "remainder"
     state_format = StateFormat(config.infinity.state_dtype)
@@ -167,7 +172,7 @@ def build(
         unit.layout.chunks(placement.chunk_numel, border)
         for unit, border in zip(units, placement.states_in_memory, strict=True)
     ]
-    states = {(unit.index, slot.index): ParameterState() for group in groups for unit, slot in group}
+    states = {place: ParameterState() for place in with_room}
     blocks = tuple(find_blocks(model, config.infinity.units))
     recomputed = RecomputedForward if config.infinity.activation_checkpointing else None
     module_hooks = ModuleHooks(model, units, blocks, recomputed)
@@ -307,9 +312,9 @@ def build(
 
 
 def _with_room(model: nn.Module, template: Template) -> list[nn.Parameter]:
-    """What gets room for states: what is in a group. Adapters' base weights only if they require a gradient: with
-    ``AdamW(model.parameters())`` they all are in one, and nobody thaws them."""
-    return [p for p in template.params() if p.requires_grad or not is_adapted(model)]
+    """What gets room for states. Adapters' base weights only if they require a gradient: with ``AdamW(model.parameters())``
+    they all are in a group, and nobody thaws them."""
+    return [p for p in template.with_room() if p.requires_grad or not is_adapted(model)]
 
 
 def _close(engines: Sequence[Engine]) -> None:

@@ -124,6 +124,9 @@ class Relayout(CheckpointCalls):
         parts = self._parts
         access, copies = parts.access, parts.access.copies
         found = _Contents({}, {}, {}, {}, parts.stepper.scaler.state())
+        parts.template.keep_room(
+            [p for p in parts.template.known() if parts.module_hooks.holds(p) and access.has_place(p)]
+        )
         for unit in parts.module_hooks.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 with parts.pager.opened(unit):

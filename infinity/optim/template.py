@@ -67,6 +67,7 @@ class Template:
         }
         """States that the constructor made: what they are filled with. Each is what the parameter has until its first step."""
         self._fqns = dict(fqns)
+        self._keeps_room: list[Parameter] = []
 
     @property
     def name(self) -> str:
@@ -82,6 +83,16 @@ class Template:
         """All parameters in the order of the groups, frozen ones included."""
         for group in self.param_groups:
             yield from group["params"]
+
+    def keep_room(self, parameters: Iterable[Parameter]) -> None:
+        """These have room and keep it where all is laid out anew, though they may have left their groups meanwhile."""
+        self._keeps_room = list(parameters)
+
+    def with_room(self) -> list[Parameter]:
+        """What gets room for main weights and states: what is in a group, and what has it already."""
+        members = list(self.params())
+        known = set(members)
+        return members + [parameter for parameter in self._keeps_room if parameter not in known]
 
     def read(self) -> Groups:
         """The groups as they are now, for updates that run later. Tensors are copied."""

@@ -87,6 +87,22 @@ def test_gradients_and_hooks_of_a_plain_loop_survive(tmp_path: Path) -> None:
         both.require_equal()
 
 
+def test_what_has_left_its_group_keeps_its_main_weight(tmp_path: Path) -> None:
+    """Everything is laid out anew while a parameter is in no group; then it comes back."""
+
+    def sgd(params: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=1e-2)
+
+    with _start(tmp_path, "in backward, bf16", sgd) as both:
+        _start_from_what_is_seen(both)
+        left = [optimizer.param_groups[0]["params"].pop() for optimizer in both.each_optimizer()]
+        _thaw(both, _FROZEN)
+        for optimizer, parameter in zip(both.each_optimizer(), left, strict=True):
+            optimizer.param_groups[0]["params"].append(parameter)
+        take_step(both, "in backward, bf16", 0)
+        both.require_equal()
+
+
 def _engine(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Module]:
     model = PLAIN.make("none")
     for fqn in _FROZEN:
