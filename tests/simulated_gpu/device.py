@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import random
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from infinity.device.compute import Copy, FlatBuffer, SeparateHostDevice
+from infinity.device.compute import Copy, FlatBuffer, HostFlatBuffer, SeparateHostDevice
 from infinity.device.flat_pool import FlatPool
-from swapper import AlignedRegion, SwapperError, hang_of, is_held
 from tests.simulated_gpu import backend
 
 COMPUTE, UPLOADS, DOWNLOADS = "compute", "uploads", "downloads"
@@ -108,48 +104,26 @@ class Order:
                 known.reads[stream] = self._now
 
 
-class SimulatedFlatBuffer:
+class SimulatedFlatBuffer(HostFlatBuffer):
     """Memory of the simulated device for one unit. Poison when it is handed out."""
 
     def __init__(self, num_bytes: int, order: Order, on_release: Callable[[], None]) -> None:
-        self.num_bytes = num_bytes
+        super().__init__(num_bytes)
         self._on_release = on_release
-        self._region = AlignedRegion(num_bytes)
-        self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
-        order.forget(self._region.address)
+        order.forget(self.address)
         self.poison()
 
     def poison(self) -> None:
-        self._region.array()[:] = _POISON
+        super().tensor().fill_(_POISON)
 
     def tensor(self) -> torch.Tensor:
-        array = self._array() if self._array is not None else None
-        if array is None:
-            array = self._region.array()
-            self._array = weakref.ref(array)
-        return backend.on_device(torch.from_numpy(array))
-
-    @property
-    def has_views(self) -> bool:
-        return self._array is not None and self._array() is not None
-
-    @property
-    def address(self) -> int:
-        return self._region.address
-
-    @property
-    def is_held(self) -> bool:
-        return is_held(self.address, self.num_bytes)
-
-    @property
-    def hang(self) -> SwapperError | None:
-        return hang_of(self.address, self.num_bytes)
+        return backend.on_device(super().tensor())
 
     def discard_front(self, num_bytes: int) -> int:
-        return 0
+        return 0  # as of an allocator's block
 
     def release(self) -> None:
-        self._region.release()
+        super().release()
         self._on_release()
         self._on_release = lambda: None
 
