@@ -7,15 +7,10 @@ that has imported everything, and die at the n-th call that changes or reads fil
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import itertools
 import os
 import random
-import signal
-import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +22,7 @@ import torch
 from infinity.checkpoint.saved import Checkpoint
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, training
+from tests.killed import fingerprint, run_killed, ticking
 
 _STEPS = 6
 _MOST_KILLS = 4
@@ -51,7 +47,7 @@ def _run(top: Path, changes: dict[str, Any], tick: Callable[[], None]) -> None:
         torch.manual_seed(3)
         for name in _CALLS:  # what was written survives a kill without a flush
             real = getattr(os, name) if name != "fsync" else lambda descriptor: None
-            mock.patch.object(os, name, _ticking(real, tick)).start()
+            mock.patch.object(os, name, ticking(real, tick)).start()
         engine.load_checkpoint(saved)
         batches: Iterator[Any] = iter(())
         while engine.global_steps < _STEPS:
@@ -69,56 +65,12 @@ def _run(top: Path, changes: dict[str, Any], tick: Callable[[], None]) -> None:
             if step == 3:
                 assert engine.load_checkpoint(saved)[0] is not None
                 batches = iter(())
-        found = hashlib.sha256()
-        for _, parameter in sorted(engine.module.named_parameters()):
-            found.update(parameter.float().detach().numpy().tobytes())
-            if parameter.requires_grad:
-                for _, value in sorted(engine.state_of(parameter).items()):
-                    found.update(torch.as_tensor(value).float().numpy().tobytes())
-        found.update(torch.get_rng_state().numpy().tobytes())
-        told = f"{engine.global_steps} {engine.global_samples} {engine.get_lr()} {found.hexdigest()}"
+        told = fingerprint(engine)
     (top / "result").write_text(told)
 
 
-def _ticking(real: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tick()
-        return real(*args, **kwargs)
-
-    return call
-
-
 def _forked(top: Path, changes: dict[str, Any], num_ticks: int | None) -> int | None:
-    """Run in a child that is killed after so many ticks; returns how many it had if it came to its end before."""
-    readable, writable = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(readable)
-            counter, lock, last = itertools.count(1), threading.Lock(), [0]
-
-            def tick() -> None:
-                with lock:
-                    last[0] = next(counter)
-                    if last[0] == num_ticks:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            _run(top, changes, tick)
-            os.write(writable, str(last[0]).encode())
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writable)
-    with os.fdopen(readable) as pipe:
-        told = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), "the child failed by itself: see its output"
-    return int(told) if code == 0 else None
+    return run_killed(lambda tick: _run(top, changes, tick), num_ticks)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,14 +7,8 @@ a given number of things (a write, a flush, a rename, a module's forward): that 
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import os
 import random
-import signal
-import threading
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +20,7 @@ from torch import nn
 
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, train, training
+from tests.killed import fingerprint, run_killed, ticking
 
 _STEPS = 8
 _MOST_KILLS = 4
@@ -47,21 +42,14 @@ def _run(drive: Path, changes: dict[str, Any], result: Path, tick: Callable[[], 
     for name in ("pwritev", "fdatasync", "fsync", "replace", "unlink"):
         is_flush = "sync" in name  # what was written survives a kill without
         real = (lambda fd: None) if is_flush else getattr(os, name)
-        patches.append(mock.patch.object(os, name, _ticking(real, tick)))
+        patches.append(mock.patch.object(os, name, ticking(real, tick)))
         patches[-1].start()
     nn.modules.module.register_module_forward_pre_hook(lambda module, inputs: tick())
     with training(drive, _with_threads(changes), Model()) as engine:
         if engine.global_steps == 0:
             torch.manual_seed(3)
         train(engine, _STEPS)
-        found = hashlib.sha256()
-        for _, parameter in sorted(engine.module.named_parameters()):
-            found.update(parameter.float().detach().numpy().tobytes())
-            if parameter.requires_grad:
-                for _, value in sorted(engine.state_of(parameter).items()):
-                    found.update(torch.as_tensor(value).float().numpy().tobytes())
-        found.update(torch.get_rng_state().numpy().tobytes())
-        told = f"{engine.global_steps} {engine.global_samples} {engine.get_lr()} {found.hexdigest()}"
+        told = fingerprint(engine)
     result.write_text(told)
 
 
@@ -69,60 +57,21 @@ def _with_threads(changes: dict[str, Any]) -> dict[str, Any]:
     return {**changes, "infinity": {**changes.get("infinity", {}), "io_backend": "threads"}}
 
 
-def _ticking(real: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tick()
-        return real(*args, **kwargs)
-
-    return call
-
-
-def _forked(drive: Path, changes: dict[str, Any], result: Path, num_ticks: int | None) -> tuple[bool, int]:
-    """Run in a child, which is killed after so many ticks; returns whether it came to its end before, and its ticks."""
-    readable, writable = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(readable)
-            counter, lock = itertools.count(1), threading.Lock()
-            last = [0]
-
-            def tick() -> None:
-                with lock:
-                    last[0] = next(counter)
-                    if last[0] == num_ticks:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            _run(drive, changes, result, tick)
-            os.write(writable, str(last[0]).encode())
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writable)
-    with os.fdopen(readable) as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    assert code in (0, -signal.SIGKILL), "the child failed by itself: see its output"
-    return code == 0, int(told or 0)
+def _forked(drive: Path, changes: dict[str, Any], result: Path, num_ticks: int | None) -> int | None:
+    return run_killed(lambda tick: _run(drive, changes, result, tick), num_ticks)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", _MODES)
 def test_kills_at_any_moment(mode: str, tmp_path: Path) -> None:
     changes = _MODES[mode]
-    is_over, num_ticks = _forked(tmp_path / "whole", changes, tmp_path / "expected", None)
-    assert is_over
+    num_ticks = _forked(tmp_path / "whole", changes, tmp_path / "expected", None)
+    assert num_ticks is not None
     expected = (tmp_path / "expected").read_text()
     chance = random.Random(f"{mode} {os.environ.get('INFINITY_SEED', 0)}")
     for first in range(0, _KILLS // len(_MODES), _MOST_KILLS):
         drive, result = tmp_path / f"run{first}", tmp_path / f"result{first}"
         for _ in range(min(_MOST_KILLS, _KILLS // len(_MODES) - first)):
             _forked(drive, changes, result, chance.randint(1, num_ticks * 2 // 3))
-        assert _forked(drive, changes, result, None)[0]
+        assert _forked(drive, changes, result, None) is not None
         assert result.read_text() == expected, f"the run that begins with kill {first}"
