@@ -28,7 +28,9 @@ class Lease(Protocol):
     """A chunk in working memory."""
 
     @property
-    def workspace(self) -> ChunkBuffer: ...
+    def workspace(self) -> ChunkBuffer:
+        """The working memory. It is gone after `write_back` and `discard`: what it sees of a flat buffer counts as a view."""
+        ...
 
     def wait(self) -> None:
         """Return when the record is there."""
@@ -105,14 +107,27 @@ class _UnitRecords:
     """Of each record in the extent, how many bytes from its beginning are stored; the rest is zero."""
 
 
-class _PagedLease:
+class _Working:
+    """Has the working memory until the lease ends."""
+
+    def __init__(self, workspace: ChunkBuffer) -> None:
+        self._workspace: ChunkBuffer | None = workspace
+
+    @property
+    def workspace(self) -> ChunkBuffer:
+        if self._workspace is None:
+            raise RuntimeError("the lease has ended")
+        return self._workspace
+
+
+class _PagedLease(_Working):
     """A chunk of which a part lies in a page, if only scratch; or none."""
 
     def __init__(
         self, page: Page | None, workspace: ChunkBuffer, read: Handle | None, store: Callable[[bool], Handle | None]
     ) -> None:
+        super().__init__(workspace)
         self._page = page
-        self.workspace = workspace
         self._read = read
         self._store = store
         self._remaining = 0
@@ -129,6 +144,7 @@ class _PagedLease:
         handles = list(others)
         self._then = then
         own = self._store(main_only)
+        self._workspace = None
         if own is not None:
             handles.append(own)
         self._remaining = len(handles) + 1
@@ -145,6 +161,7 @@ class _PagedLease:
             self._then()
 
     def discard(self) -> None:
+        self._workspace = None
         self._release()
 
     def _release(self) -> None:
@@ -229,8 +246,9 @@ class PagedStateStore:
             if page is not None:
                 page.release()
             raise
+        record = workspace.record
         return _PagedLease(
-            page, workspace, read, lambda main_only: self._write(records, chunk.index, workspace.record, main_only)
+            page, workspace, read, lambda main_only: self._write(records, chunk.index, record, main_only)
         )
 
     def _in_place(
@@ -296,20 +314,19 @@ def _tensor_of(page: Page | None) -> torch.Tensor:
     return page.tensor
 
 
-class _ResidentLease:
-    def __init__(self, workspace: ChunkBuffer) -> None:
-        self.workspace = workspace
-
+class _ResidentLease(_Working):
     def wait(self) -> None: ...
 
     def write_back(
         self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
     ) -> None:
+        self._workspace = None
         for handle in others:
             handle.wait()
         then()
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        self._workspace = None
 
 
 class ResidentStateStore:

@@ -124,3 +124,16 @@ def test_a_plan_beyond_the_memory_that_there_is_warns(
     said = [record.message for record in caplog.records if "host_memory_budget" in record.message]
     assert bool(said) == warns
     assert all("are free" in message and '"auto"' in message for message in said)
+
+
+@pytest.mark.parametrize("mode", ["in_backward", "deferred"])
+def test_an_update_that_is_done_looks_at_no_weights(mode: str, tmp_path: Path) -> None:
+    """Else whether weights can be updated, or what was written to them be undone, would be a matter of time."""
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _changes(mode)))
+    with engine:
+        for _ in range(3):
+            _train(engine, 1)
+            engine.flush()
+            flats = [unit.flat for unit in engine._pager.residency.units if unit.stays_resident]
+            assert flats
+            assert not any(flat is not None and flat.has_views for flat in flats)
