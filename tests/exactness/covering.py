@@ -38,47 +38,65 @@ def extended(partial: Partial, axes: Axes) -> list[dict[str, Hashable]]:
 
 def covering_rows(axes: Axes, partials: Iterable[Partial]) -> list[dict[str, Hashable]]:
     """Rows over all ``axes`` that cover all ``partials``; few of them, though not provably the fewest."""
-    uncovered: dict[frozenset[tuple[str, Hashable]], None] = {}
+    wanted: dict[frozenset[tuple[str, Hashable]], Partial] = {}
     for partial in partials:
         for name, value in partial.items():
             if value not in axes[name]:
                 raise ValueError(f"partial {dict(partial)!r} asks for {name}={value!r}, which is not on that axis")
-        uncovered[frozenset(partial.items())] = None
-
-    rows: list[dict[str, Hashable]] = []
-    uses: Counter[tuple[str, Hashable]] = Counter()
-    while uncovered:
-        starts = itertools.islice(uncovered, _NUM_CANDIDATES)
-        candidates = (_grow(dict(start), axes, uncovered, uses) for start in starts)
-        row = max(candidates, key=lambda row: sum(partial <= row.items() for partial in uncovered))
-        for partial in [partial for partial in uncovered if partial <= row.items()]:
-            del uncovered[partial]
-        uses.update(row.items())
-        rows.append({name: row[name] for name in axes})
-    return rows
+        wanted.setdefault(frozenset(partial.items()), partial)
+    return _Rows(axes, list(wanted.values())).grow()
 
 
-def _grow(
-    row: dict[str, Hashable],
-    axes: Axes,
-    uncovered: Iterable[frozenset[tuple[str, Hashable]]],
-    uses: Counter[tuple[str, Hashable]],
-) -> dict[str, Hashable]:
-    """Fill the axes ``row`` leaves open.
+class _Rows:
+    """The rows so far. Every test process makes them, so sets of partials are integers: bit ``i`` is the ``i``-th."""
 
-    Each gets the value that completes most partials, then the one that keeps most of them possible, then the one that
-    earlier rows used least: what no partial asks for should vary too.
-    """
-    compatible = [partial for partial in uncovered if all(row.get(name, value) == value for name, value in partial)]
-    for name in axes:
-        if name in row:
-            continue
-        scores = {}
-        for value in axes[name]:
-            trial = {**row, name: value}
-            alive = [partial for partial in compatible if all(trial.get(n, v) == v for n, v in partial)]
-            scores[value] = (sum(partial <= trial.items() for partial in alive), len(alive), -uses[name, value])
-        best = max(axes[name], key=lambda value: scores[value])
-        row[name] = best
-        compatible = [partial for partial in compatible if all(row.get(n, v) == v for n, v in partial)]
-    return row
+    def __init__(self, axes: Axes, partials: Sequence[Partial]) -> None:
+        self._axes = axes
+        self._partials = partials
+        self._uncovered = (1 << len(partials)) - 1
+        self._uses: Counter[tuple[str, Hashable]] = Counter()
+        # Of the partials, those that name an axis, and those that ask for another value on it.
+        self._named = {name: _bits(name in partial for partial in partials) for name in axes}
+        self._refused = {
+            (name, value): _bits(partial.get(name, value) != value for partial in partials)
+            for name, values in axes.items()
+            for value in values
+        }
+
+    def grow(self) -> list[dict[str, Hashable]]:
+        rows = []
+        while self._uncovered:
+            uncovered = (partial for i, partial in enumerate(self._partials) if self._uncovered >> i & 1)
+            candidates = [self._grown_from(partial) for partial in itertools.islice(uncovered, _NUM_CANDIDATES)]
+            row, covered = max(candidates, key=lambda candidate: candidate[1].bit_count())
+            self._uncovered &= ~covered
+            self._uses.update(row.items())
+            rows.append({name: row[name] for name in self._axes})
+        return rows
+
+    def _grown_from(self, partial: Partial) -> tuple[dict[str, Hashable], int]:
+        """A row that contains ``partial``, and the uncovered partials that it covers.
+
+        Each open axis gets the value that completes most partials, then the one that keeps most of them possible, then
+        the one that earlier rows used least: what no partial asks for should vary too.
+        """
+        row = dict(partial)
+        open_axes = [name for name in self._axes if name not in row]
+        possible = self._uncovered
+        for item in row.items():
+            possible &= ~self._refused[item]
+        for index, name in enumerate(open_axes):
+            incomplete = 0
+            for other in open_axes[index + 1 :]:
+                incomplete |= self._named[other]
+            choices = []
+            for value in self._axes[name]:
+                kept = possible & ~self._refused[name, value]
+                score = ((kept & ~incomplete).bit_count(), kept.bit_count(), -self._uses[name, value])
+                choices.append((score, value, kept))
+            _, row[name], possible = max(choices, key=lambda choice: choice[0])
+        return row, possible
+
+
+def _bits(members: Iterable[bool]) -> int:
+    return sum(1 << index for index, member in enumerate(members) if member)
