@@ -176,7 +176,8 @@ class Saving:
         """
         planned, optimizer = _plan(training)
         self.folder = directory / tag
-        self._training = training
+        # It must not have the engine, which would never become garbage: whoever may want to wait for units has this one.
+        self._records = training.access.stream
         self._units = training.module_hooks.units
         self._sinks: dict[tuple[int, int, str], _Sink] = {}
         self._left: dict[int, int] = {}
@@ -227,7 +228,7 @@ class Saving:
         """
         try:
             with self._stack, one_thread():
-                for part in self._training.access.stream.parts(self._in_turn(), self._ahead_bytes):
+                for part in self._records.parts(self._in_turn(), self._ahead_bytes):
                     index = part.unit.index
                     sink = self._sinks.get((index, part.slot.index, part.kind))
                     if sink is not None and sink.write(part.values):
@@ -282,18 +283,31 @@ class Saving:
 
 
 class BackgroundSave:
-    """Runs one `Saving`. The interpreter does not end before it has."""
+    """Runs one `Saving`. The interpreter does not end before it has; what goes wrong is logged, for nobody may come to ask."""
 
     def __init__(self, saving: Saving) -> None:
+        self.saving = saving
         self._error: BaseException | None = None
+        self._begun = threading.Lock()
+        """Taken by the thread that runs it, for good."""
         self._over = threading.Event()
-        threading.Thread(target=self._run, args=(saving,), name="infinity-checkpoint").start()
 
-    def _run(self, saving: Saving) -> None:
+    def start(self, owner: object) -> None:
+        """Begin, unless that has happened. ``owner`` is no garbage until it is over.
+
+        Raises:
+            RuntimeError: the system gives no thread.
+        """
+        threading.Thread(target=self._run, args=(owner,), name="infinity-checkpoint").start()
+
+    def _run(self, owner: object) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         try:
-            saving.run()
+            self.saving.run()
         except BaseException as error:
             self._error = error
+            logger.error("the checkpoint '%s' could not be saved: %s", self.saving.folder, error)
         finally:
             self._over.set()
 

@@ -14,6 +14,7 @@ from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
 from infinity.loop.phase import PhaseGuard
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.threads.interrupts import surely
 from swapper.volumes.publish import remove_abandoned
 
 logger = logging.getLogger(__name__)
@@ -82,14 +83,20 @@ class CheckpointCalls(ExportCalls):
         if blocking:
             saving.run()
         else:
-            self._begin_saving(saving)
+            background = checkpoint.BackgroundSave(saving)
+            surely(lambda: self._begin_saving(background))
         self._num_saved_steps = self.global_steps
         return True
 
-    def _begin_saving(self, saving: checkpoint.Saving) -> None:
+    def _begin_saving(self, background: checkpoint.BackgroundSave) -> None:
+        """May be called again. Nothing is updated before it returns."""
+        background.start(self)
+        self._saving = background
+        self._let_updates_wait_for(background.saving)
+
+    def _let_updates_wait_for(self, saving: checkpoint.Saving | None) -> None:
         self._parts.stream.wait_for_saver(saving)
         self._parts.access.wait_for_saver(saving)
-        self._saving = checkpoint.BackgroundSave(saving)
 
     def wait_for_checkpoint(self) -> None:
         """Return when what ``save_checkpoint(blocking=False)`` writes is complete and on the drive; at once if nothing is.
@@ -109,8 +116,7 @@ class CheckpointCalls(ExportCalls):
 
     def _end_saving(self) -> None:
         saving, self._saving = self._saving, None
-        self._parts.stream.wait_for_saver(None)
-        self._parts.access.wait_for_saver(None)
+        self._let_updates_wait_for(None)
         if saving is not None:
             saving.raise_error()
 

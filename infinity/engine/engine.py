@@ -523,6 +523,7 @@ class Engine(Relayout):
                 finish_pending(self.flush)
             else:
                 rest.callback(self._shutdown.hurry)
+                rest.callback(self.wait_for_checkpoint)  # before it gets no page any more
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         """At the end of ``rest``, in reverse, and each even if the one before fails."""
@@ -554,8 +555,12 @@ class Engine(Relayout):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self._guard.is_settled:
-            self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing
-        surely(self.close)
+            self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing but a checkpoint
+        try:
+            surely(self.close)
+        except Exception as failure:
+            failure.__context__ = failure.__context__ or error  # which the stack in `close` has taken away
+            raise
 
     # --------------------------------------------------------------------------------------------------------- checking
 

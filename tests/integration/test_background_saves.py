@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import torch
 
 import infinity
 from infinity.checkpoint.saved import Checkpoint
-from infinity.checkpoint.training_checkpoint import Saving
+from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
 from infinity.errors import CheckpointError, StorageError
-from tests.exactness.lockstep import BF16, IN_MEMORY
-from tests.integration.test_checkpoints import steps_of, training
+from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
+from tests.integration.test_checkpoints import Model, steps_of, training
 from tests.waiting import wait_until
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -164,6 +166,63 @@ def test_the_end_of_the_engine_waits_for_a_save(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)
         engine.save_checkpoint(tmp_path / "saved", blocking=False)
+    assert Checkpoint.open(tmp_path / "saved").verify()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_is_waited_for_where_an_exception_ends_the_engine(
+    fails: bool, held: _Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = BackgroundSave.wait
+
+    def let_go_and_wait(background: BackgroundSave) -> None:
+        if fails:
+            monkeypatch.setattr(Saving, "_in_turn", lambda saving: iter([None]))
+        held.let_go()
+        wait(background)
+
+    monkeypatch.setattr(BackgroundSave, "wait", let_go_and_wait)
+    with pytest.raises(AttributeError if fails else KeyError) as raised, training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved", blocking=False)
+        raise KeyError("of the script")
+    if fails:
+        assert isinstance(raised.value.__context__, KeyError)
+    else:
+        assert Checkpoint.open(tmp_path / "saved").verify()
+
+
+def test_where_no_thread_can_be_had_nothing_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def none(thread: threading.Thread) -> None:
+        if thread.name == "infinity-checkpoint":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(threading.Thread, "start", none)
+            engine.save_checkpoint(tmp_path / "saved", blocking=False)
+        steps_of(engine, 1)
+        engine.save_checkpoint(tmp_path / "saved", blocking=False)
+    assert Checkpoint.open(tmp_path / "saved").verify()
+
+
+def test_an_engine_is_garbage_when_its_save_is_over(tmp_path: Path) -> None:
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine: Any = infinity.initialize(model=Model(0), config=everything_on_nvme(tmp_path, {**optimizer, **BF16}))[0]
+    steps_of(engine, 0)
+    engine.save_checkpoint(tmp_path / "saved", blocking=False)
+    found = weakref.ref(engine)
+    del engine
+
+    def is_gone() -> bool:
+        gc.collect()
+        return found() is None
+
+    wait_until(is_gone)
     assert Checkpoint.open(tmp_path / "saved").verify()
 
 
