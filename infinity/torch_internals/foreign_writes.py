@@ -109,14 +109,23 @@ def _wrap(owner: Any, name: str, kind: type, announce: Callable[[Any, Any], None
 
 def _announce_fused_kernels() -> None:
     library = torch.library.Library("aten", "IMPL")
+    for operation in _fused_kernels():
+        library.impl(operation, _announcing(operation), "ADInplaceOrView", with_keyset=True)
+    _installed.append(library._destroy)
+
+
+@functools.cache
+def _fused_kernels() -> tuple[Any, ...]:
+    """Those that write. torch has thousands of operations, which takes milliseconds to go through."""
+    found = []
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith(("aten::_fused_", "aten::_amp_foreach_")):
             base, _, overload = name.removeprefix("aten::").partition(".")
             operation = getattr(getattr(torch.ops.aten, base), overload or "default")
             first = operation._schema.arguments[0]
             if first.alias_info is not None and first.alias_info.is_write:
-                library.impl(operation, _announcing(operation), "ADInplaceOrView", with_keyset=True)
-    _installed.append(library._destroy)
+                found.append(operation)
+    return tuple(found)
 
 
 def _announcing(operation: Any) -> Callable[..., Any]:

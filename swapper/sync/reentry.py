@@ -43,6 +43,7 @@ _PATHS = sysconfig.get_paths()
 _LIBRARY = tuple({_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep, os.path.dirname(os.__file__) + os.sep})
 _SITE = tuple({_PATHS["purelib"] + os.sep, _PATHS["platlib"] + os.sep})
 _FINALIZER = weakref.finalize.__call__.__code__
+_SIGNALS = tuple(signal.valid_signals())  # half of the time that finding the handlers took
 _resting: set[CodeType] = set()
 _kinds: dict[str, _Kind] = {}
 
@@ -181,7 +182,7 @@ def _has_below_as_argument(frame: FrameType) -> bool:
 def _handlers() -> set[CodeType]:
     """The code of all signal handlers that are installed now."""
     found: set[CodeType] = set()
-    for number in signal.valid_signals():
+    for number in _SIGNALS:
         handler: Any = None
         with contextlib.suppress(ValueError):
             handler = signal.getsignal(number)
