@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from infinity.device.compute import FlatBuffer, SeparateHostDevice
+from infinity.device.compute import FlatBuffer
 from infinity.device.flat_pool import FlatPool
+from tests.separate_host import SeparateHostDevice
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:

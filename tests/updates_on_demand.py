@@ -33,7 +33,7 @@ def updates_on_demand(engine: Any) -> Iterator[None]:
 
 def num_pending(engine: Any) -> int:
     """Updates that have not ended."""
-    return int(engine._parts.stream.num_pending)
+    return len(engine._parts.stream.pending())
 
 
 def let_run_what_may(engine: Any, *, seconds: float = 60.0) -> None:
@@ -44,5 +44,5 @@ def let_run_what_may(engine: Any, *, seconds: float = 60.0) -> None:
             if all(job.is_held for job in stream._pending):
                 return
         if time.monotonic() > deadline_seconds:
-            raise TimeoutError(f"{stream.num_pending} updates are still pending")
+            raise TimeoutError(f"{num_pending(engine)} updates are still pending")
         time.sleep(0.001)

@@ -188,13 +188,8 @@ class Boundary:
         self._held_bytes -= kept.moved_bytes
 
     def _wait(self, handle: Handle | None, cause: str) -> None:
-        if handle is None:
-            return
-        if handle.done():
-            handle.wait()
-        else:
-            with self._clock.waiting(cause):
-                handle.wait()
+        if handle is not None:
+            self._clock.wait_for(handle, cause)
 
     def check_unchanged(self) -> None:
         """Raise `Refusal` if something that is in memory was written to."""

@@ -165,13 +165,6 @@ class SavedActivations:
         self.spilled_bytes = 0
         """Bytes of it that went to NVMe."""
 
-    @property
-    def num_alive(self) -> int:
-        """How many storages some graph still needs."""
-        with self._lock:
-            self._sweep()
-            return len(self._all)
-
     # ----------------------------------------------------------------------------------------------------- forward
 
     def pack(self, tensor: torch.Tensor) -> _Token | None:
@@ -243,14 +236,9 @@ class SavedActivations:
 
     def _wait(self, stored: _Stored, cause: str) -> None:
         handle = stored.under_way
-        if handle is None:
-            return
-        if handle.done():
-            handle.wait()
-        else:
-            with self._clock.waiting(cause):
-                handle.wait()
-        stored.under_way = None
+        if handle is not None:
+            self._clock.wait_for(handle, cause)
+            stored.under_way = None
 
     def _drop_memory(self, stored: _Stored) -> None:
         stored.memory = None

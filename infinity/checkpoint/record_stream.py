@@ -103,13 +103,14 @@ class RecordStream:
         weights: Handle | LandedRead | None = None
         try:
             if lease.workspace.needs_weight and in_place is None:
-                weights = self._bring_weights(unit, chunk, lease.workspace.weight)
+                weights = self.bring_weights(unit, chunk, lease.workspace.weight)
         except BaseException:
             lease.discard()
             raise
         return _Opened(unit, chunk, lease, weights)
 
-    def _bring_weights(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
+    def bring_weights(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
+        """The chunk's model weights, as they rest, into ``target``; returns what has to be waited for, if anything."""
         if self._weights is not None and not unit.stays_resident:
             return self._weights.read_chunk(unit, chunk, target)
         if unit.flat is None:
@@ -178,7 +179,7 @@ class RecordStream:
             if is_whole:
                 clear(workspace.weight)
             else:
-                weights = self._bring_weights(unit, chunk, workspace.weight) if workspace.needs_weight else None
+                weights = self.bring_weights(unit, chunk, workspace.weight) if workspace.needs_weight else None
                 lease.wait()
                 if weights is not None:
                     weights.wait()

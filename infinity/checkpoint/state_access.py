@@ -195,14 +195,9 @@ class StateAccess:
 
     def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """The chunk's model weights, as they rest, into the workspace."""
-        if self._weights is not None and not unit.stays_resident:
-            read = self._weights.read_chunk(unit, chunk, workspace.weight)
-            if read is not None:
-                read.wait()
-        elif unit.flat is not None:
-            workspace.weight.copy_(unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop])
-        else:
-            raise RuntimeError(f"unit {unit.name} has no weights")
+        read = self.stream.bring_weights(unit, chunk, workspace.weight)
+        if read is not None:
+            read.wait()
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether there is room for optimizer state of the parameter."""

@@ -244,23 +244,6 @@ class ComputeDevice:
         return taken
 
 
-class SeparateHostDevice(ComputeDevice):
-    """The CPU treated as if its memory were a GPU's: everything goes through pages. For tests of the staged path."""
-
-    shares_host_memory = False
-
-    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
-        first = self.stamp()
-        target.copy_(source)
-        self._copies.append(Copy("upload", source.nbytes, first, self.stamp()))
-        return None
-
-    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
-        first = self.stamp()
-        target.copy_(source)
-        self._copies.append(Copy("download", source.nbytes, first, self.stamp()))
-
-
 class CudaDevice(ComputeDevice):
     """One GPU. Copies in each direction have a stream of their own; compute waits for events, the host does not."""
 

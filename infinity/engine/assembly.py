@@ -247,11 +247,6 @@ def build(
     _take_over(units, originals, access, pager.residency, storage, parameter_handler, device, is_stored=goes_on)
     loose = LooseParameters(template) if engine is None else engine.loose
     step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names, loose)
-
-    def before_updates() -> None:
-        with clock.waiting("commit"):
-            before_writes()
-
     stepper = Stepper(
         units,
         chunks,
@@ -262,7 +257,7 @@ def build(
         stream=stream,
         groups=step_groups,
         gathered=access,
-        before_updates=before_updates,
+        before_updates=before_writes,
     )
     for parameter, state in template.take_initial_states():
         main = state.pop(MAIN_WEIGHT, None)

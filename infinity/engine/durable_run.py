@@ -173,8 +173,7 @@ class DurableRun:
                 f"{len(added)} parameters came after infinity.initialize, and a durable run does not have them",
                 cure="Add them before, or set infinity.durable to false",
             )
-        with self._waiting("commit"):
-            self.settle()
+        self.settle()
         for unit in self._units:
             unit.note_changes()
         if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
@@ -204,8 +203,9 @@ class DurableRun:
         if self._is_settled:
             return
         try:
-            self._stream.release_all()
-            self._versions.settle()
+            with self._waiting("commit"):
+                self._stream.release_all()
+                self._versions.settle()
         except Exception as error:
             self.has_failed = True
             raise CommitError(self._path, step=self._steps[self._number], problem=str(error)) from error

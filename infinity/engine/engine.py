@@ -359,8 +359,7 @@ class Engine(Relayout):
 
     def _settle_commit(self) -> None:
         if self._parts.durable is not None:
-            with self._parts.clock.waiting("commit"):
-                self._parts.durable.settle()
+            self._parts.durable.settle()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""

@@ -137,10 +137,6 @@ class MainGradStore:
         grads = self._of(unit)
         return [slot for slot in unit.layout.slots if slot.index in grads.present or slot.index in grads.zeros]
 
-    def is_spilled(self, unit: Unit) -> bool:
-        """Whether the unit's main gradients go to NVMe."""
-        return not self._of(unit).stays
-
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """Main gradients += ``gradients`` (any floating dtype), in fp32."""
         grads = self._of(unit)

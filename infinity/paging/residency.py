@@ -227,12 +227,9 @@ class Residency:
         self._by_address.clear()
 
     def _wait_for(self, awaited: Arrival | PendingUpdate, what: str) -> None:
-        if awaited.done():
-            awaited.wait()
-            return
-        awaited.promote()
-        with self.clock.waiting(what):
-            awaited.wait()
+        if not awaited.done():
+            awaited.promote()
+        self.clock.wait_for(awaited, what)
 
     def _take_arrival(self, unit: Unit) -> None:
         """Return when what is on its way into the unit's buffer is there."""

@@ -10,6 +10,7 @@ as soon as their seconds are known (`settle`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +26,16 @@ _CAUSES = {
     "write": "writes to NVMe",
     "commit": "a commit of the durable run",
 }
+
+
+class Awaited(Protocol):
+    """Somebody waits for it."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> None: ...
 
 
 class StampSource(Protocol):
@@ -131,6 +142,11 @@ class StepClock:
                 self._timeline.add(Row.WAITING, _CAUSES[cause], begin, end)
             if was_computing:
                 self.resume_compute()
+
+    def wait_for(self, awaited: Awaited, cause: str) -> None:
+        """The thread waits, which counts unless it is done already."""
+        with contextlib.nullcontext() if awaited.done() else self.waiting(cause):
+            awaited.wait()
 
     def reset(self) -> float:
         """Begin a new step. Returns the seconds since the last reset."""

@@ -185,11 +185,6 @@ class Turn:
         """Whether anybody takes part in another's turn."""
         return bool(self._guests)
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether anybody waits for his turn."""
-        return bool(self._waiting)
-
     def has_guest(self, thread: int) -> bool:
         """Whether a thread takes part in another's turn."""
         return thread in self._guests

@@ -190,11 +190,6 @@ class UpdateStream:
         with self._lock:
             return list(self._pending)
 
-    @property
-    def num_pending(self) -> int:
-        """Jobs that are queued or running."""
-        return len(self._pending)
-
     def stop(self) -> None:
         """Have the workers end after the chunks in hand. Waits for nothing."""
         self._is_stopping = True

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.device.compute import SeparateHostDevice
 from infinity.errors import StorageError
 from swapper.backends import gds
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.fake_device_files import FakeDriver
 from tests.lazy_device import LazyDevice
+from tests.separate_host import SeparateHostDevice
 
 _CHANGES: list[dict[str, Any]] = [
     {},

@@ -210,7 +210,7 @@ def test_who_waits_for_a_vertical_step_touches_none_of_its_hooks(
                 return loss_of(getattr(both, call)(**make_batch(99)))
 
         def until(is_due: Callable[[], bool]) -> None:
-            while not (is_due() or both.engine._pager.turn.is_awaited or begun[0].done()):
+            while not (is_due() or both.engine._pager.turn._waiting or begun[0].done()):
                 time.sleep(0.001)
 
         def before_model(*_: Any) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import infinity
-from infinity.device.compute import SeparateHostDevice
 from infinity.errors import ConfigValueError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.separate_host import SeparateHostDevice
 from tests.waiting import wait_until
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")

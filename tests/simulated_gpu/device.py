@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from infinity.device.compute import Copy, FlatBuffer, HostFlatBuffer, SeparateHostDevice
+from infinity.device.compute import Copy, FlatBuffer, HostFlatBuffer
 from infinity.device.flat_pool import FlatPool
+from tests.separate_host import SeparateHostDevice
 from tests.simulated_gpu import backend
 
 COMPUTE, UPLOADS, DOWNLOADS = "compute", "uploads", "downloads"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from infinity.device.compute import ComputeDevice, SeparateHostDevice, gradient_norm
+from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients import sources as gradient_sources
 from infinity.gradients.main_grad_dtype import MainGradDtype
@@ -18,6 +18,7 @@ from infinity.telemetry.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
 from swapper import Swapper
+from tests.separate_host import SeparateHostDevice
 from tests.unit.stage import trainable_unit
 
 _SHAPES = [(70, 40), (33,), (1,), (5, 3, 7)]
@@ -125,7 +126,7 @@ def test_accumulated_gradients_are_those_of_plain_torch(
             expected = _sum(parts[unit.index])
             for slot in unit.layout.slots:
                 assert torch.equal(store.norm_of(unit, slot), gradient_norm(expected[slot.index]))
-            assert store.is_spilled(unit) == (unit.index not in in_memory)
+            assert store._of(unit).stays == (unit.index in in_memory)
             _require_equal(_collect(store.source(unit), unit), expected)
         assert not store.has_any
     store.close()
@@ -235,7 +236,7 @@ def test_what_becomes_wider_stays_in_ram_where_there_is_room(swapper: Swapper) -
     for number in range(2):
         for unit in units:
             store.add(unit, _draw(unit, number, torch.bfloat16))
-    assert [store.is_spilled(unit) for unit in units] == [False, True, False, True, False], "each that goes makes room"
+    assert [store._of(unit).stays for unit in units] == [True, False, True, False, True], "each that goes makes room"
     for unit in units:
         expected = _sum([_draw(unit, number, torch.bfloat16) for number in range(2)])
         _require_equal(_collect(store.source(unit), unit), expected)
@@ -268,7 +269,7 @@ def test_where_all_fits_as_fp32_nothing_is_exchanged(swapper: Swapper) -> None:
         del shown
     for unit in units:
         store.add(unit, _draw(unit, 1, torch.bfloat16))
-        assert not store.is_spilled(unit)
+        assert store._of(unit).stays
     store.close()
 
 
@@ -288,7 +289,7 @@ def test_the_gradient_that_is_shown_becomes_fp32_first(swapper: Swapper) -> None
     _require_equal(_collect(store.source(units[0]), units[0]), expected)
     store.add(units[1], _draw(units[1], 0, torch.bfloat16))
     assert not store.widen(units[1]), "there is no room left, so it went to NVMe"
-    assert store.is_spilled(units[1])
+    assert not store._of(units[1]).stays
     _require_equal(_collect(store.source(units[1]), units[1]), _sum([_draw(units[1], 0, torch.bfloat16)]))
     store.close()
 

@@ -104,12 +104,12 @@ def test_a_turn_is_over_when_it_was_ended_as_often_as_it_was_begun(turn: Turn, w
     assert not workers[0].do(lambda: turn.is_mine or trusts())
     waiting = workers[0].start(turn.begin, "a step", reads=False)
     _awaited(turn, workers[0])
-    assert turn.is_awaited
+    assert turn._waiting
     turn.end()
     assert turn.is_mine and not waiting.done()
     turn.end()
     assert waiting.result(60) is False
-    assert not turn.is_mine and not trusts() and not turn.is_awaited
+    assert not turn.is_mine and not trusts() and not turn._waiting
     assert workers[0].do(lambda: turn.is_mine and trusts())
     workers[0].do(turn.end)
     assert not workers[0].do(trusts)
@@ -364,7 +364,7 @@ def test_who_waits_for_a_thread_that_stands_still_is_told_so(turn: Turn, workers
     workers[0].do(turn.begin, "a forward", reads=False)
     with pytest.raises(TurnError, match=r"^a step: waited for thread 'worker 0\S*', which is in a forward and"):
         turn.begin("a step", reads=False)
-    assert not turn.is_awaited and not turn._queue, "and is out of the others' way"
+    assert not turn._waiting and not turn._queue, "and is out of the others' way"
     workers[0].do(turn.end)
     with turn.taken("a step"):
         assert turn.is_mine

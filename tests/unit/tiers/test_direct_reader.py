@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.device.compute import SeparateHostDevice
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper, SwapperConfig, TransferError
 from swapper.backends.gds import GdsBackend
 from swapper.volumes.volume import Volume
 from tests.fake_device_files import FakeDriver
+from tests.separate_host import SeparateHostDevice
 from tests.unit.stage import frozen_unit
 from tests.waiting import wait_until
 

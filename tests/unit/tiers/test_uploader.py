@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from infinity.device.compute import ComputeDevice, FlatBuffer, SeparateHostDevice
+from infinity.device.compute import ComputeDevice, FlatBuffer
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import CHUNK_GRANULE
 from infinity.units.unit import Unit
@@ -17,6 +17,7 @@ from swapper.backend import Direction
 from swapper.backends.memory import MemoryBackend
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.lazy_device import LazyDevice
+from tests.separate_host import SeparateHostDevice
 from tests.unit.stage import frozen_unit, trainable_unit
 
 _PAGE = 4096

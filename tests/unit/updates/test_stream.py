@@ -221,7 +221,7 @@ def test_held_jobs_wait_until_somebody_needs_them(bench: SlowStream) -> None:
     bench.stream.drain()
     assert jobs[0].done()
     assert bench.updater.order == [3.0, 2.0, 1.0]
-    assert bench.stream.num_pending == 0
+    assert not bench.stream.pending()
 
 
 def test_a_job_without_gradients_is_done_at_once(bench: SlowStream) -> None:

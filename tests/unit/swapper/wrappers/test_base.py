@@ -104,7 +104,7 @@ def test_hanging_requests_end_when_they_are_released() -> None:
     assert (backend.num_hung, completion.num_calls) == (1, 0)
     backend.release_hung()
     completion.require_whole(ALIGNMENT)
-    assert backend.close(1.0)
+    assert backend.close(60.0)
 
 
 def test_close_says_that_something_hangs() -> None:
@@ -119,7 +119,7 @@ def test_latency_delays_and_close_does_not_wait_for_it() -> None:
     _one(backend, _READ)
     assert time.monotonic() - started >= 0.045
     completion = start(backend, _WRITE, 0, aligned_bytes(ALIGNMENT))
-    assert backend.close(1.0)
+    assert backend.close(60.0)
     completion.wait()
     assert time.monotonic() - started < 30
 
@@ -131,4 +131,4 @@ def test_wrappers_show_what_is_inside() -> None:
         assert getattr(backend, name) == getattr(inner, name)
     assert backend.locate(5) == inner.locate(5)
     assert backend.describe() == f"BackendWrapper(FaultInjectingBackend({inner.describe()}))"
-    assert backend.close(1.0)
+    assert backend.close(60.0)
