@@ -23,6 +23,7 @@ from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
 from infinity.checkpoint.saved import Checkpoint, OpenArray, find, writing
 from infinity.checkpoint.state_access import StateAccess
+from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, UnsupportedModelError
 from infinity.numerics.stamp import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
@@ -285,8 +286,11 @@ class Saving:
 class BackgroundSave:
     """Runs one `Saving`. The interpreter does not end before it has; what goes wrong is logged, for nobody may come to ask."""
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: Saving, device: ComputeDevice) -> None:
+        """``device``: of weights that rest there."""
         self.saving = saving
+        self._device = device
+        self._launched = device.mark()
         self._error: BaseException | None = None
         self._begun = threading.Lock()
         """Taken by the thread that runs it, for good."""
@@ -304,7 +308,9 @@ class BackgroundSave:
         if not self._begun.acquire(blocking=False):
             return
         try:
-            self.saving.run()
+            with self._device.background():
+                self._device.compute_waits_for(self._launched)  # what the caller has launched comes first
+                self.saving.run()
         except BaseException as error:
             self._error = error
             logger.error("the checkpoint '%s' could not be saved: %s", self.saving.folder, error)

@@ -6,11 +6,13 @@ Knows bytes and streams; must not know units, parameters or files.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,8 +203,22 @@ class ComputeDevice:
         """Memory of the device that is free once ``model``'s parameters have left it. None: it is the host's."""
         return None
 
+    @contextlib.contextmanager
+    def background(self) -> Iterator[None]:
+        """What every thread of the engine's own works inside, from its beginning to its end.
+
+        The thread launches on this device, in a stream of its own, and records no gradients. Whatever else torch keeps per
+        thread (autocast, inference mode, the default device) is as in any new thread: what users set in theirs is not seen.
+        """
+        with torch.no_grad():
+            yield
+
+    def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Gives what another thread enters to launch where the calling thread does now: on its device, in its stream."""
+        return contextlib.nullcontext
+
     def mark(self) -> Fence:
-        """A point in the compute stream: everything launched so far."""
+        """A point in the calling thread's stream: everything launched there so far."""
         return None
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
@@ -222,7 +238,7 @@ class ComputeDevice:
         """The calling thread waits for the fence. For background threads; never for the thread that trains."""
 
     def compute_waits_for(self, fence: Fence) -> None:
-        """The compute stream waits for the fence; the host does not."""
+        """The calling thread's stream waits for the fence; the host does not."""
 
     def stamp(self) -> Any:
         """A mark behind everything launched so far in the compute stream, of which `seconds_at` tells the time."""
@@ -245,7 +261,10 @@ class ComputeDevice:
 
 
 class CudaDevice(ComputeDevice):
-    """One GPU. Copies in each direction have a stream of their own; compute waits for events, the host does not."""
+    """One GPU. Copies in each direction have a stream of their own; compute waits for events, the host does not.
+
+    The compute stream is that in which the user's thread launches; autograd's thread takes it over by itself.
+    """
 
     shares_host_memory = False
 
@@ -255,7 +274,7 @@ class CudaDevice(ComputeDevice):
         self._downloads = torch.cuda.Stream(torch_device)
         self._anchors = torch.cuda.Stream(torch_device)
         self._anchor = self._new_anchor()
-        self.pin = _register_with_driver
+        self.pin = functools.partial(_register_with_driver, torch_device)
 
     def allocate_flat(self, num_bytes: int) -> FlatBuffer:
         return CudaFlatBuffer(num_bytes, self.torch_device)
@@ -265,6 +284,22 @@ class CudaDevice(ComputeDevice):
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         there = sum(p.nbytes for p in model.parameters() if p.device == self.torch_device)
         return int(free) + cached + there
+
+    @contextlib.contextmanager
+    def background(self) -> Iterator[None]:
+        # A stream of the device's: entering it makes that device the thread's, which would begin with number 0.
+        with super().background(), torch.cuda.stream(torch.cuda.Stream(self.torch_device)):
+            yield
+
+    def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        stream, index = torch.cuda.current_stream(self.torch_device), torch.cuda.current_device()
+
+        @contextlib.contextmanager
+        def carried() -> Iterator[None]:
+            with torch.cuda.stream(stream), torch.cuda.device(index):
+                yield
+
+        return carried
 
     def mark(self) -> Fence:
         event = torch.cuda.Event()
@@ -338,10 +373,11 @@ class CudaDevice(ComputeDevice):
         return event, time.perf_counter()
 
 
-def _register_with_driver(address: int, num_bytes: int) -> Callable[[], None] | None:
+def _register_with_driver(torch_device: torch.device, address: int, num_bytes: int) -> Callable[[], None] | None:
     runtime: Any = torch.cuda.cudart()
     try:
-        torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+        with torch.cuda.device(torch_device):  # the driver would take memory of device 0 besides
+            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
     except RuntimeError as error:  # some systems allow little of it, WSL2 for one
         logger.warning(
             "%s of host memory cannot be pinned (%s): copies to and from the GPU will be slower. The driver may allow more "
@@ -352,7 +388,8 @@ def _register_with_driver(address: int, num_bytes: int) -> Callable[[], None] | 
         return None
 
     def unregister() -> None:
-        runtime.cudaHostUnregister(address)
+        with torch.cuda.device(torch_device):
+            runtime.cudaHostUnregister(address)
 
     return unregister
 

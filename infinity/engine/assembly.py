@@ -279,7 +279,7 @@ def build(
         reporter=_reporter(config, recording, clock, device, storage, stream, lambda: built[0].plan.prediction),
         recording=recording,
         plan_tracker=plan_tracker,
-        device=device.torch_device,
+        device=device,
         vertical=Surroundings(
             module_hooks=module_hooks,
             pager=pager,

@@ -83,7 +83,7 @@ class CheckpointCalls(ExportCalls):
         if blocking:
             saving.run()
         else:
-            background = checkpoint.BackgroundSave(saving)
+            background = checkpoint.BackgroundSave(saving, self._parts.device)
             surely(lambda: self._begin_saving(background))
         self._num_saved_steps = self.global_steps
         return True

@@ -56,7 +56,7 @@ class Engine(Relayout):
         mains = self if parts.access.has_main_weights else None
         self._paged = PagedOptimizer(parts.template, parts.updater, self, parts.groups.loose, mains)
         self.optimizer = self._paged if parts.template.param_groups else None
-        self.run_module = ModelCall(self.module, config, parts.device)
+        self.run_module = ModelCall(self.module, config, parts.device.torch_device)
         self.report: StepReport | None = None
         self._is_in_step = False
         self._was_applied = False
@@ -431,7 +431,7 @@ class Engine(Relayout):
     @property
     def device(self) -> torch.device:
         """The compute device."""
-        return self._parts.device
+        return self._parts.device.torch_device
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception cut off, and the gradients of its step; then train on.
@@ -513,7 +513,7 @@ class Engine(Relayout):
             elif self._guard.is_settled and restore_weights is None:
                 leave(
                     self._parts.module_hooks.units,
-                    self._parts.device,
+                    self._parts.device.torch_device,
                     self.flush,
                     self._restore,
                     has_unsaved=self.global_steps > self._num_saved_steps,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from infinity.checkpoint.state_access import StateAccess
+from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.late import UpperParts
@@ -42,7 +41,7 @@ class Parts:
     reporter: Reporter
     recording: Recording | None
     plan_tracker: PlanTracker
-    device: torch.device
+    device: ComputeDevice
     vertical: Surroundings
     trimmer: HeapTrimmer | None
     """Where memory has to be given back between the pieces of a step."""

@@ -64,7 +64,7 @@ class EngineResources:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
         """
         self._config = config
-        self._device = device
+        self.device = device
         self._placement = placement
         self._request = request
         self._sizes = list(sizes)
@@ -133,7 +133,7 @@ class EngineResources:
                     self._run, directories, capacity, self.volume_bytes, settings, busy=self._busy
                 )
                 return self.versions.swapper
-            if self._config.io.use_gds and not self._device.shares_host_memory:
+            if self._config.io.use_gds and not self.device.shares_host_memory:
                 try:
                     return Swapper.open(
                         directories, capacity, dataclasses.replace(settings, backend="gds"), busy=self._busy

@@ -121,8 +121,9 @@ class _Parts:
     def _reap(self) -> None:
         if self._told.get():
             try:
-                self.hurry()
-                self.end()
+                with self._storage.device.background():
+                    self.hurry()
+                    self.end()
             except Exception:
                 logger.exception("an engine that nobody closed could not be shut down")
             finally:

@@ -99,6 +99,7 @@ class DirectReader:
         self._thread.join()
 
     def _run(self) -> None:
-        while (read := self._queue.get()) is not None:
-            read.begin(self._swapper)
-            del read
+        with self._device.background():
+            while (read := self._queue.get()) is not None:
+                read.begin(self._swapper)
+                del read

@@ -54,7 +54,13 @@ class Lease(Protocol):
 
 
 class StateStore(Protocol):
-    """All records of one tier."""
+    """All records of one tier.
+
+    Attributes:
+        is_on_device: they rest in the memory of a GPU, and are worked on there.
+    """
+
+    is_on_device: bool
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
         """Make room for the records of a unit, with per-element states ``names``.
@@ -174,6 +180,8 @@ class _PagedLease(_Working):
 
 class PagedStateStore:
     """Records in extents of a swapper, worked on in the pages of an arena, and records in memory, worked on in place."""
+
+    is_on_device = False
 
     def __init__(self, swapper: Swapper | None, arena: StagingArena, record_format: ChunkFormat) -> None:
         """``swapper``: None if all records rest in memory."""
@@ -331,6 +339,8 @@ class _ResidentLease(_Working):
 
 class ResidentStateStore:
     """Records that stay in the memory of a GPU: ``offload_optimizer.device`` "none"."""
+
+    is_on_device = True
 
     def __init__(self, device: torch.device, record_format: ChunkFormat) -> None:
         self._device = device

@@ -231,7 +231,8 @@ class Uploader:
 
     def _run(self) -> None:
         try:
-            self._serve()
+            with self._device.background():
+                self._serve()
         except BaseException as error:
             self._fail(error)
 

@@ -99,8 +99,6 @@ class UpdateJob:
         """Of workers alone."""
         self._has_begun = False
         self._finished = Latch()
-        self._fence: Fence = None
-        self._device: ComputeDevice | None = None
         self._error: BaseException | None = None
         self.flushes_denormals = flushes_denormals()
         """Whether the thread that asks for the update computes like that."""
@@ -129,6 +127,7 @@ class UpdateJob:
             return
         with self._arriving:  # of several workers one waits, and the others for that one
             if self.flat_arrival is not None:
+                device.compute_waits_for(self.after)
                 self.flat_arrival.wait()
                 # That wait ordered this thread's stream; the copies run on streams of their own.
                 self.after = device.mark()
@@ -154,10 +153,9 @@ class UpdateJob:
             return None
         return self.unit.trainable_view(self.flat.tensor())[chunk.start : chunk.stop]
 
-    def finish(self, error: BaseException | None, device: ComputeDevice | None = None, fence: Fence = None) -> None:
+    def finish(self, error: BaseException | None) -> None:
+        """It has ended, and so has what it launched on the device; or it has failed."""
         self._error = error
-        self._device = device
-        self._fence = fence
         self.flat = None
         self.flat_arrival = None
         self._finished.set()
@@ -181,5 +179,3 @@ class UpdateJob:
             pass
         if self._error is not None:
             raise self._error
-        if self._device is not None:
-            self._device.compute_waits_for(self._fence)

@@ -206,7 +206,7 @@ class UpdateStream:
     def _run(self) -> None:
         try:
             use_one_thread()  # see [Note: one pool] in infinity.threads.openmp
-            with torch.no_grad():
+            with self._device.background():
                 self._update_all()
         except BaseException as error:
             with self._lock:
@@ -255,6 +255,7 @@ class UpdateStream:
         for read in item.reads:
             read.wait()
         item.job.await_flat(self._device)
+        self._device.compute_waits_for(item.job.after)  # who updates on the device
         begin = self._note_busy(1)
         flush_denormals(item.job.flushes_denormals)
         self._update_chunk(item)
@@ -331,7 +332,8 @@ class UpdateStream:
         """The chunk's model weights in the flat buffer, if the update may work on them there."""
         # Gradients that land before they are widened land where the model weights of the workspace are.
         is_taken = job.gradients.needs_scratch and self._widens(job)
-        if not job.unit.stays_resident or not self._device.shares_host_memory or is_taken:
+        is_apart = not self._device.shares_host_memory and not self._records.is_on_device
+        if not job.unit.stays_resident or is_apart or is_taken:
             return None
         return job.weights_of(chunk)
 
@@ -461,9 +463,9 @@ class UpdateStream:
         self._update_empty(job)
         for index, (names, scalars) in job.advanced.items():
             self._states[job.unit.index, index].advance(scalars, names)
+        self._device.synchronize(self._device.mark())  # what ran on the device still read the gradients
         job.gradients.release()
-        fence = self._device.mark() if job.flat is not None else None
-        job.finish(None, self._device, fence)
+        job.finish(None)
         with self._lock:
             del self._pending[job]
         self._progress.ring()

@@ -37,6 +37,7 @@ from torch import nn
 from infinity.activations.boundary import Boundary, Kept
 from infinity.activations.caches import without_caches
 from infinity.activations.refusal import Refusal
+from infinity.device.compute import ComputeDevice
 from infinity.units.unit import Unit
 from infinity.vertical.glue import Edge, Glue, Returned, edge_of
 from infinity.vertical.replay.ambient import Ambient, RandomState
@@ -105,7 +106,7 @@ class UnitCall:
         forward: Callable[..., Any],
         owner: Owner,
         boundary: Boundary,
-        device: torch.device,
+        device: ComputeDevice,
         *,
         is_trial: bool,
     ) -> None:
@@ -156,10 +157,10 @@ class UnitCall:
         tree = Tree(without_caches(args, kwargs))
         trail = _Trail()
         trace = weakref.ref(trail)
-        marks, random = self.site.buffers.marks(), RandomState(self._device)
+        marks, random = self.site.buffers.marks(), RandomState(self._device.torch_device)
         if self._is_trial or self.site.buffers.are_written:
             self._buffer_values = self.site.buffers.capture()
-        self._ambient = Ambient(self._device.type)
+        self._ambient = Ambient(self._device)
         given, versions = self._enter(tree, trail)
         built = Built()
         form = tree.build(given, built)

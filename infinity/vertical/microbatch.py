@@ -15,6 +15,7 @@ import torch
 
 from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
+from infinity.device.compute import ComputeDevice
 from infinity.threads.turn import Turn
 from infinity.vertical.baton import Abandoned, Errand, Lane
 from infinity.vertical.call import Site, UnitCall
@@ -51,7 +52,7 @@ class Tools:
     """What all micro-batches of a step share."""
 
     boundary: Boundary
-    device: torch.device
+    device: ComputeDevice
     anchor: torch.Tensor
     is_trial: bool
     watch: BufferWatch | None
@@ -76,7 +77,7 @@ class MicroBatch:
         """Whether a unit is being computed."""
         self.is_forward_over = False
         self.refusal: Refusal | None = None
-        ambient = Ambient(tools.device.type)
+        ambient = Ambient(tools.device)
         lane.begin(lambda: self._run(compute_loss, ambient))
 
     def resume(self) -> Any:
@@ -174,7 +175,7 @@ class MicroBatch:
         """Call ``function``, on the training thread if this one's state can be carried over."""
         if obstacle() is not None:
             return function()
-        ambient = Ambient(self._tools.device.type)
+        ambient = Ambient(self._tools.device)
         errand = Errand(lambda: ambient.run(function))
         self._lane.park(errand)
         result: T = errand.take_result()

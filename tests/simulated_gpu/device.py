@@ -1,16 +1,20 @@
 """The simulated GPU as the engine's compute device: streams whose copies are late, memory that is poison, races that are seen.
 
-Kernels run when they are launched. Copies on the other streams wait in the order of their stream until somebody waits for
-them, or a seeded draw lets one run; until then their target holds poison. Whether a kernel or copy that really ran earlier
-was bound to is judged by what the streams were told to wait for, as a GPU would: see `Order`.
+Kernels run when they are launched, on the stream of the thread that launches them. That of the user's thread is `COMPUTE`,
+which autograd's takes over; any other thread launches on `DEFAULT` until it enters a stream. Copies on the other streams wait
+in the order of their stream until somebody waits for them, or a seeded draw lets one run; until then their target holds
+poison. Whether a kernel or copy that really ran earlier was bound to is judged by what the streams were told to wait for, as
+a GPU would: see `Order`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +25,7 @@ from infinity.device.flat_pool import FlatPool
 from tests.separate_host import SeparateHostDevice
 from tests.simulated_gpu import backend
 
-COMPUTE, UPLOADS, DOWNLOADS = "compute", "uploads", "downloads"
+COMPUTE, DEFAULT, UPLOADS, DOWNLOADS = "compute", "default", "uploads", "downloads"
 
 _POISON = 0xFF
 """NaN in every floating dtype, and an index out of range."""
@@ -60,22 +64,25 @@ class Order:
     def __init__(self) -> None:
         self._now = 0
         self._clocks: dict[str, dict[str, int]] = {}
+        self._host: dict[str, int] = {}
+        """What the host has waited for."""
         self._accesses: dict[int, dict[_Range, _Accesses]] = {}
         """Address of a storage -> what was accessed in it."""
         self.races: list[str] = []
 
     def record(self, stream: str, number: int = -1) -> Event:
-        return Event(dict(self._clocks.get(stream, {})), stream, number)
+        return Event(dict(self._clock(stream)), stream, number)
+
+    def _clock(self, stream: str) -> dict[str, int]:
+        return self._clocks.setdefault(stream, dict(self._host))
 
     def wait(self, stream: str, event: Event) -> None:
-        clock = self._clocks.setdefault(stream, {})
-        for other, time in event.knows.items():
-            clock[other] = max(clock.get(other, 0), time)
+        _advance(self._clock(stream), event)
 
     def host_waits(self, event: Event) -> None:
         """What is launched from now on, on whatever stream, comes behind the event."""
-        for stream in (COMPUTE, UPLOADS, DOWNLOADS):
-            self.wait(stream, event)
+        for clock in (self._host, *self._clocks.values()):
+            _advance(clock, event)
 
     def forget(self, address: int) -> None:
         """The memory at an address is another's from now on; the allocator sees to the order."""
@@ -84,7 +91,7 @@ class Order:
     def launch(self, name: str, stream: str, read: set[_Range], written: set[_Range]) -> None:
         """Work that reads and writes memory."""
         self._now += 1
-        clock = self._clocks.setdefault(stream, {})
+        clock = self._clock(stream)
         clock[stream] = self._now
         for place in read | written:
             in_storage = self._accesses.setdefault(place[0], {})
@@ -103,6 +110,11 @@ class Order:
                 known.write, known.reads = (stream, self._now), {}
             else:
                 known.reads[stream] = self._now
+
+
+def _advance(clock: dict[str, int], event: Event) -> None:
+    for stream, time in event.knows.items():
+        clock[stream] = max(clock.get(stream, 0), time)
 
 
 class SimulatedFlatBuffer(HostFlatBuffer):
@@ -145,6 +157,8 @@ class SimulatedGpu(SeparateHostDevice):
         backend.register()
         super().__init__(torch.device(backend.NAME, 0))
         self._draw = random.Random(seed)
+        self._users_thread = threading.get_ident()
+        self._of_thread = threading.local()
         self._lock = threading.RLock()
         self._pending: dict[str, deque[tuple[int, Callable[[], None]]]] = {UPLOADS: deque(), DOWNLOADS: deque()}
         self.order = Order()
@@ -182,19 +196,44 @@ class SimulatedGpu(SeparateHostDevice):
     def free_bytes(self, model: nn.Module) -> int | None:
         return self.capacity_bytes - self.used_bytes
 
+    @property
+    def stream(self) -> str:
+        """In which the calling thread launches."""
+        entered: str | None = getattr(self._of_thread, "stream", None)
+        if entered is not None:
+            return entered
+        is_native = isinstance(threading.current_thread(), threading._DummyThread)
+        return COMPUTE if is_native or threading.get_ident() == self._users_thread else DEFAULT
+
+    @contextlib.contextmanager
+    def _entered(self, stream: str) -> Iterator[None]:
+        before, self._of_thread.stream = getattr(self._of_thread, "stream", None), stream
+        try:
+            yield
+        finally:
+            self._of_thread.stream = before
+
+    @contextlib.contextmanager
+    def background(self) -> Iterator[None]:
+        with super().background(), self._entered(f"of {threading.current_thread().name}"):
+            yield
+
+    def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return functools.partial(self._entered, self.stream)
+
     def mark(self) -> Event:
         with self._lock:
-            return self.order.record(COMPUTE)
+            return self.order.record(self.stream)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
         with self._lock:
             to = backend.on_host(target)
             to.view(torch.uint8).fill_(_POISON) if to.is_contiguous() else to.fill_(float("nan"))
-            return self._enqueue("upload", UPLOADS, to, source, after, written={_range(target)})
+            return self._enqueue("upload", UPLOADS, target, source, after)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
         with self._lock:
-            fence = self._enqueue("download", DOWNLOADS, target, backend.on_host(source), after, read={_range(source)})
+            fence = self._enqueue("download", DOWNLOADS, target, source, after)
         self.synchronize(fence)
 
     def _enqueue(
@@ -204,20 +243,22 @@ class SimulatedGpu(SeparateHostDevice):
         target: torch.Tensor,
         source: torch.Tensor,
         after: Event | None,
-        *,
-        read: set[_Range] | None = None,
-        written: set[_Range] | None = None,
     ) -> Event:
-        if after is not None:
-            self.order.wait(stream, after)
-            self._run_until(after)
-        self.order.launch(name, stream, read or set(), written or set())
+        ends = [target, source]
+        to, origin = (backend.on_host(end) if end.device.type == backend.NAME else end for end in ends)
+        is_inside = all(end.device.type == backend.NAME for end in ends)
+        for event in (after, self.mark() if is_inside else None):  # as `CudaDevice` between two places on the GPU
+            if event is not None:
+                self.order.wait(stream, event)
+                self._run_until(event)
+        written, read = ({_range(end)} if end.device.type == backend.NAME else set() for end in ends)
+        self.order.launch(name, stream, read, written)
         number, self.num_copies = self.num_copies, self.num_copies + 1
         stamp = self.stamp()
 
         def copy() -> None:
             with torch.no_grad():
-                target.copy_(source)
+                to.copy_(origin)
             self._copies.append(Copy(name, source.nbytes, stamp, self.stamp()))
 
         self._pending[stream].append((number, copy))
@@ -257,11 +298,11 @@ class SimulatedGpu(SeparateHostDevice):
             return
         with self._lock:
             self._run_until(fence)
-            self.order.wait(COMPUTE, fence)
+            self.order.wait(self.stream, fence)
 
     def _saw_kernel(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         with self._lock:
-            self.order.launch(name, COMPUTE, set(map(_range, read)), set(map(_range, written)))
+            self.order.launch(name, self.stream, set(map(_range, read)), set(map(_range, written)))
 
 
 def _range(tensor: torch.Tensor) -> _Range:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tests.exactness.grid import WORKERS, Row
 from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
 from tests.simulated_gpu import backend
-from tests.simulated_gpu.device import SimulatedGpu
+from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
 
 try:
     # When tests are collected, before any of them runs: the first backward makes the threads of all devices that there are.
@@ -67,6 +68,7 @@ ROWS = (
     Row(offload_param="cpu", accumulation=3, clipping=True, prefetch=False),
     Row(offload_param="cpu", offload_optimizer="none", dtype="bf16"),
     Row(offload_param="none", page="small", dtype="bf16", clipping=True),
+    Row(offload_param="none", offload_optimizer="none", dtype="bf16", page="small"),
     Row(offload_param="none", offload_optimizer="none", accumulation=3, optimizer="groups"),
     Row(offload_optimizer="none", budget="tight", clipping=True, checkpointing="non_reentrant"),
     Row(offload_optimizer="cpu", page="auto", dtype="bf16"),
@@ -144,12 +146,13 @@ def test_other_models_have_them_too(name: str, row: Row, tmp_path: Path, device:
     _require_exact(name, row, tmp_path, device)
 
 
-def _engine(device: SimulatedGpu, directory: Path, **own: Any) -> Any:
+def _engine(device: SimulatedGpu, directory: Path, gradient_accumulation_steps: int = 1, **own: Any) -> Any:
     with torch.device(backend.NAME):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     config = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
         "infinity": {"host_memory_budget": "64MiB", **own},
@@ -175,3 +178,17 @@ def test_a_device_that_is_full_is_an_error_that_names_the_key(tmp_path: Path, de
     assert not list(tmp_path.iterdir())
     device.capacity_bytes = 1 << 30
     _engine(device, tmp_path).close()
+
+
+def test_lanes_launch_in_the_stream_of_the_thread_that_trains(tmp_path: Path, device: SimulatedGpu) -> None:
+    batches = [torch.randn(2, 64, device=backend.NAME) for _ in range(3)]
+    streams = set()
+    with _engine(device, tmp_path, gradient_accumulation_steps=3, schedule="vertical") as engine:
+        engine.module[0].register_forward_pre_hook(
+            lambda *_: streams.add((threading.current_thread().name, device.stream))
+        )
+        for _ in range(2):
+            engine.train_batch(iter(batches), loss_fn=lambda output, _: output.square().sum())
+    assert any("micro-batch" in name for name, _ in streams)
+    assert {stream for _, stream in streams} == {COMPUTE}
+    assert not device.order.races

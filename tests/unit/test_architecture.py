@@ -180,6 +180,22 @@ def streams_in_device(module: Module) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno} calls {node.attr}"
 
 
+_LANES = "infinity/vertical/baton.py"
+"""Threads that run the user's code, in what is set in the user's own thread: see `Ambient`."""
+
+
+def threads_enter_the_device(module: Module) -> Iterator[str]:
+    """What a thread of the engine begins with has ``with ... .background():`` in it."""
+    functions = {node.name: node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in {"threading.Thread", "Thread"}:
+            targets = [ast.unparse(each.value).rpartition(".")[2] for each in node.keywords if each.arg == "target"]
+            begins = functions.get(targets[0]) if targets else None
+            has_entered = begins is not None and ".background()" in ast.unparse(begins)
+            if module.path.startswith("infinity/") and module.path != _LANES and not has_entered:
+                yield f"{module.path}:{node.lineno} starts a thread that does not enter the device"
+
+
 _FILE_CALLS = {
     *(
         f"os.{name}"
@@ -307,6 +323,7 @@ _RULES: dict[Rule, tuple[str, str]] = {
     no_print: ("infinity/engine/engine.py", "print('hello')\n"),
     distributed_in_collectives: ("infinity/engine/engine.py", "import torch\nx = torch.distributed.get_rank()\n"),
     streams_in_device: ("infinity/engine/engine.py", "import torch\ns = torch.cuda.Stream()\n"),
+    threads_enter_the_device: ("infinity/engine/engine.py", "t = threading.Thread(target=run)\ndef run(): pass\n"),
     files_in_backends: ("infinity/engine/engine.py", "import os\nf = os.open('x', 0)\n"),
     names_dtype_and_device: ("infinity/engine/engine.py", "import torch\nx = torch.zeros(3, dtype=torch.int8)\n"),
     torch_privates_in_their_room: ("infinity/engine/engine.py", "import torch\nx = torch._C._is_tracing()\n"),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from infinity.device.compute import ComputeDevice
 from infinity.torch_internals.names import DeviceContext, dispatch_modes, function_modes, has_transforms
 
 T = TypeVar("T")
@@ -51,11 +52,12 @@ def process_state() -> tuple[Any, ...]:
 
 
 class Ambient:
-    """The calling thread's autocast settings, default device and context variables, as they are now."""
+    """The calling thread's autocast settings, default device, stream and context variables, as they are now."""
 
-    def __init__(self, device_type: str) -> None:
-        """``device_type``: of the compute device."""
-        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(("cpu", device_type))]
+    def __init__(self, device: ComputeDevice) -> None:
+        """``device``: the compute device."""
+        self._carried = device.carried()
+        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(("cpu", device.torch_device.type))]
         self._devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
         self._context = contextvars.copy_context()
 
@@ -63,6 +65,7 @@ class Ambient:
     def entered(self) -> Iterator[None]:
         """The settings hold in the calling thread inside the ``with`` block; context variables are left alone."""
         with ExitStack() as stack:
+            stack.enter_context(self._carried())
             for autocast in self._autocasts:
                 autocast.enter(stack)
             present = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]

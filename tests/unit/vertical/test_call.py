@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import SpillSpace
+from infinity.device.compute import ComputeDevice
 from infinity.telemetry.clock import StepClock
 from infinity.vertical.call import Site, UnitCall, _checksum
 from tests.unit.stage import trainable_unit
@@ -41,7 +42,7 @@ class _Bench:
             module.forward,
             self.owner,
             self.boundary,
-            torch.device("cpu"),
+            ComputeDevice(),
             is_trial=is_trial,
         )
 
