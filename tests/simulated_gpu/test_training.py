@@ -146,7 +146,13 @@ def test_other_models_have_them_too(name: str, row: Row, tmp_path: Path, device:
     _require_exact(name, row, tmp_path, device)
 
 
-def _engine(device: SimulatedGpu, directory: Path, gradient_accumulation_steps: int = 1, **own: Any) -> Any:
+def _engine(
+    device: SimulatedGpu,
+    directory: Path,
+    gradient_accumulation_steps: int = 1,
+    offload_param: dict[str, str] | None = None,
+    **own: Any,
+) -> Any:
     with torch.device(backend.NAME):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     nvme = {"device": "nvme", "nvme_path": str(directory)}
@@ -154,7 +160,7 @@ def _engine(device: SimulatedGpu, directory: Path, gradient_accumulation_steps: 
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "zero_optimization": {"stage": 3, "offload_param": offload_param or nvme, "offload_optimizer": nvme},
         "infinity": {"host_memory_budget": "64MiB", **own},
     }
     return infinity.initialize(model=model, config=config)[0]
@@ -191,4 +197,14 @@ def test_lanes_launch_in_the_stream_of_the_thread_that_trains(tmp_path: Path, de
             engine.train_batch(iter(batches), loss_fn=lambda output, _: output.square().sum())
     assert any("micro-batch" in name for name, _ in streams)
     assert {stream for _, stream in streams} == {COMPUTE}
+    assert not device.order.races
+
+
+def test_a_save_in_the_background_comes_behind_what_was_launched_before(tmp_path: Path, device: SimulatedGpu) -> None:
+    with _engine(device, tmp_path, offload_param={"device": "none"}) as engine:
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.data.mul_(2)
+        engine.save_checkpoint(tmp_path / "saved", blocking=False)
+        engine.wait_for_checkpoint()
     assert not device.order.races
