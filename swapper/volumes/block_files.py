@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
+from swapper.volumes.thread_pool import ThreadPool
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -98,7 +99,7 @@ class BlockThreads:
     def __init__(self, block_bytes: int, num_threads: int = 8) -> None:
         """``block_bytes``: the largest block; rounded up to a multiple of 4096."""
         self.block_bytes = round_up(block_bytes, ALIGNMENT)
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint")
+        self._executor = ThreadPool(num_threads, thread_name_prefix="checkpoint")
         self._num_threads = num_threads
         self._free: list[Bytes] = []
         self._regions: list[AlignedRegion] = []

@@ -16,10 +16,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+
+from swapper.volumes.thread_pool import ThreadPool
 
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 _NUM_THREADS = 8
@@ -207,7 +209,7 @@ def sync_tree(folder: Path) -> None:
     """All files and directories in it are on the drive when this returns."""
     # Many at a time: a file system's journal takes all that ask meanwhile in one go (measured, ext4: 16 to 23 times faster).
     paths = [Path(place, name) for place, _, names in os.walk(folder) for name in ("", *names)]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with ThreadPool(_NUM_THREADS) as pool:
         for _ in pool.map(_sync, paths):
             pass
 
@@ -218,7 +220,7 @@ def remove_tree(folder: Path) -> None:
     depths: dict[int, list[str]] = {}
     for place, _, _ in found:
         depths.setdefault(place.count("/"), []).append(place)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # as in `sync_tree`
+    with ThreadPool(_NUM_THREADS) as pool:  # as in `sync_tree`
         works = [pool.submit(os.unlink, os.path.join(place, name)) for place, _, names in found for name in names]
         for depth in sorted(depths, reverse=True):
             wait(works)

@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError, VolumeError, VolumeTooSmallError
@@ -17,6 +16,7 @@ from swapper.volumes.named_file import NamedFile
 from swapper.volumes.scratch_file import ScratchFile
 from swapper.volumes.space import Space
 from swapper.volumes.striping import StripeMap
+from swapper.volumes.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Volume(Uncopyable):
         Raises:
             OSError: One of them failed. What was written may be lost, also if it is tried again.
         """
-        with ThreadPoolExecutor(len(self.files), "swapper-sync") as pool:
+        with ThreadPool(len(self.files), "swapper-sync") as pool:
             for done in [pool.submit(os.fdatasync, file.fd) for file in self.files]:
                 done.result()
 
