@@ -50,16 +50,21 @@ class Loading:
         self._open.close()
 
     def optimizer(
-        self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+        self,
+        optimizer: torch.optim.Optimizer,
+        rest: Mapping[str, Any],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        is_strict: bool,
     ) -> None:
         """Hyperparameters, scalars, and the states of what is held by nobody; `parameters` brings the others' elements.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
         """
-        if "names" in rest:
-            groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
-            rest = in_order_of(groups, rest, parameters)
+        groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
+        if "names" in rest and {id(p) for g in groups for p in g["params"]} <= {id(p) for p in parameters.values()}:
+            rest = in_order_of(groups, rest, parameters, is_strict=is_strict)
         mine = self._tiled.without_tiles([p for group in optimizer.param_groups for p in group["params"]])
         ids = [key for group in rest["param_groups"] for key in group["params"]]
         parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many

@@ -99,7 +99,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(
-            folder, f"there is no {MANIFEST} in it", cure="Give a directory that engine.save_checkpoint has written"
+            folder,
+            f"there is no {MANIFEST} in it",
+            cure="Give a directory that engine.save_checkpoint has written; `python -m infinity import-deepspeed` makes one of "
+            "DeepSpeed's",
         )
     if path.stat().st_size > _MOST_BYTES:
         raise CheckpointError(path, f"it has {path.stat().st_size} bytes, which no manifest has")

@@ -47,6 +47,8 @@ _FILE_BYTES = 12 << 10
 LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
 WEIGHT = "weight"
 """The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
+EXCLUDED = "excluded"
+"""What `Checkpoint.excluded` is called in the file."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,19 @@ class Checkpoint:
         """Bytes of the largest chunk."""
         return max([CHUNK_BYTES + 4096, *(each.array.spec.block_bytes for each in self.tensors if each.shape)])
 
+    @property
+    def excluded(self) -> list[str]:
+        """FQNs of the frozen parameters that were left out.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        try:
+            found = json.loads(read_checked(self.folder, self._manifest, REST)).get(EXCLUDED, [])
+            return [str(fqn) for fqn in found]
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise CheckpointError(self.folder / REST, "it is not what a checkpoint has") from error
+
     def rest(self) -> dict[str, Any]:
         """All that is no large tensor: counters, groups, scalars, scheduler, random states, what the script added.
 
@@ -232,9 +247,15 @@ def find(directory: Path, tag: str | None) -> Path | None:
     return directory / tag
 
 
+def _is_foreign(folder: Path) -> bool:
+    """Whether a directory holds something, but no checkpoint, whole or damaged."""
+    return folder.is_dir() and not (folder / MANIFEST).exists() and any(folder.iterdir())
+
+
 def is_tag(tag: str) -> bool:
-    """Whether it can be the name of a checkpoint's directory."""
-    return bool(tag) and "/" not in tag and "\0" not in tag and tag not in (".", "..", LATEST)
+    """Whether it can be the name of a checkpoint's directory, and is read from ``latest`` as it was written there."""
+    is_text = tag == tag.strip() == tag.encode(errors="replace").decode()
+    return bool(tag) and is_text and "/" not in tag and "\0" not in tag and tag not in (".", "..", LATEST)
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -310,6 +331,12 @@ def writing(
     try:
         if os.path.lexists(directory / tag) and not (directory / tag).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is no directory")
+        if _is_foreign(directory / tag):
+            raise StorageError(
+                directory,
+                f"has a directory '{tag}' that is no checkpoint of this package, and is not replaced",
+                cure="Give another directory or tag, or remove it",
+            )
         with Staging(directory, tag) as staging:
             available = free_bytes(directory)
             if available < needed:
@@ -379,10 +406,15 @@ def _make_group(folder: Path) -> None:
 
 def _write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
     objects: list[Any] = []
-    text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
+    try:
+        text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
+        data = pickled(objects) if objects else b""
+    except Exception as error:  # whatever the objects' classes raise
+        problem = f"what it is to hold beside tensors cannot be written: {str(error) or type(error).__name__}"
+        cure = "Leave functions, locks, open files and references to itself out of client_state (and of the scheduler's state)"
+        raise CheckpointError(folder, problem, cure=cure) from error
     (folder / REST).write_text(text)
     if objects:
-        data = pickled(objects)
         (folder / OBJECTS).write_bytes(data)
         try:
             unpickled(Path(OBJECTS), data)
@@ -404,6 +436,7 @@ def _small_files(folder: Path, arrays: Sequence[SavedArray]) -> dict[str, tuple[
 
 
 __all__ = [
+    "EXCLUDED",
     "LATEST",
     "OBJECTS",
     "REST",

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
-from infinity.checkpoint.saved import Checkpoint, OpenArray, find, writing
+from infinity.checkpoint.saved import EXCLUDED, Checkpoint, OpenArray, find, writing
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, UnsupportedModelError
@@ -76,12 +76,15 @@ class _Planned:
 # ------------------------------------------------------------------------------------------------------ what is written
 
 
-def _plan(training: Training) -> tuple[list[_Planned], dict[str, Any]]:
+def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned], dict[str, Any]]:
     """All tensors; and what of the optimizer is none."""
     found: list[_Planned] = []
     names = {id(parameter): fqn for fqn, parameter in whole_parameters(training.model).items()}
     tiles = tiled_in(training.model)
+    excluded = _frozen(training) if excludes_frozen else {}
     for fqn, parameter in training.model.named_parameters():
+        if id(parameter) in excluded:
+            continue
         if not training.module_hooks.holds(parameter):
             found.append(_whole("parameters", fqn, WEIGHT, parameter.detach()))
             continue
@@ -95,8 +98,9 @@ def _plan(training: Training) -> tuple[list[_Planned], dict[str, Any]]:
             is_last = tiled is None or number == len(tiled.tiles) - 1
             found.append(_Planned(spec, None, unit, slot, is_first=not number, is_last=is_last))
     found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in buffers_of(training.model).items()]
+    beside: dict[str, Any] = {EXCLUDED: list(dict.fromkeys(excluded.values()))} if excluded else {}
     if training.optimizer is None:
-        return found, {}
+        return found, beside
     saved = training.optimizer.state_dict()
     parameters = training.tiled.without_tiles([p for group in training.optimizer.param_groups for p in group["params"]])
     ids = [key for group in saved["param_groups"] for key in group["params"]]
@@ -118,7 +122,23 @@ def _plan(training: Training) -> tuple[list[_Planned], dict[str, Any]]:
             large = {name: each for name, each in started.items() if isinstance(each, torch.Tensor) and each.dim()}
             found += [_whole("parameters", fqn_or_none, name, each) for name, each in large.items()]
             states.append([key, fqn_or_none, {name: each for name, each in started.items() if name not in large}])
-    return found, {"param_groups": saved["param_groups"], "states": states, "others": others}
+    named = {key: names[id(p)] for key, p in zip(ids, parameters, strict=True) if id(p) in names}
+    optimizer = {**beside, "param_groups": saved["param_groups"], "states": states, "others": others}
+    return found, {**optimizer, "names": named} if len(named) == len(ids) else optimizer
+
+
+def _frozen(training: Training) -> dict[int, str]:
+    """id of a parameter that is not trained, and has not been -> FQN of it or, of a tile, of the whole."""
+    tiles = tiled_in(training.model)
+    found = {}
+    for fqn, parameter in training.model.named_parameters():
+        is_held = training.module_hooks.holds(parameter)
+        if not parameter.requires_grad and not (
+            is_held and training.module_hooks.locate(parameter)[1].spec.is_trainable
+        ):
+            tiled, _ = tiles.get(id(parameter), (None, 0))
+            found[id(parameter)] = fqn if tiled is None else tiled.fqn
+    return found
 
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
@@ -169,13 +189,17 @@ class Saving:
         is_latest: bool,
         keep_last: int | None = None,
         is_watching: bool = False,
+        excludes_frozen: bool = False,
     ) -> None:
-        """``is_watching``: training goes on during `run`, so weights that rest in memory are compared before and after.
+        """
+        Args:
+            is_watching: training goes on during `run`, so weights that rest in memory are compared before and after.
+            excludes_frozen: leave parameters out that are frozen; buffers stay.
 
         Raises:
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
         """
-        planned, optimizer = _plan(training)
+        planned, optimizer = _plan(training, excludes_frozen=excludes_frozen)
         self.folder = directory / tag
         # It must not have the engine, which would never become garbage: whoever may want to wait for units has this one.
         self._records = training.access.stream
@@ -434,12 +458,13 @@ def load(
     rest = saved.rest()
     parameters, buffers = whole_parameters(training.model), buffers_of(training.model)
     shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
-    _check("parameters", saved, shapes, is_strict=is_strict)
+    left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
+    _check("parameters", saved, shapes, is_strict=is_strict, left_out=left_out)
     _check("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()}, is_strict=is_strict)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
-            loading.optimizer(training.optimizer, rest, parameters)
+            loading.optimizer(training.optimizer, rest, parameters, is_strict=is_strict)
         with changing, one_thread():
             loading.buffers(buffers)
             loading.parameters(parameters)
@@ -453,7 +478,14 @@ def load(
     return rest
 
 
-def _check(group: str, saved: Checkpoint, wanted: Mapping[str, tuple[int, ...]], *, is_strict: bool) -> None:
+def _check(
+    group: str,
+    saved: Checkpoint,
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    is_strict: bool,
+    left_out: Collection[str] = (),
+) -> None:
     found = saved.of(group)
     problems = [
         f"'{fqn}' has shape {found[fqn].shape}, not {shape}"
@@ -461,7 +493,7 @@ def _check(group: str, saved: Checkpoint, wanted: Mapping[str, tuple[int, ...]],
         if fqn in found and found[fqn].shape != shape
     ]
     if is_strict:
-        problems += [f"'{fqn}' is missing" for fqn in wanted if fqn not in found]
+        problems += [f"'{fqn}' is missing" for fqn in wanted if fqn not in found and fqn not in left_out]
         problems += [f"'{fqn}' is not in the model" for fqn in found if fqn not in wanted]
     if problems:
         shown, num_others = "; ".join(problems[:4]), len(problems) - 4

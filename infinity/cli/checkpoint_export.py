@@ -53,6 +53,12 @@ class CheckpointExport:
         nothing: tuple[Any, Any] = (None, None)
         self._model, self._generation = _model_of(config_from) if config_from is not None else nothing
         parameters = checkpoint.of("parameters")
+        if left_out := checkpoint.excluded:
+            raise CheckpointError(
+                checkpoint.folder,
+                f"it was saved with exclude_frozen_parameters=True, without '{left_out[0]}' and {len(left_out) - 1} others",
+                cure="Load it into the model with its base, and call engine.save_pretrained",
+            )
         names = {fqn: fqn for fqn in parameters}
         if self._model is not None:
             names = _checked(checkpoint, self._model, parameters)

@@ -138,7 +138,13 @@ def build(
         unit.stays_resident = unit.index in placement.resident_units
     if durable is not None:
         durable.check(
-            layout_of(units, {i: tuple(found) for i, found in names.items()}, request.record_format, template.name),
+            layout_of(
+                units,
+                {i: tuple(found) for i, found in names.items()},
+                request.record_format,
+                template.name,
+                [[template.fqn(parameter) for parameter in group["params"]] for group in template.param_groups],
+            ),
             placement.page_bytes,
         )
     settle()  # space of an engine that became garbage a moment ago

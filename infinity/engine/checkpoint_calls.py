@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import training_checkpoint as checkpoint
+from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.random_states import random_states, set_random_states
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
@@ -51,7 +52,8 @@ class CheckpointCalls(ExportCalls):
             tag: name of the checkpoint; None: "global_step" and the number of steps.
             client_state: whatever the script wants back from `load_checkpoint`.
             save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
-            exclude_frozen_parameters: accepted for compatibility; frozen parameters are saved as well.
+            exclude_frozen_parameters: leave parameters out that do not train (the base of adapters). Who loads it needs them
+                from elsewhere, with the values that they have now: they stay as they are in the model.
             blocking: False: buffers, frozen weights and what the engine does not hold are written, then the call returns, and
                 the rest is written while training goes on: an update of a unit waits until that is saved as it was. It takes
                 about 14 MiB beside the budget. `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
@@ -59,9 +61,11 @@ class CheckpointCalls(ExportCalls):
                 complete, but never the one that ``latest`` names. None: all stay.
 
         Raises:
-            CheckpointError: the save before, which was not to block, has failed.
+            CheckpointError: the save before, which was not to block, has failed; or the client state cannot be written.
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
         """
+        if not isinstance(client_state, Mapping | None):
+            raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
         self.wait_for_checkpoint()
         self._paged.settle_states()
         self.flush()
@@ -73,12 +77,13 @@ class CheckpointCalls(ExportCalls):
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         saving = checkpoint.Saving(
             self._training(),
-            Path(save_dir),
+            Path(save_dir).absolute(),  # a script may change to another directory meanwhile
             name,
             client_state or {},
             is_latest=save_latest,
             keep_last=keep_last,
             is_watching=not blocking,
+            excludes_frozen=exclude_frozen_parameters,
         )
         if blocking:
             saving.run()
@@ -167,8 +172,12 @@ class CheckpointCalls(ExportCalls):
         remove_abandoned(Path(load_dir))
         folder = checkpoint.find(Path(load_dir), None if tag is None else str(tag))
         if folder is None:
+            hint = ""
+            if tag is None and (Path(load_dir) / MANIFEST).is_file():
+                hint = f". It is a checkpoint itself: load '{Path(load_dir).parent}' with tag='{Path(load_dir).name}'"
             logger.warning(
-                "there is no checkpoint %s in '%s': nothing was loaded", tag or "that is the latest", load_dir
+                "there is no checkpoint %s in '%s': nothing was loaded%s",
+                *(tag or "that is the latest", load_dir, hint),
             )
             return None, None
         rest = checkpoint.load(

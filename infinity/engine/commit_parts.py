@@ -22,7 +22,11 @@ _MOST_SHOWN = 4
 
 
 def layout_of(
-    units: Sequence[Unit], state_names: Mapping[int, Sequence[str]], form: ChunkFormat, optimizer: str
+    units: Sequence[Unit],
+    state_names: Mapping[int, Sequence[str]],
+    form: ChunkFormat,
+    optimizer: str,
+    groups: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
     """What must be the same for a commit to be gone on from, as JSON has it."""
     parameters = {
@@ -38,7 +42,7 @@ def layout_of(
         for slot in unit.layout.slots
     }
     records = [str(form.weight_dtype), form.main.value, form.states.value]
-    return {"parameters": parameters, "records": records, "optimizer": optimizer}
+    return {"parameters": parameters, "records": records, "optimizer": optimizer, "groups": groups}
 
 
 def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -55,6 +59,10 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         if fqn in old and old[fqn] != new[fqn]:
             differing = zip(words, old[fqn], new[fqn], strict=True)
             problems += [f"'{fqn}' has {word} {was}, not {now}" for word, was, now in differing if was != now]
+    for index, fqns in enumerate(wanted["groups"]):
+        before = found.get("groups", wanted["groups"])  # commits of before have none
+        here = set(before[index]) if index < len(before) else set()
+        problems += [f"'{fqn}' is not in group {index} of its optimizer" for fqn in fqns if fqn not in here]
     if not problems:
         for word, name in (("main weights and states are kept as", "records"), ("the optimizer is", "optimizer")):
             if found[name] != wanted[name]:

@@ -352,6 +352,8 @@ class Engine(Relayout):
         self._parts.module_hooks.settle_loads()
         with self._parts.clock.waiting("update"):
             self._parts.stream.drain(self._residency.attach_wanted)
+        for unit in self._parts.module_hooks.units:
+            self._parts.access.store_gathered(unit)
         with self._parts.clock.waiting("write"):
             self._parts.storage.flush()
         self._residency.collect_all()

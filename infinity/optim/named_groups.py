@@ -1,7 +1,8 @@
 """Groups of an optimizer that were saved with the names of their parameters, brought into the order of another one.
 
-What torch saves of an optimizer goes by the order of its parameters alone; a checkpoint that another framework wrote has
-another order, leaves frozen parameters out, and knows hyperparameters that ours does not.
+What torch saves of an optimizer goes by the order of its parameters alone. A model that was made in another way may have
+another one, and so has a checkpoint that another framework wrote, which leaves frozen parameters out and has other
+hyperparameters.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ from torch import nn
 
 
 def in_order_of(
-    mine: Sequence[Mapping[str, Any]], rest: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+    mine: Sequence[Mapping[str, Any]],
+    rest: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    is_strict: bool = True,
 ) -> dict[str, Any]:
-    """``param_groups`` and ``states`` of a checkpoint as the optimizer whose groups are ``mine`` would have saved them.
+    """Groups and states of a checkpoint as the optimizer whose groups are ``mine`` would have saved them.
 
-    Hyperparameters that only one of both has stay as the optimizer has them.
+    Of another framework's, hyperparameters that only one of both has stay as the optimizer has them.
+
+    Args:
+        mine: of parameters that are all in the model.
+        rest: what a checkpoint holds besides large tensors; with ``names``.
+        parameters: of the model, by name.
+        is_strict: whether a parameter that the checkpoint's optimizer does not have is an error; otherwise it starts anew.
 
     Raises:
         ValueError: parameters are in other groups.
     """
+    is_ours = "random" in rest  # another framework has saved none
     names: Mapping[Any, str] = rest["names"]
     saved = rest["param_groups"]
     if len(saved) != len(mine):
@@ -33,31 +45,29 @@ def in_order_of(
     group_of = {names[key]: index for index, group in enumerate(saved) for key in group["params"]}
     ids: dict[str, int] = {}
     groups = []
-    number = 0
     for index, (old, own) in enumerate(zip(saved, mine, strict=True)):
         members = []
         for parameter in own["params"]:
-            fqn = fqn_of.get(id(parameter))
-            if fqn is not None:
-                ids[fqn] = number
-                _check(fqn, group_of.get(fqn, index), index)
-            members.append(number)
-            number += 1
-        known = {name: value for name, value in old.items() if name in own}
-        groups.append({**own, **known, "params": members})
-    for fqn, index in group_of.items():
+            fqn = fqn_of[id(parameter)]
+            _check(fqn, group_of.get(fqn, None if is_ours and is_strict else index), index)
+            ids[fqn] = len(ids)
+            members.append(ids[fqn])
+        values = old if is_ours else {**own, **{name: value for name, value in old.items() if name in own}}
+        groups.append({**values, "params": members})
+    for fqn, saved_index in group_of.items():
         if fqn in parameters and fqn not in ids:
-            _check(fqn, index, None)
+            _check(fqn, saved_index, None)
     states = [[ids[fqn], fqn, scalars] for _, fqn, scalars in rest["states"] if fqn in ids]
-    return {**rest, "param_groups": groups, "states": states}
+    others = {ids[names[key]]: entry for key, entry in rest["others"].items() if names[key] in ids}
+    return {**rest, "param_groups": groups, "states": states, "others": others}
 
 
-def _check(fqn: str, saved: int, mine: int | None) -> None:
+def _check(fqn: str, saved: int | None, mine: int | None) -> None:
     if saved != mine:
-        where = "none" if mine is None else str(mine)
+        there, here = ("none" if index is None else f"group {index}" for index in (saved, mine))
         raise ValueError(
-            f"'{fqn}' is in group {saved} of the checkpoint's optimizer, and in {where} of this one: pass model_parameters "
-            "to infinity.initialize as in that run, or load_optimizer_states=False"
+            f"'{fqn}' is in {there} of the checkpoint's optimizer, and in {here} of this one: pass model_parameters to "
+            "infinity.initialize as in that run, or load_optimizer_states=False"
         )
 
 

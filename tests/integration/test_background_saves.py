@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -223,6 +225,37 @@ def test_an_engine_is_garbage_when_its_save_is_over(tmp_path: Path) -> None:
         return found() is None
 
     wait_until(is_gone)
+
+
+_ENDING = """
+import atexit, os, sys
+from pathlib import Path
+import infinity
+from tests.exactness.lockstep import everything_on_nvme
+from tests.integration.test_checkpoints import Model, steps_of
+
+if __name__ == "__main__":
+    Path("drive").mkdir()
+    engine, *_ = infinity.initialize(model=Model(), config=everything_on_nvme(Path("drive").absolute()))
+    steps_of(engine, 0)
+    if sys.argv[1] == "afterwards":
+        atexit.register(lambda: engine.save_checkpoint("saved"))
+    else:
+        engine.save_checkpoint("saved", blocking=False)
+        os.chdir("/")
+"""
+
+
+@pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
+def test_a_script_that_just_ends_has_saved(when: str, tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    command = [sys.executable, "-c", _ENDING, when]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step1", "latest"]
+
     assert Checkpoint.open(tmp_path / "saved").verify()
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import saved as saved_files
-from infinity.errors import StorageError, UnsupportedModelError
+from infinity.cli.checkpoint_export import CheckpointExport
+from infinity.errors import CheckpointError, StorageError, UnsupportedModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 
 _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
@@ -242,7 +243,146 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         assert engine.global_steps == 1
 
 
-@pytest.mark.parametrize("tag", ["", "a/b", "..", "latest"])
+def _groups(model: Model, order: str) -> list[dict[str, Any]]:
+    """Of a training with two groups; ``order`` says how they are given."""
+    first, second = [model.first.weight, model.first.bias, model.norm.weight], [model.late.weight, model.last.bias]
+    groups = [{"params": first, "lr": 1e-2}, {"params": second, "lr": 1e-3}]
+    if order == "other groups":
+        groups.reverse()
+    if order == "other parameters":
+        for group in groups:
+            group["params"] = list(reversed(cast(list[nn.Parameter], group["params"])))
+    if order == "fewer":
+        groups[0]["params"] = first[:2]
+    grouped = {id(parameter) for group in groups for parameter in cast(list[nn.Parameter], group["params"])}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in grouped)
+    return groups
+
+
+@contextmanager
+def _in_groups(directory: Path, order: str, changes: dict[str, Any] | None = None) -> Iterator[Any]:
+    directory.mkdir(exist_ok=True)
+    model = Model()
+    config = everything_on_nvme(directory, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **(changes or {})})
+    with infinity.initialize(model=model, model_parameters=_groups(model, order), config=config)[0] as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("order", ["other parameters", "other groups", "fewer"])
+def test_states_go_by_name_and_never_to_another_group(order: str, tmp_path: Path) -> None:
+    with _in_groups(tmp_path / "drive", "") as engine:
+        steps_of(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        losses = steps_of(engine, 2, 3)
+    with _in_groups(tmp_path / "drive", order) as engine:
+        if order == "other parameters":
+            engine.load_checkpoint(tmp_path / "saved")
+            assert steps_of(engine, 2, 3) == losses
+        else:
+            here = {"other groups": "group 0", "fewer": "none"}[order]
+            with pytest.raises(
+                ValueError, match=rf"is in group \d of the checkpoint's optimizer, and in {here} of this one"
+            ):
+                engine.load_checkpoint(tmp_path / "saved")
+            steps_of(engine, 0)  # nothing was changed
+
+
+def test_a_parameter_that_the_checkpoint_does_not_train_starts_anew_only_if_asked(tmp_path: Path) -> None:
+    with _in_groups(tmp_path / "drive", "fewer") as engine:
+        steps_of(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = {name: engine.state_of(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    with _in_groups(tmp_path / "drive", "") as engine:
+        with pytest.raises(ValueError, match=r"'norm.weight' is in none of the checkpoint's optimizer, and in group 0"):
+            engine.load_checkpoint(tmp_path / "saved")
+        engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+        for name, parameter in engine.module.named_parameters():
+            if "exp_avg" in expected.get(name, ()):
+                assert torch.equal(engine.state_of(parameter)["exp_avg"], expected[name]["exp_avg"])
+        assert not engine.state_of(engine.module.norm.weight).get("step")
+
+
+def test_a_durable_run_with_parameters_in_other_groups_is_refused(tmp_path: Path) -> None:
+    changes = {"infinity": {"durable": True, "durable_path": str(tmp_path / "run")}}
+    with _in_groups(tmp_path / "drive", "", changes) as engine:
+        steps_of(engine, 0)
+    refused = pytest.raises(UnsupportedModelError, match=r"'late.weight' is not in group 0 of its optimizer")
+    with refused, _in_groups(tmp_path / "drive", "other groups", changes):
+        pass
+    with _in_groups(tmp_path / "drive", "other parameters", changes) as engine:
+        assert engine.global_steps == 1
+
+
+def test_what_is_written_to_gathered_weights_is_saved(tmp_path: Path) -> None:
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
+        weight = engine.module.late.weight
+        with torch.no_grad(), infinity.GatheredParameters([weight], modifier_rank=0):
+            weight.fill_(3)
+            engine.save_checkpoint(tmp_path / "saved")
+            assert float(engine.state_of(weight)["weight"].mean()) == 3
+    found = saved_files.Checkpoint.open(tmp_path / "saved").tensor("parameters", "late.weight")
+    assert found is not None and torch.equal(found.read(), torch.full((96, 8), 3.0))
+
+
+@pytest.mark.parametrize("changes", [{}, {**BF16, **IN_MEMORY}], ids=["on nvme", "in memory"])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
+    changes: dict[str, Any], blocking: bool, tmp_path: Path
+) -> None:
+    with training(tmp_path / "drive", changes) as engine:
+        steps_of(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True, blocking=blocking)
+        losses = steps_of(engine, 2, 3)
+        expected = _everything(engine)
+    found = saved_files.Checkpoint.open(tmp_path / "saved")
+    assert found.excluded == ["number", "frozen.weight", "frozen.bias"]
+    assert not set(found.excluded) & found.of("parameters").keys()
+    with training(tmp_path / "drive", changes) as engine:  # with the same base
+        engine.load_checkpoint(tmp_path / "saved")
+        assert steps_of(engine, 2, 3) == losses
+        _require_equal(_everything(engine), expected)
+    with pytest.raises(CheckpointError, match=r"without 'number' and 2 others.*engine\.save_pretrained"):
+        CheckpointExport(found, tmp_path / "out")
+    model = Model()
+    model.frozen.requires_grad_(True)
+    config = everything_on_nvme(tmp_path / "drive", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **changes})
+    missing = pytest.raises(UnsupportedModelError, match=r"'frozen.weight' is missing; 'frozen.bias' is missing")
+    with infinity.initialize(model=model, config=config)[0] as engine, missing:
+        engine.load_checkpoint(tmp_path / "saved")
+
+
+def _itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize("value", [lambda: 1, _itself()], ids=["function", "itself"])
+def test_what_cannot_be_written_is_told_and_leaves_nothing(value: Any, tmp_path: Path) -> None:
+    with training(tmp_path / "drive", {}) as engine:
+        with pytest.raises(CheckpointError, match="Leave functions, locks"):
+            engine.save_checkpoint(tmp_path / "saved", client_state={"mine": value})
+        assert not list((tmp_path / "saved").iterdir())
+        with pytest.raises(TypeError, match="client_state must be a dict, not list"):
+            engine.save_checkpoint(tmp_path / "saved", client_state=[1])
+
+
+def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = tmp_path / "saved" / "global_step0" / "mp_rank_00_model_states.pt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("DeepSpeed's")
+    with training(tmp_path / "drive", {}) as engine:
+        with pytest.raises(StorageError, match="'global_step0' that is no checkpoint of this package"):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert mine.read_text() == "DeepSpeed's"
+        engine.save_checkpoint(tmp_path / "saved", tag="mine")
+        assert engine.load_checkpoint(tmp_path / "saved" / "mine") == (None, None)
+        assert f"load '{tmp_path / 'saved'}' with tag='mine'" in caplog.text
+
+
+@pytest.mark.parametrize("tag", [" ends in blanks", "ends in blanks\n", "\ud800", "", "a/b", "..", "latest"])
 def test_a_tag_that_is_no_name_is_refused(tag: str, tmp_path: Path) -> None:
     with training(tmp_path / "drive", {}) as engine, pytest.raises(ValueError, match="tag"):
         engine.save_checkpoint(tmp_path / "saved", tag=tag)
