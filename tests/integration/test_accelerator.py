@@ -19,6 +19,7 @@ from torch import nn
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.integrations.accelerate import InfinityAccelerator
 from tests.stand_in import accelerate_script
+from tests.stand_in.overflowing import OVERFLOWING, overflowing
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,6 +133,15 @@ def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     expected = plain._models[0].state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert float(prepared.state_dict()["state"][0]["step"]) == 10
+    accelerator.engine.close()
+
+
+def test_a_step_that_overflows(tmp_path: Path) -> None:
+    """It is reported as skipped, and neither weights nor the scheduler move."""
+    accelerator = InfinityAccelerator(
+        infinity_config=on_nvme(tmp_path / "nvme", fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    )
+    assert overflowing(accelerator) == OVERFLOWING
     accelerator.engine.close()
 
 
