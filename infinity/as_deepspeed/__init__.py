@@ -5,12 +5,15 @@
 or, without a change to the script, ``python -m infinity.as_deepspeed train.py --deepspeed ds_config.json``. Nothing else
 makes `infinity` answer to that name. How: a folder with a package ``deepspeed`` and its metadata comes first on
 ``sys.path``, so that ``importlib.metadata`` and ``importlib.util.find_spec`` see it as well, and processes that are started
-from here by ``multiprocessing``. Knows import paths; must not know what DeepSpeed's names mean.
+from here by ``multiprocessing``. The environment gets what DeepSpeed's launcher leaves in it for a single process (RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which the libraries look for. Knows import paths; must not know what
+DeepSpeed's names mean.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from infinity.errors import StandInError
 
 SITE = Path(__file__).with_name("site")
 """The folder that comes first on ``sys.path``."""
+_LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Port 0: any that is free, since nobody else has to find it."""
 
 
 def install() -> None:
@@ -36,6 +41,8 @@ def install() -> None:
         raise StandInError(
             "accelerate is loaded, and has seen that there is no DeepSpeed", "accelerate or transformers"
         )
+    for name, value in _LAUNCHED.items():
+        os.environ.setdefault(name, value)
     sys.path.insert(0, str(SITE))
     importlib.invalidate_caches()
 

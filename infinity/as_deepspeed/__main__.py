@@ -1,7 +1,6 @@
 """``python -m infinity.as_deepspeed train.py ...`` or ``-m package.module ...``: run it with `infinity` as its DeepSpeed.
 
-Processes that it starts have the stand-in, too (``PYTHONPATH``), and find what DeepSpeed's launcher leaves for a single
-process in the environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+Processes that it starts have the stand-in, too (``PYTHONPATH``).
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from pathlib import Path
 
 from infinity.as_deepspeed import SITE
 
-_LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""Port 0: any that is free, since nobody else has to find it."""
 _USAGE = "usage: python -m infinity.as_deepspeed (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
 
@@ -31,8 +28,6 @@ def run(words: Sequence[str]) -> None:
         raise SystemExit(_USAGE)
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(SITE)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *others])
-    for name, value in _LAUNCHED.items():
-        os.environ.setdefault(name, value)
     sys.argv[:] = rest
     if is_module:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
