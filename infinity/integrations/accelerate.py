@@ -12,7 +12,7 @@ from typing import Any
 
 from infinity.integrations.versions import require
 
-require("accelerate", "1.15", extra="hf")
+require("accelerate", "1.14", extra="hf")
 
 import torch
 from accelerate import Accelerator

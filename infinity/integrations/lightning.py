@@ -7,7 +7,7 @@ import importlib
 
 from infinity.integrations.versions import require
 
-require("lightning", "2.6", extra="lightning")
+require("lightning", "2.5", extra="lightning")
 
 from infinity.integrations.lightning_strategy import strategy_for
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from infinity.integrations.versions import require
 
-require("transformers", "5.23", extra="hf")
+require("transformers", "5.22", extra="hf")
 
 import torch
 from transformers import Trainer, TrainingArguments
