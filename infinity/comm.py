@@ -1,4 +1,4 @@
-"""DeepSpeed's module ``comm`` for one process: what several would do together is done.
+"""DeepSpeed's module ``comm``: torch's functions where several processes train together. With one, all is done.
 
 Sums, means and largest values over one process are its own tensor; what is gathered, scattered or exchanged is copied from
 input to output. With ``async_op=True`` a handle comes back whose ``wait()`` returns at once. None of it needs
@@ -8,19 +8,41 @@ input to output. With ``async_op=True`` a handle comes back whose ``wait()`` ret
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableSequence, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from infinity.distributed.collectives import (
     ReduceOp,
+    call_torch,
     destroy_process_group,
     init_distributed,
     is_initialized,
+    local_rank,
     new_group,
+    num_processes,
     world_group,
 )
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _torchs(name: str | None = None) -> Callable[[_Function], _Function]:
+    """Makes a function for one process that of torch, of this or the same name, where there are several."""
+
+    def make(alone: _Function) -> _Function:
+        @functools.wraps(alone)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if num_processes() == 1:
+                return alone(*args, **kwargs)
+            init_distributed()
+            return call_torch(name or alone.__name__, *args, **kwargs)
+
+        return cast(_Function, function)
+
+    return make
 
 
 class Done:
@@ -39,33 +61,37 @@ def _done(async_op: bool) -> Done | None:
     return Done() if async_op else None
 
 
+@_torchs()
 def get_rank(group: Any = None) -> int:
     """0: there is one process."""
     return 0
 
 
 def get_local_rank() -> int:
-    """0: there is one process."""
-    return 0
+    """This process's number on its machine; 0 if there is one process."""
+    return local_rank()
 
 
+@_torchs()
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """0: there is one process."""
     return 0
 
 
+@_torchs("get_process_group_ranks")
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     """[0]: there is one process."""
     return [0]
 
 
+@_torchs()
 def get_world_size(group: Any = None) -> int:
     """1: there is one process."""
     return 1
 
 
 def get_world_group() -> Any:
-    """The group of this one process, as ``torch.distributed`` has it."""
+    """The group of all processes, as ``torch.distributed`` has it."""
     return world_group()
 
 
@@ -74,14 +100,18 @@ def is_available() -> bool:
     return True
 
 
+@_torchs()
 def barrier(*args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
     """Nobody else has to arrive."""
     return _done(async_op)
 
 
-monitored_barrier = barrier
+@_torchs()
+def monitored_barrier(*args: Any, **kwargs: Any) -> None:
+    """As `barrier`."""
 
 
+@_torchs()
 def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
     """The sum, mean, least or largest of one tensor is that tensor."""
     return _done(async_op)
@@ -94,23 +124,29 @@ def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], *args: Any, async_op: bool = False, **kwargs: Any
 ) -> Done | None:
     """As `all_reduce`, of each of them."""
+    for tensor in tensors:
+        all_reduce(tensor, *args, **kwargs)
     return _done(async_op)
 
 
+@_torchs()
 def reduce(tensor: torch.Tensor, dst: int = 0, *args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
     """As `all_reduce`."""
     return _done(async_op)
 
 
+@_torchs()
 def broadcast(tensor: torch.Tensor, src: int = 0, *args: Any, async_op: bool = False, **kwargs: Any) -> Done | None:
     """It is where it has to be."""
     return _done(async_op)
 
 
+@_torchs()
 def broadcast_object_list(object_list: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """They are where they have to be."""
 
 
+@_torchs()
 def all_gather(
     tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
 ) -> Done | None:
@@ -123,6 +159,7 @@ def all_gather(
     return _done(async_op)
 
 
+@_torchs()
 def gather(
     tensor: torch.Tensor,
     gather_list: Sequence[torch.Tensor] | None = None,
@@ -134,6 +171,7 @@ def gather(
     return _done(async_op) if gather_list is None else all_gather(gather_list, tensor, async_op=async_op)
 
 
+@_torchs()
 def scatter(
     tensor: torch.Tensor,
     scatter_list: Sequence[torch.Tensor] | None = None,
@@ -151,6 +189,7 @@ def scatter(
     return _done(async_op)
 
 
+@_torchs()
 def reduce_scatter(
     output: torch.Tensor, input_list: Sequence[torch.Tensor], *args: Any, async_op: bool = False, **kwargs: Any
 ) -> Done | None:
@@ -162,6 +201,7 @@ def reduce_scatter(
     return scatter(output, input_list, async_op=async_op)
 
 
+@_torchs()
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
 ) -> Done | None:
@@ -174,9 +214,29 @@ def all_gather_into_tensor(
     return _done(async_op)
 
 
-reduce_scatter_tensor = all_to_all_single = allgather_fn = reduce_scatter_fn = all_gather_into_tensor
+allgather_fn = all_gather_into_tensor
 
 
+@_torchs()
+def reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+) -> Done | None:
+    """As `all_gather_into_tensor`."""
+    return all_gather_into_tensor(output, input, async_op=async_op)
+
+
+reduce_scatter_fn = reduce_scatter_tensor
+
+
+@_torchs()
+def all_to_all_single(
+    output: torch.Tensor, input: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+) -> Done | None:
+    """As `all_gather_into_tensor`."""
+    return all_gather_into_tensor(output, input, async_op=async_op)
+
+
+@_torchs()
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
@@ -204,10 +264,11 @@ def all_gather_coalesced(
         ValueError: there are not as many outputs as inputs.
     """
     for output, tensor in zip(output_tensors, input_tensors, strict=True):
-        all_gather_into_tensor(output, tensor)
+        all_gather_into_tensor(output, tensor, group=group)
     return _done(async_op)
 
 
+@_torchs()
 def all_gather_object(object_list: MutableSequence[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
     """Put a copy of ``obj`` into the one place of ``object_list``.
 

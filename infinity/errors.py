@@ -33,6 +33,7 @@
     │   ├── PartialUpdateError                 some units are updated, others are not
     │   └── LossScaleError                     fp16 gradients overflow whatever the loss scale
     ├── CommitError (RuntimeError)             a step of a durable run could not be committed
+    ├── RankError (RuntimeError)               several processes train together, and one is gone or elsewhere
     ├── EngineBusyError (RuntimeError)         a signal handler or finalizer came in between
     ├── TurnError (RuntimeError)               another thread has the model, and does not move
     ├── ForkedError (RuntimeError)             a forked child uses its parent's model
@@ -493,6 +494,15 @@ def _non_finite(step: int, loss: float) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- engine
+
+
+class RankError(InfinityError, RuntimeError):
+    """Processes that train together cannot go on together: one has ended, did not come, or came with something else."""
+
+    def __init__(self, what: str, problem: str, *, rank: int, cure: str) -> None:
+        self.what = what
+        self.rank = rank
+        super().__init__(f"rank {rank}, {what}: {problem}. {cure}")
 
 
 class EngineBusyError(InfinityError, RuntimeError):

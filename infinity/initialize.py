@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
-from infinity.distributed.collectives import check_single_process
+from infinity.distributed.collectives import init_distributed, num_processes, world
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
@@ -29,6 +29,7 @@ from infinity.planning.autotune import tune_io
 from infinity.planning.placement import DEVICE_KEY
 from infinity.units.model_check import check_model
 from infinity.units.parameter import host_of
+from infinity.units.shared_weights import share_weights
 from infinity.units.tiles import Tiling
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ def initialize(
             does it, in the same way in each epoch, unless the script calls ``loader.data_sampler.set_epoch(epoch)``.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
             steps it, but for ReduceLROnPlateau, which needs a metric.
-        distributed_port, mpu, dist_init_required, mesh_param: taken as DeepSpeed takes them; with one process they mean
-            nothing.
+        distributed_port, mpu, dist_init_required, mesh_param: taken as DeepSpeed takes them, without effect: the process group
+            is the one that there is, or what the launcher's environment variables say.
         collate_fn: for the loader.
         config: path of a JSON file, a dict, or what `load_config` gave.
         config_params: the same under DeepSpeed's older name.
@@ -89,13 +90,20 @@ def initialize(
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
-    check_single_process()
+    if num_processes() > 1:
+        init_distributed()
     resolved = load_config(source)
+    if resolved.world_size != world().num:
+        raise ConfigError(
+            f"the config was loaded for {resolved.world_size} processes, and {world().num} train together. Pass its source "
+            "to infinity.initialize, or world_size= to infinity.load_config"
+        )
     if optimizer is None and resolved.optimizer is None and _is_empty(model_parameters):
         earlier = _engine_of(model)
         if earlier is not None:
             return earlier, None, None, None
     check_model(model)
+    share_weights(model, world())
     write_out()  # what a model that was built on drives still has in memory
     torch_device = choose_device(model, device)
     parameters = list(model.parameters())

@@ -15,6 +15,7 @@ from infinity.config.resolved import InfinityConfig
 from infinity.config.schema.block import Findings
 from infinity.config.schema.vocabulary import nearest
 from infinity.config.text import read_file, read_text
+from infinity.distributed.collectives import num_processes
 from infinity.errors import ConfigError, ConfigSyntaxError, UnknownConfigKeyError
 from infinity.optim.lr_schedules import schedule_parameters
 
@@ -26,7 +27,7 @@ ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | InfinityConfig
 def load_config(
     source: ConfigSource,
     *,
-    world_size: int = 1,
+    world_size: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     check_storage: bool = True,
 ) -> InfinityConfig:
@@ -35,7 +36,7 @@ def load_config(
     Args:
         source: path of a JSON file, the JSON itself (a text that begins with `{`), a dict, or a finished config, which
             is returned as it is.
-        world_size: number of processes that train together.
+        world_size: number of processes that train together; None: of ``torch.distributed``, or as their launcher says.
         overrides: values that replace those of `source`, by dotted key, e.g. `{"aio.block_size": "4MiB"}`; None removes
             a key.
         check_storage: whether directories have to exist and be writable.
@@ -60,9 +61,9 @@ def load_config(
         logger.warning("%s", error)
     root = validate(tidied)
     apply_rules(root, findings)
-    return resolve(
-        root, findings, world_size=world_size, check_storage=check_storage, source=as_written(raw, overrides or {})
-    )
+    num = num_processes() if world_size is None else world_size
+    source = as_written(raw, overrides or {})
+    return resolve(root, findings, world_size=num, check_storage=check_storage, source=source)
 
 
 def _read(source: object) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from infinity.config.batch import resolve_batch_sizes
 from infinity.config.precision import resolve_autocast, resolve_buffer_dtype, resolve_precision, scales_loss
+from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
     AutotuneMode,
     Decision,
@@ -65,7 +66,8 @@ def resolve(
     compute_dtype, loss_scaling = resolve_precision(root)
     book.note("bf16.enabled", root.bf16.enabled)
     book.note("fp16.enabled", root.fp16.enabled)
-    _check_update(root)
+    check_ranks(root, world_size)
+    _check_update(root, world_size)
     zero = root.zero_optimization
     offload_param = _resolve_offload("offload_param", zero.offload_param, book, check_storage)
     offload_optimizer = _resolve_offload("offload_optimizer", zero.offload_optimizer, book, check_storage)
@@ -93,6 +95,7 @@ def resolve(
         io=_resolve_io(root.aio, root.infinity, findings, book),
         infinity=_resolve_infinity(
             root,
+            world_size,
             compute_dtype,
             max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2),
             _resolve_durable(root.infinity, offload_param, offload_optimizer, book),
@@ -105,6 +108,7 @@ def resolve(
         managed_gradient_accumulation=root.managed_gradient_accumulation,
         autocast_dtype=resolve_autocast(root, compute_dtype),
         casts_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
+        world_size=world_size,
         source=source,
         notices=(),
         decisions=(),
@@ -162,7 +166,7 @@ def _checks_overflow(root: RootBlock) -> bool:
     return scales_loss(root) or (root.bf16.enabled and root.bf16.check_grad_overflow)
 
 
-def _needs_all_gradients(root: RootBlock) -> tuple[str, str] | None:
+def _needs_all_gradients(root: RootBlock, world_size: int) -> tuple[str, str] | None:
     """What in the config needs all gradients before the first update, and the cure; None if nothing does."""
     if root.gradient_clipping > 0:
         return f"gradient_clipping = {root.gradient_clipping}", "gradient_clipping to 0"
@@ -170,13 +174,15 @@ def _needs_all_gradients(root: RootBlock) -> tuple[str, str] | None:
         return "the overflow check of fp16", "take bf16 instead of fp16"
     if _checks_overflow(root):
         return "bf16.check_grad_overflow", "that to false"
+    if world_size > 1:
+        return f"the mean over {world_size} processes", "start one process"
     if not root.managed_gradient_accumulation:
         return "managed_gradient_accumulation = false, where only the step tells the last gradient,", "it to true"
     return None
 
 
-def _check_update(root: RootBlock) -> None:
-    found = _needs_all_gradients(root)
+def _check_update(root: RootBlock, world_size: int) -> None:
+    found = _needs_all_gradients(root, world_size)
     if root.infinity.update == "in_backward" and found is not None:
         problem = f"{found[0]} needs all gradients before the first update"
         cure = f'Set infinity.update to "auto", or {found[1]}'
@@ -270,7 +276,12 @@ def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book
 
 
 def _resolve_infinity(
-    root: RootBlock, compute_dtype: torch.dtype, num_micro_batches: int, durable: DurableSection | None, book: _Book
+    root: RootBlock,
+    world_size: int,
+    compute_dtype: torch.dtype,
+    num_micro_batches: int,
+    durable: DurableSection | None,
+    book: _Book,
 ) -> InfinitySection:
     block = root.infinity
     page_bytes = block.page_bytes
@@ -282,7 +293,7 @@ def _resolve_infinity(
         value = getattr(block, name)
         shown = "chosen at start" if value is None else value
         book.note(f"infinity.{name}", shown)
-    gradient_dtype, rounds_gradients = _resolve_gradient_dtype(root, compute_dtype, num_micro_batches, book)
+    gradient_dtype, rounds_gradients = _resolve_gradient_dtype(root, world_size, compute_dtype, num_micro_batches, book)
     book.note("infinity.schedule", block.schedule)
     book.note("infinity.state_dtype", block.state_dtype)
     return InfinitySection(
@@ -295,12 +306,12 @@ def _resolve_infinity(
         units=block.units,
         tile_above=block.tile_above,
         strict=block.strict,
-        update=_resolve_update(root, book),
+        update=_resolve_update(root, world_size, book),
         update_workers=block.update_workers,
         main_weights=_resolve_main_weights(block, compute_dtype, book),
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,
-        schedule=block.schedule,
+        schedule=block.schedule if world_size == 1 else "ordinary",
         activation_checkpointing=block.activation_checkpointing,
         activations=block.activations,
         state_dtype=block.state_dtype,
@@ -338,12 +349,12 @@ def _resolve_durable(
     return durable
 
 
-def _resolve_update(root: RootBlock, book: _Book) -> UpdateMode:
+def _resolve_update(root: RootBlock, world_size: int, book: _Book) -> UpdateMode:
     update = root.infinity.update
     if update != "auto":
         book.note("infinity.update", update)
         return update
-    found = _needs_all_gradients(root)
+    found = _needs_all_gradients(root, world_size)
     if found is not None:
         book.decide("infinity.update", "deferred", f"{found[0]} needs all gradients before the first update")
         return "deferred"
@@ -369,7 +380,7 @@ def _resolve_main_weights(block: InfinityBlock, compute_dtype: torch.dtype, book
 
 
 def _resolve_gradient_dtype(
-    root: RootBlock, compute_dtype: torch.dtype, num_micro_batches: int, book: _Book
+    root: RootBlock, world_size: int, compute_dtype: torch.dtype, num_micro_batches: int, book: _Book
 ) -> tuple[GradientDtype, bool]:
     """The dtype in which gradients wait, and whether it may round their sums."""
     key, chosen = "infinity.gradient_dtype", root.infinity.gradient_dtype
@@ -382,6 +393,8 @@ def _resolve_gradient_dtype(
     zero = root.zero_optimization
     if compute_dtype != torch.bfloat16:
         book.decide(key, "fp32", "gradients come with more bits than bf16 has")
+    elif world_size > 1:
+        book.decide(key, "fp32", "the mean over several processes would be rounded")
     elif num_micro_batches > 1:
         book.decide(key, "fp32", "sums of several micro-batches would be rounded")
     elif "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):

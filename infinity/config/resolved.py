@@ -211,6 +211,7 @@ class InfinityConfig(Mapping[str, Any]):
         managed_gradient_accumulation: whether the engine counts micro-batches; else every `Engine.step` is an update.
         autocast_dtype: of ``torch.autocast`` around the model's forward; None for none.
         casts_inputs: whether floating-point tensors among the model's arguments are cast to the compute dtype.
+        world_size: number of processes that train together.
         source: the JSON as it was given, with overrides. The config is a mapping of it.
         notices: one sentence per reason for which accepted keys have no effect.
         decisions: the values above that somebody may wonder about, and who decided them.
@@ -237,6 +238,7 @@ class InfinityConfig(Mapping[str, Any]):
     autocast_dtype: torch.dtype | None
     buffer_dtype: torch.dtype | None
     casts_inputs: bool
+    world_size: int
     source: Mapping[str, Any] = field(repr=False, compare=False)
     notices: tuple[str, ...]
     decisions: tuple[Decision, ...]

@@ -64,14 +64,15 @@ class FreeShare:
         return f"of {free} free, {reserve} stay in reserve"
 
 
-def free_share(*, holds_activations: bool) -> FreeShare:
+def free_share(*, holds_activations: bool, num_sharing: int = 1) -> FreeShare:
     """What is free now, less a reserve: 10 % and at least 2 GB, but never more than half.
 
     Args:
         holds_activations: whether the model computes in this memory, too. Then 25 % stay in reserve: how much activations
             take is known only when the model has run.
+        num_sharing: processes that each take as much.
     """
-    free = free_bytes()
+    free = free_bytes() // num_sharing
     share = _RESERVE_WITH_ACTIVATIONS if holds_activations else _RESERVE
     return FreeShare(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
 

@@ -19,6 +19,7 @@ from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
+from infinity.distributed.collectives import num_local_processes, world
 from infinity.engine.commit_parts import layout_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
@@ -26,9 +27,9 @@ from infinity.engine.late import UpperParts
 from infinity.engine.parts import Parts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
+from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.shown_grads import ShownGradients
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
 from infinity.optim.facade.loose_parameters import LooseParameters
@@ -118,7 +119,7 @@ def build(
     )
     sizes = [UnitSize.of(unit, len(names[unit.index])) for unit in units]
     budget = config.infinity.host_memory_budget
-    share = free_share(holds_activations=device.shares_host_memory)
+    share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
     budget_source = "from the config" if budget is not None else str(share)
     request = Request.of(
         config,
@@ -193,7 +194,7 @@ def build(
         )
         if storage.weights is not None:
             storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
-    gradients = ShownGradients(
+    gradients = AveragedGradients(
         units,
         device,
         clock,
@@ -203,6 +204,7 @@ def build(
         waiting=waiting,
         scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
         listener=upper.gradient_listener,
+        ranks=world(),
     )
     if placement.spills:
         gradients.reserve()
@@ -335,9 +337,8 @@ def _reporter(
     if recording is not None:
         storage.observe(recording.note_transfer)
     sources = Sources(clock, storage.counters, lambda: stream.busy_seconds, prediction, device.take_copies)
-    return Reporter(
-        sources, recording, steps_per_print=config.steps_per_print, prints_breakdown=config.wall_clock_breakdown
-    )
+    steps_per_print = config.steps_per_print if world().index == 0 else None
+    return Reporter(sources, recording, steps_per_print=steps_per_print, prints_breakdown=config.wall_clock_breakdown)
 
 
 def _take_over(

@@ -11,6 +11,7 @@ from typing import Any
 from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.random_states import random_states, set_random_states
+from infinity.distributed.collectives import check_single_process
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
 from infinity.loop.phase import PhaseGuard
@@ -66,6 +67,7 @@ class CheckpointCalls(ExportCalls):
         """
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
+        check_single_process("engine.save_checkpoint")
         self.wait_for_checkpoint()
         self._paged.settle_states()
         self.flush()
@@ -167,6 +169,7 @@ class CheckpointCalls(ExportCalls):
             raise TypeError(
                 "custom_load_fn gets a state dict of the whole model, and there is none: load_state_dict takes one"
             )
+        check_single_process("engine.load_checkpoint")
         self.wait_for_checkpoint()
         self.flush()
         remove_abandoned(Path(load_dir))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from infinity.compat.timers import Monitor, Timers
 from infinity.config import InfinityConfig
+from infinity.distributed.collectives import local_rank, world
 from infinity.engine.module_facade import ModuleFacade
 from infinity.errors import BatchSizeError, StepOrderError
 from infinity.loop.loader import make_loader
@@ -22,15 +23,17 @@ from infinity.loop.loader import make_loader
 _ABSENT = {
     "flops_profiler": "torch.utils.flop_counter.FlopCounterMode counts operations, engine.report has times and bytes",
     "tput_timer": "engine.report has the time of each step",
-    "allreduce_gradients": "there is one process, and gradients need no exchange",
+    "allreduce_gradients": "backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""
 
 
 class DeepSpeedNames(ModuleFacade):
-    """One process: ranks are 0 and sizes 1. Batch sizes are the config's until they are set.
+    """Batch sizes are the config's until they are set.
 
     Attributes:
+        global_rank, local_rank: This process among all that train together, and among those of its machine.
+        world_size, dp_world_size: How many train together, each on its own data.
         global_steps: Optimizer steps so far, skipped ones included.
         micro_steps: Calls of `step` so far.
         skipped_steps: Steps that changed nothing, because gradients were not finite.
@@ -40,10 +43,6 @@ class DeepSpeedNames(ModuleFacade):
         global_samples: Samples of all steps so far; 0 as long as the config leaves the batch size to the data loader.
     """
 
-    local_rank = 0
-    global_rank = 0
-    world_size = 1
-    dp_world_size = 1
     mp_world_size = 1
     seq_parallel_group = None
     mpu = None
@@ -54,6 +53,8 @@ class DeepSpeedNames(ModuleFacade):
         """``module``: the model; ``config``: as `infinity.load_config` gives it."""
         super().__init__(module)
         self.config = config
+        self.global_rank, self.local_rank = world().index, local_rank()
+        self.world_size = self.dp_world_size = world().num
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -126,7 +127,7 @@ class DeepSpeedNames(ModuleFacade):
             )
         self._accumulation_steps = steps
         if self._micro_batch_size is not None:
-            self._train_batch_size = self._micro_batch_size * steps
+            self._train_batch_size = self._micro_batch_size * steps * self.world_size
         self.micro_steps = 0 if self.micro_steps % steps else self.micro_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -136,17 +137,19 @@ class DeepSpeedNames(ModuleFacade):
             BatchSizeError: it is no multiple of the micro-batch.
         """
         micro = self._micro_batch_size
-        if micro is None or train_batch_size % micro or train_batch_size < micro:
+        per_round = (micro or 1) * self.world_size
+        if micro is None or train_batch_size % per_round or train_batch_size < per_round:
             problem = (
                 f"a batch of {train_batch_size} cannot be divided into micro-batches of {micro or 'unknown'} samples"
+                + (f" on {self.world_size} processes" if self.world_size > 1 else "")
             )
             raise BatchSizeError(problem, cure='Take a multiple of "train_micro_batch_size_per_gpu"')
-        self.set_gradient_accumulation_steps(train_batch_size // micro)
+        self.set_gradient_accumulation_steps(train_batch_size // per_round)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Samples per micro-batch from now on; the number of micro-batches stays."""
         self._micro_batch_size = micro_batch_size
-        self._train_batch_size = micro_batch_size * self._accumulation_steps
+        self._train_batch_size = micro_batch_size * self._accumulation_steps * self.world_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-batch is the last of its step."""
@@ -194,7 +197,10 @@ class DeepSpeedNames(ModuleFacade):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Without effect, as there is no other process; `step` is refused inside, as in DeepSpeed."""
+        """Gradients of a ``loss.backward()`` inside stay this process's own until the next one outside, or the step.
+
+        `step` is refused inside, as in DeepSpeed.
+        """
         was_inside, self._is_in_no_sync = self._is_in_no_sync, True
         try:
             yield
@@ -412,6 +418,8 @@ class DeepSpeedNames(ModuleFacade):
             sampler=data_sampler,
             shuffles=route == "train",
             num_workers=num_local_io_workers or 0,
+            rank=self.global_rank,
+            num_ranks=self.world_size,
         )
 
     def flush(self) -> None:
@@ -438,14 +446,14 @@ class DeepSpeedNames(ModuleFacade):
         return False
 
     def get_sequence_parallel_group(self) -> None:
-        """None: there is one process."""
+        """None: each process has whole sequences."""
 
     def get_data_parallel_rank(self) -> int:
-        """0: there is one process."""
-        return 0
+        """As `global_rank`: each process has its own data."""
+        return self.global_rank
 
     def get_model_parallel_rank(self) -> int:
-        """0: there is one process."""
+        """0: each process has the whole model."""
         return 0
 
     get_tensor_parallel_rank = get_model_parallel_rank

@@ -81,6 +81,7 @@ class Engine(Relayout):
             style=self._style,
             is_boundary=self.is_gradient_accumulation_boundary,
             step=lambda: self.global_steps,
+            is_in_no_sync=lambda: self._is_in_no_sync,
             listener=parts.upper.gradient_listener,
         )
         self._vertical = VerticalSchedule(

@@ -16,7 +16,8 @@ class ExportCalls(DeepSpeedNames):
     """Part of the engine. Knows what is needed of it; must not know formats.
 
     Each of these makes the directory if it is missing; it holds the old weights or the new ones, whole, whenever the process
-    or the machine may go down. Of a PEFT model, its adapters are written as PEFT does it.
+    or the machine may go down. Of a PEFT model, its adapters are written as PEFT does it. Where several processes train
+    together, the first one writes, and the others return before it is done.
     """
 
     _parts: Parts
@@ -38,6 +39,8 @@ class ExportCalls(DeepSpeedNames):
             UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
         """
         self.flush()
+        if self.global_rank > 0:
+            return True
         save_units(self._weights(), Path(save_dir), save_filename, trained_only=exclude_frozen_parameters)
         self._num_saved_steps = self.global_steps
         return True
@@ -72,6 +75,8 @@ class ExportCalls(DeepSpeedNames):
         except ValueError as error:
             raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
         self.flush()
+        if self.global_rank > 0:
+            return
         save_pretrained(self._weights(), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
         self._num_saved_steps = self.global_steps
 

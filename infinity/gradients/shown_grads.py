@@ -39,17 +39,21 @@ class ShownGradients(MainGradStore):
 
         They stay there until the next call for any unit: whoever wants to keep them has to `GradientBuffer.lend` them.
         """
-        grads = self._of(unit)
-        self._write_zeros(grads)
-        if not self.widen(unit) and grads.buffer is None:
-            grads.show_in(self._sum(grads, {}, is_wide=not self._waiting.rounds), next(self._numbers))
-        buffer = self._memory_of(grads)
+        grads, buffer = self._of(unit), self.open(unit)
         if not grads.is_unscaled and self.scaler.scale != 1.0:
             for slot in grads.slots():
                 buffer.view(slot).mul_(1.0 / self.scaler.scale)  # as torch.amp.GradScaler does
             grads.is_unscaled = True
             grads.note_change()
         return buffer
+
+    def open(self, unit: Unit) -> GradientBuffer:
+        """As `show`, with the loss scale if they have it."""
+        grads = self._of(unit)
+        self._write_zeros(grads)
+        if not self.widen(unit) and grads.buffer is None:
+            grads.show_in(self._sum(grads, {}, is_wide=not self._waiting.rounds), next(self._numbers))
+        return self._memory_of(grads)
 
     def note_change(self, unit: Unit) -> None:
         """What `show` gave has been changed, or will be."""

@@ -20,6 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from infinity.config import ConfigSource
+from infinity.distributed.collectives import check_single_process
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
@@ -192,6 +193,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in [*self._candidates, *self._models]:
             if self.engine_of(model) is None and any(id(parameter) in own for parameter in model.parameters()):
+                check_single_process("Accelerate's plugin")
                 engine, *_ = initialize(
                     model=model, optimizer=optimizer, config=self.infinity_config, device=self.device
                 )

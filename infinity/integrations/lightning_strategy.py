@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.config import ConfigSource, InfinityConfig, load_config
+from infinity.distributed.collectives import check_single_process
 from infinity.engine.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
@@ -275,6 +276,7 @@ class InfinityStrategyMixin:
         config = self.infinity_config()
         if optimizer is None and config.optimizer is not None:  # nothing is trained now
             config = load_config(dict(config), overrides={"optimizer": None, "scheduler": None})
+        check_single_process("Lightning's strategy")
         self.engine, *_ = initialize(
             model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
         )

@@ -24,6 +24,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from infinity.config import ConfigSource
+from infinity.distributed.collectives import check_single_process
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.initialize import initialize
@@ -132,6 +133,7 @@ class InfinityTrainerMixin:
 
     def _start(self, optimizer: torch.optim.Optimizer | None) -> EngineOptimizer | None:
         arguments = self.args
+        check_single_process("the Trainer's mixin")
         self.engine, *_ = initialize(
             model=self.model,
             optimizer=optimizer,

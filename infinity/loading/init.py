@@ -25,7 +25,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
-from infinity.distributed.collectives import check_single_process
 from infinity.errors import BatchSizeError, ConfigError
 from infinity.torch_internals.module_tensors import announce_made_tensors, announce_nothing
 
@@ -86,7 +85,6 @@ class Init:
         self._placed: list[weakref.ref[nn.Parameter]] = []
         if not self._is_enabled:
             return
-        check_single_process()
         given: Any = module
         if given is not None and not isinstance(given, nn.Module):
             raise ConfigError(f"zero.Init: module must be a torch.nn.Module, got {type(module).__name__}")

@@ -36,6 +36,7 @@ class Backwards:
         style: LoopStyle,
         is_boundary: Callable[[], bool],
         step: Callable[[], int],
+        is_in_no_sync: Callable[[], bool] = lambda: False,
         listener: Callable[[], GradientListener] = GradientListener,
     ) -> None:
         """
@@ -44,6 +45,7 @@ class Backwards:
             style: what the user's loop shows of itself.
             is_boundary: whether the present micro-batch of ``engine.backward`` is the last of its step.
             step: the number of the present step, for messages.
+            is_in_no_sync: whether gradients stay this rank's own.
             listener: gives who is told before gradients are added up.
         """
         self._pager = pager
@@ -52,6 +54,7 @@ class Backwards:
         self._style = style
         self._is_boundary = is_boundary
         self._step = step
+        self._is_in_no_sync = is_in_no_sync
         self._is_retained = False
         self._has_hooks = False
         self._is_own_scaled = False
@@ -87,6 +90,8 @@ class Backwards:
             with self._style.running():
                 loss.backward(retain_graph=retain_graph)
             self.collector.finish()
+            if self._is_boundary():
+                self._average()
             self._stepper.finish_backward(updates_now=updates_now)
             is_complete = True
         finally:
@@ -96,6 +101,10 @@ class Backwards:
             self._pager.end_backward(is_complete=is_complete, fetches=is_complete and not steps_next)
             if not is_complete:
                 self.collector.drop()
+
+    def _average(self) -> None:
+        if not self._is_in_no_sync():
+            self._stepper.gradients.average(self._step())
 
     def _updates_now(self) -> bool:
         if self._guard.phase is not Phase.BACKWARD or self._is_retained or not self._is_boundary():
@@ -160,6 +169,7 @@ class Backwards:
         self._guard.note_backward()
         try:
             self.collector.finish()
+            self._average()
             is_whole = True
         finally:
             self._is_own_scaled = False

@@ -129,15 +129,17 @@ def make_loader(
     sampler: Any = None,
     shuffles: bool = True,
     num_workers: int = 0,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Loader:
     """A loader that draws as DeepSpeed's does.
 
-    Without a ``sampler`` that is torch's `DistributedSampler` for one process: shuffled by its seed, 0, and its epoch, and
-    by no global generator. The epoch stays 0, so each pass has the same order, unless the script says
+    Without a ``sampler`` that is torch's `DistributedSampler` for ``rank`` of ``num_ranks`` processes: shuffled by its seed,
+    0, and its epoch, and by no global generator. The epoch stays 0, so each pass has the same order, unless the script says
     ``loader.data_sampler.set_epoch(epoch)``. An `IterableDataset` has an order of its own.
     """
     if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=shuffles)
+        sampler = DistributedSampler(dataset, num_replicas=num_ranks, rank=rank, shuffle=shuffles)
     return Loader(
         dataset,
         batch_size=batch_size,

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.distributed.collectives import world
 from infinity.errors import ModelError
 from infinity.paging.parameter_handler import Gatherer, ParameterHandler
 from infinity.units.parameter import host_of
@@ -22,7 +23,8 @@ class GatheredParameters:
 
     Args:
         params: a parameter, or an iterable of them, of one or more models.
-        modifier_rank: accepted for compatibility; with one process every change is kept.
+        modifier_rank: where several processes train together, all get what this one has when the block ends. None: each keeps
+            what it has, which has to be the same. All of them open and leave the block.
         fwd_module, enabled: accepted for compatibility; ``enabled=False`` does nothing at all.
 
     Raises:
@@ -37,6 +39,7 @@ class GatheredParameters:
             params = params.parameters()
         self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(_flatten(params))
         self._enabled = enabled
+        self._modifier_rank = modifier_rank
         self._gathered: list[tuple[Gatherer, Any]] = []
 
     def __enter__(self) -> None:
@@ -61,7 +64,18 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scatter()
+        try:
+            if kind is None and self._gathered and self._modifier_rank is not None:
+                self._take_from(self._modifier_rank)
+        finally:
+            self._scatter()
+
+    def _take_from(self, rank: int) -> None:
+        what = f"GatheredParameters(..., modifier_rank={rank})"
+        held = [parameter for parameter in self._parameters if host_of(parameter) is not None]
+        world().meet(what, [parameter.numel() for parameter in held])
+        for parameter in held:
+            world().take_from(what, rank, parameter.data)
 
     def _scatter(self) -> None:
         gathered, self._gathered = self._gathered, []

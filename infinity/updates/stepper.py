@@ -23,8 +23,8 @@ import torch
 from infinity.config import UpdateMode
 from infinity.device.compute import ComputeDevice
 from infinity.errors import PartialUpdateError
+from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.main_grads import clip_coefficient, total_norm
-from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientSource
 from infinity.optim.groups import Groups
 from infinity.paging.pager import Pager
@@ -75,7 +75,7 @@ class Stepper:
         *,
         device: ComputeDevice,
         pager: Pager,
-        gradients: ShownGradients,
+        gradients: AveragedGradients,
         stream: UpdateStream,
         groups: StepGroups,
         gathered: GatheredWeights,
@@ -229,8 +229,11 @@ class Stepper:
 
         Raises:
             PartialUpdateError: hyperparameters changed since the first update in backward.
+            RankError: other ranks have other gradients, or are not there. Nothing has been updated.
         """
         was_in_backward = bool(self.updated)
+        self.gradients.average(step)  # what no backward did
+        self.gradients.check_all_held(self._step_groups.loose.present(), step)
         if not was_in_backward:
             self._groups = self._step_groups.read()
         groups = self._groups or self._step_groups.read()
@@ -242,6 +245,7 @@ class Stepper:
             self._check_groups_unchanged(step)
         scale = self._common_scale(with_gradients) * self._divisor
         self.grad_norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
+        self.gradients.check_same(self.grad_norm, step)
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()

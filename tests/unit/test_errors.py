@@ -113,6 +113,11 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["peft is 0.1", "0.14 or newer", "pip install 'peft>=0.14'", "'hf'"],
     ),
     (errors.StandInError("too late", "accelerate"), ImportError, ["too late", "before accelerate", "first line"]),
+    (
+        errors.RankError("step 3", "another rank has ended", rank=1, cure="Look there"),
+        RuntimeError,
+        ["rank 1", "step 3", "another rank has ended", "Look there"],
+    ),
     (errors.EngineBusyError("engine.flush()", "Pager.touch"), RuntimeError, ["engine.flush()", "Pager.touch", "flag"]),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
     (errors.SparseGradientWarning("table.weight"), UserWarning, ["'table.weight'", "sparse=False"]),

@@ -36,7 +36,9 @@ class _Stepper:
         self.units = units
         self.updated: set[int] = set()
         self.rules = SimpleNamespace(updates_in_backward=True)
-        self.gradients = SimpleNamespace(has_any=False, slots_with_gradient=lambda unit: self.earlier)
+        self.gradients = SimpleNamespace(
+            has_any=False, slots_with_gradient=lambda unit: self.earlier, average=lambda step: None
+        )
         self.earlier: list[Slot] = []
         self.scaler = SimpleNamespace(is_active=False, share_of=lambda loss, parts: loss.float() * 8 / parts)
         self.is_between_steps = False

@@ -1,0 +1,142 @@
+"""What one process does and the others do not: all of them end, and say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import BatchSizeError, ConfigError, ConfigValueError, RankError
+from tests.ranks import run_ranks
+
+_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 0},
+}
+
+
+def _engine(width: int = 8, **changes: Any) -> Any:
+    model = nn.Sequential(nn.Linear(width, 8), nn.Linear(8, 8))
+    return infinity.initialize(model=model, config=_CONFIG | changes)[0]
+
+
+def _step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    engine.step()
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine()
+        _step(engine)
+        if rank == 1:
+            raise ValueError("rank 1 has no more data")
+        _step(engine)
+
+    first, second = run_ranks(2, train, tmp_path)
+    assert "rank 1 has no more data" in second
+    assert "RankError: rank 0, averaging gradients in step 1: another rank has ended" in first
+
+
+def test_a_rank_that_is_elsewhere_is_found_by_all(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine()
+        if rank == 1:
+            engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+
+    first, second = run_ranks(2, train, tmp_path)
+    assert "RankError: rank 0, the norm of all gradients in step 0: rank 1 came with something else" in first
+    assert "RankError: rank 1, averaging gradients in step 0: rank 0 came with something else" in second
+
+
+def test_a_gradient_that_one_rank_changed_updates_nothing(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine()
+        before = engine.module.state_dict()
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        if rank == 1:
+            engine.module[1].weight.grad.mul_(2)
+        with pytest.raises(RankError, match="do the same on all ranks"):
+            engine.step()
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, before[name])
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+def test_parameters_that_came_later_are_refused(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine()
+        engine.module.later = nn.Linear(8, 8)
+        engine.optimizer.add_param_group({"params": list(engine.module.later.parameters())})
+        with pytest.raises(RankError, match=r"before infinity\.initialize"):
+            _step(engine)
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        with pytest.raises(RankError, match=r"infinity\.initialize with a model of 4 tensors"):
+            _engine(width=8 + rank)
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+def test_a_config_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    config = infinity.load_config(_CONFIG)
+
+    def train(rank: int) -> None:
+        with pytest.raises(ConfigError, match="loaded for 1 processes, and 2 train together"):
+            infinity.initialize(model=nn.Linear(8, 8), config=config)
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("infinity.update", {"gradient_clipping": 0.0, "infinity": {"update": "in_backward"}}),
+        ("infinity.schedule", {"infinity": {"schedule": "vertical"}}),
+        ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
+        ("communication_data_type", {"communication_data_type": "bf16"}),
+        ("infinity.gradient_dtype", {"bf16": {"enabled": True}, "infinity": {"gradient_dtype": "bf16"}}),
+        ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
+    ],
+)
+def test_settings_for_one_process_are_refused(key: str, changes: dict[str, Any]) -> None:
+    infinity.load_config(_CONFIG | changes, world_size=1)
+    with pytest.raises(ConfigValueError, match="2 processes") as error:
+        infinity.load_config(_CONFIG | changes, world_size=2)
+    assert error.value.key == key
+
+
+def test_a_batch_is_divided_among_processes() -> None:
+    with pytest.raises(BatchSizeError):
+        infinity.load_config(_CONFIG | {"train_batch_size": 3}, world_size=2)
+    assert infinity.load_config(_CONFIG | {"train_batch_size": 6}, world_size=2).gradient_accumulation_steps == 3
+
+
+def test_the_mean_is_that_of_ranks_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.distributed.collectives._BLOCK_NUMEL", 7)
+    values = [torch.randn(20, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    third = 1.0 / 3
+    expected = (values[0] * third + values[1] * third) + values[2] * third
+
+    def average(rank: int) -> None:
+        from infinity.distributed.collectives import world
+
+        world().average("a test", values[rank])
+        assert torch.equal(values[rank], expected)
+        sent = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() * rank
+        world().take_from("a test", 2, sent)
+        assert torch.equal(sent, torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() * 2)
+
+    assert run_ranks(3, average, tmp_path) == ["", "", ""]

@@ -1,0 +1,57 @@
+"""Several processes that train together: forked from one that has imported everything, and joined by gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TIMEOUT = timedelta(seconds=120)
+"""Nothing waits for as long, unless a test fails."""
+
+
+def run_ranks(num: int, function: Callable[[int], Any], directory: Path) -> list[str]:
+    """Call ``function`` with the rank in each of ``num`` processes.
+
+    Returns:
+        Of each process, the error that ended it, as text; empty without one.
+    """
+    children = [_fork(rank, num, function, directory) for rank in range(num)]
+    try:
+        for child in children.copy():
+            os.waitpid(child, 0)
+            children.remove(child)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return [(directory / f"rank{rank}").read_text() for rank in range(num)]
+
+
+def _fork(rank: int, num: int, function: Callable[[int], Any], directory: Path) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+        child = os.fork()
+    if child:
+        return child
+    error = "it was killed"
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "GLOO_SOCKET_IFNAME": "lo"}
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=num, timeout=_TIMEOUT
+        )
+        function(rank)
+        error = ""
+    except BaseException:
+        error = traceback.format_exc()
+    finally:
+        (directory / f"rank{rank}").write_text(error)
+        os._exit(0)  # as a process that ends, without the rest of pytest
