@@ -12,6 +12,9 @@ CompletionCallback = Callable[["IORequest", int, OSError | None], None]
 """Called once for each request with the bytes that were transferred and the error, if any."""
 
 
+_NO_MEMORY = memoryview(b"")
+
+
 class Direction(IntEnum):
     """Which way the bytes go."""
 
@@ -63,6 +66,11 @@ class IORequest:
         self.address = address
         self.on_complete = on_complete
         self.may_pad = may_pad
+
+    def let_go(self) -> None:
+        """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over: the backend may keep the
+        request for a moment more, and with it what counts as a view of the memory."""
+        self.memory = _NO_MEMORY
 
     def complete(self, transferred_bytes: int, error: OSError | None = None) -> None:
         """Tell whoever submitted the request that it is over."""

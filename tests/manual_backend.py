@@ -17,17 +17,15 @@ class ManualBackend(MemoryBackend):
         self.block_bytes = block_bytes
         self.boundary_bytes = boundary_bytes
         self.submitted: list[IORequest] = []
+        self.log: list[tuple[str, int, int]] = []
+        """What was submitted so far: direction, offset, length."""
         self.open: list[IORequest] = []
 
     def submit(self, request: IORequest) -> None:
         """Keep the request."""
         self.submitted.append(request)
+        self.log.append((request.direction.name.lower(), request.offset, len(request.memory)))
         self.open.append(request)
-
-    @property
-    def log(self) -> list[tuple[str, int, int]]:
-        """What was submitted so far: direction, offset, length."""
-        return [(request.direction.name.lower(), request.offset, len(request.memory)) for request in self.submitted]
 
     def complete(self, index: int = 0) -> IORequest:
         """Carry out an open request."""

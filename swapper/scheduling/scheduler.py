@@ -242,6 +242,7 @@ class IOScheduler(Uncopyable):
         taken: deque[Transfer] = deque()
         operation = request.operation
         queue = self.queues[request.direction]
+        is_over = True
         with self._lock:
             if request not in queue.inflight:
                 logger.warning("a transfer of extent %r was completed twice", operation.extent.name)
@@ -251,7 +252,9 @@ class IOScheduler(Uncopyable):
             if error is None and transferred_bytes == len(request.memory):
                 queue.count(request, transferred_bytes, is_whole=True)
             elif operation.error is None:
-                self._on_trouble(request, queue, transferred_bytes, error)
+                is_over = not self._on_trouble(request, queue, transferred_bytes, error)
+            if is_over:
+                request.let_go()
             if not operation.outstanding and operation.state is not OperationState.QUEUED:
                 self._finish(operation, over)
             self._take(taken)
@@ -261,7 +264,8 @@ class IOScheduler(Uncopyable):
 
     def _on_trouble(
         self, transfer: Transfer, queue: TransferQueue, transferred_bytes: int, error: OSError | None
-    ) -> None:
+    ) -> bool:
+        """Whether the transfer is tried again; if not, its operation has failed."""
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT
         is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
@@ -275,7 +279,7 @@ class IOScheduler(Uncopyable):
                 operation.outstanding += 1  # until its turn comes
             else:
                 queue.enqueue_again(transfer)
-            return
+            return True
         if error is not None:
             operation.error = os_error(operation, transfer, self._backend, error)
         else:
@@ -283,6 +287,7 @@ class IOScheduler(Uncopyable):
             operation.error = short_error(operation, transfer, self._backend, transferred_bytes, num_attempts)
         queue.count(transfer, 0)
         queue.withdraw(operation)
+        return False
 
     def _try_again(self, transfers: Iterable[Transfer]) -> None:
         """The turn of transfers has come that had to wait after they failed."""

@@ -67,13 +67,3 @@ class BackendWrapper:
     def close(self, timeout_seconds: float) -> bool:
         """Close the inner backend."""
         return self.inner.close(timeout_seconds)
-
-
-def forwarded(request: IORequest, before_completion: Callable[[int, OSError | None], None]) -> IORequest:
-    """Return a request for an inner backend that calls a function before it completes the outer one."""
-
-    def complete(_: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-        before_completion(transferred_bytes, error)
-        request.complete(transferred_bytes, error)
-
-    return IORequest(request.direction, request.offset, request.memory, request.address, complete, request.may_pad)

@@ -218,7 +218,8 @@ class IntegrityBackend(BackendWrapper):
             IORequest(outer.direction, outer.offset, outer.memory, outer.address, on_complete, outer.may_pad)
         )
 
-    def _on_transferred(self, job: _Job, _: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+    def _on_transferred(self, job: _Job, inner: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+        inner.let_go()
         try:
             if job.request.direction is Direction.WRITE:
                 self._remember(job, transferred_bytes if error is None else 0)

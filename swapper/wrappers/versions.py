@@ -307,6 +307,7 @@ class _Parts:
         with self._lock:
             self._error = self._error or error
             self._is_short = self._is_short or transferred_bytes < len(request.memory)
+        request.let_go()
         self._one_is_over()
 
     def _one_is_over(self) -> None:

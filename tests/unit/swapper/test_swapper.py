@@ -6,7 +6,7 @@ import doctest
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +27,11 @@ from swapper import (
     SwapperConfig,
     UnwrittenExtentError,
 )
+from swapper.backend import IOBackend, IORequest
 from swapper.backends.memory import MemoryBackend
 from swapper.config import Priority
+from swapper.wrappers.integrity import IntegrityBackend
+from swapper.wrappers.versions import VersionedBackend
 from tests.open_files import open_files
 from tests.waiting import wait_until
 
@@ -53,6 +56,43 @@ def test_the_documented_example() -> None:
     result = doctest.testmod(package)
     assert result.attempted >= 5
     assert result.failed == 0
+
+
+class _Keeping(MemoryBackend):
+    """Keeps what it has completed, as a thread does that is interrupted before it goes on to the next."""
+
+    def __init__(self) -> None:
+        super().__init__(_CAPACITY)
+        self.kept: list[IORequest] = []
+
+    def submit(self, request: IORequest) -> None:
+        self.kept.append(request)
+        super().submit(request)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda inner: inner,
+        IntegrityBackend,
+        lambda inner: VersionedBackend(inner, _CAPACITY // 2),
+        lambda inner: IntegrityBackend(VersionedBackend(inner, _CAPACITY // 2)),
+    ],
+    ids=["plain", "checked", "versions", "checked versions"],
+)
+@pytest.mark.parametrize("numel", [5 * ALIGNMENT, 40 * ALIGNMENT + 5])
+def test_a_request_that_is_over_looks_at_no_memory(wrapped: Callable[[IOBackend], IOBackend], numel: int) -> None:
+    """Else whether anybody looks at a buffer after a wait would be a matter of time."""
+    keeping = _Keeping()
+    with Swapper(wrapped(keeping), SwapperConfig(request_bytes=16 * ALIGNMENT)) as swapper:
+        extent = swapper.allocate(numel, "x")
+        array = AlignedRegion(numel).array()
+        memory, view = torch.from_numpy(array), weakref.ref(array)
+        del array
+        swapper.write(extent, memory).wait()
+        swapper.read(extent, memory).wait()
+        del memory
+        assert view() is None and keeping.kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -30,6 +30,7 @@ def _written(swapper: Swapper, backend: ManualBackend, num_blocks: int, name: st
     swapper.write(extent, np.zeros(num_blocks * _BLOCK, dtype=np.uint8))
     backend.complete_all()
     backend.submitted.clear()
+    backend.log.clear()
     return extent
 
 

@@ -224,12 +224,12 @@ def test_a_write_into_a_segment_reads_it_first() -> None:
     backend, inner = _manual()
     start(backend, _WRITE, 0, random_bytes(_PAGE, 1))
     inner.complete_all()
-    inner.submitted.clear()
+    inner.log.clear()
     for low in (0, 200):
         start(backend, _WRITE, low, random_bytes(100, low))
         inner.complete_all()
     assert inner.log == [("read", 0, _PAGE), ("write", 0, 100), ("read", 100, _PAGE - 100), ("write", 200, 100)]
-    inner.submitted.clear()
+    inner.log.clear()
     for low, high in ((0, 100), (200, 300), (100, 200), (0, 300)):
         start(backend, _READ, low, aligned_bytes(high - low))
         start(backend, _WRITE, low, random_bytes(high - low, high))
