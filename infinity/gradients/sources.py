@@ -179,6 +179,19 @@ class SpillingWrite:
         self._handle.add_done_callback(lambda _: on_release())
 
 
+def _in_host_memory(gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice) -> dict[Slot, torch.Tensor]:
+    """Each gradient, flat. Those on a GPU come in one copy for each dtype: autograd's thread waits for every copy."""
+    flats = {slot: _flat(in_slot_order(gradient.detach(), slot)) for slot, gradient in gradients.items()}
+    apart = [slot for slot, flat in flats.items() if flat.device.type != "cpu"]
+    for dtype in dict.fromkeys(flats[slot].dtype for slot in apart):
+        slots = [slot for slot in apart if flats[slot].dtype == dtype]
+        source = torch.cat([flats[slot] for slot in slots]) if len(slots) > 1 else flats[slots[0]]
+        landing = torch.empty(source.shape, dtype=dtype, device="cpu")
+        device.download(landing, source, device.mark())
+        flats.update(zip(slots, landing.split([slot.numel for slot in slots]), strict=True))
+    return flats
+
+
 class GradientBuffer:
     """The main gradients of one unit in host memory, fp32 or bf16, element for element like the trainable segment."""
 
@@ -229,12 +242,7 @@ class GradientBuffer:
     def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], device: ComputeDevice) -> None:
         """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet."""
         known = set(present)
-        for slot, gradient in gradients.items():
-            source = _flat(in_slot_order(gradient.detach(), slot))
-            if source.device.type != "cpu":
-                landing = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-                device.download(landing, source, device.mark())
-                source = landing
+        for slot, source in _in_host_memory(gradients, device).items():
             target = self.values[slot.start : slot.stop]
             if slot.index not in known:
                 target.copy_(source)

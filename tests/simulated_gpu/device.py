@@ -146,7 +146,7 @@ class SimulatedGpu(SeparateHostDevice):
 
     Attributes:
         order: what it saw of races.
-        synchronisations: what made the host wait for the device, beside the calls of this class.
+        synchronisations: what made the host wait for the device, and in which thread.
         pools: those of engines, as `watch` was told of them.
         num_copies: how many there were.
         capacity_bytes: memory for flat buffers.
@@ -289,6 +289,7 @@ class SimulatedGpu(SeparateHostDevice):
     def synchronize(self, fence: Event | None) -> None:
         if fence is None:
             return
+        self.synchronisations.append(f"synchronize in {threading.current_thread().name}")
         with self._lock:
             self._run_until(fence)
             self.order.host_waits(fence)

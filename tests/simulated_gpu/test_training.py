@@ -151,6 +151,7 @@ def _engine(
     directory: Path,
     gradient_accumulation_steps: int = 1,
     offload_param: dict[str, str] | None = None,
+    gradient_clipping: float = 0.0,
     **own: Any,
 ) -> Any:
     with torch.device(backend.NAME):
@@ -159,6 +160,7 @@ def _engine(
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gradient_accumulation_steps,
+        "gradient_clipping": gradient_clipping,
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": 3, "offload_param": offload_param or nvme, "offload_optimizer": nvme},
         "infinity": {"host_memory_budget": "64MiB", **own},
@@ -208,3 +210,18 @@ def test_a_save_in_the_background_comes_behind_what_was_launched_before(tmp_path
         engine.save_checkpoint(tmp_path / "saved", blocking=False)
         engine.wait_for_checkpoint()
     assert not device.order.races
+
+
+@pytest.mark.parametrize(("clipping", "num_allowed"), [(0.0, 0), (1.0, 8)], ids=["in_backward", "waiting"])
+def test_how_often_forward_and_backward_wait_for_the_device(
+    clipping: float, num_allowed: int, tmp_path: Path, device: SimulatedGpu
+) -> None:
+    """Gradients that wait for the step come in one copy for each of the eight units; nothing else waits."""
+    batch = torch.randn(2, 64, device=backend.NAME)
+    with _engine(device, tmp_path, gradient_clipping=clipping) as engine:
+        for _ in range(3):
+            device.synchronisations.clear()
+            engine.backward(engine(batch).square().sum())
+            found = [each for each in list(device.synchronisations) if " in infinity-" not in each]
+            engine.step()
+    assert len(found) == num_allowed, found
