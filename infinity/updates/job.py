@@ -122,12 +122,11 @@ class UpdateJob:
         return self._has_begun
 
     def await_flat(self, device: ComputeDevice) -> None:
-        """Return when the weights are there that the job is to write over."""
+        """Return when the weights are there that the job is to write over. The thread's stream has waited for `after`."""
         if self.flat_arrival is None:
             return
         with self._arriving:  # of several workers one waits, and the others for that one
             if self.flat_arrival is not None:
-                device.compute_waits_for(self.after)
                 self.flat_arrival.wait()
                 # That wait ordered this thread's stream; the copies run on streams of their own.
                 self.after = device.mark()

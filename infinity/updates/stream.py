@@ -254,8 +254,8 @@ class UpdateStream:
         item.lease.wait()
         for read in item.reads:
             read.wait()
+        self._device.compute_waits_for(item.job.after)
         item.job.await_flat(self._device)
-        self._device.compute_waits_for(item.job.after)  # who updates on the device
         begin = self._note_busy(1)
         flush_denormals(item.job.flushes_denormals)
         self._update_chunk(item)

@@ -1,0 +1,137 @@
+"""Where the host may wait for a GPU in the rooms that are at work within a step: nothing else does, by the looks of it.
+
+Each of these calls waits until all that was launched has run, if its argument is a tensor on a GPU, and a step slows down
+without any sign. So each has its reason here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import infinity
+
+_PACKAGE = Path(infinity.__file__).parent
+_ROOMS = ("activations", "device", "gradients", "loop", "paging", "telemetry", "tiers", "units", "updates", "vertical")
+_MODULES = ("engine/train_batch.py", "engine/engine.py", "optim/remainder_updater.py")
+_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "download"}
+_FUNCTIONS = {"bool", "float", "int"}
+
+_BACKGROUND = "in a thread of the engine's own"
+_NO_TENSOR = "of no tensor"
+_HOST = "of host memory"
+_ALLOWED: dict[str, dict[str, str]] = {
+    "activations/caches.py": {"bool(value.get_seq_length() == 0)": _NO_TENSOR},
+    "activations/boundary.py": {"bool(top[0] == self._pack)": _NO_TENSOR},
+    "device/compute.py": {
+        "self._copy(self._downloads, target, source, after).synchronize()": "the download that waits, see who calls it",
+        "fence.synchronize()": "the one way to wait, see who calls it",
+        "event.synchronize()": "a stream on which nothing else runs",
+        "bool(fence.query())": "asks, and does not wait",
+        "int(free)": _NO_TENSOR,
+    },
+    "device/host_memory.py": {
+        "int(share * free)": _NO_TENSOR,
+        "int(psutil.virtual_memory().available)": _NO_TENSOR,
+        "int(limit)": _NO_TENSOR,
+        "int((folder / usage_name).read_text())": _NO_TENSOR,
+        "int(statistics[statistics.index(cache_key) + 1])": _NO_TENSOR,
+        "int(fields[1])": _NO_TENSOR,
+        "int(fields[2])": _NO_TENSOR,
+    },
+    "engine/engine.py": {"float(norm)": "after the step, where it was asked for or is to be shown"},
+    "engine/train_batch.py": {"bool(taken)": _NO_TENSOR},
+    "gradients/collector.py": {"bool(self._fired)": _NO_TENSOR},
+    "gradients/loss_scaler.py": {
+        "float(state['scale'])": "of a checkpoint",
+        "int(state['patience'])": "of a checkpoint",
+        "int(state['num_finite'])": "of a checkpoint",
+    },
+    "gradients/sources.py": {
+        "device.download(landing, source, device.mark())": "in backward, once for each unit whose gradients wait for the step",
+        "self._device.download(scratch, source, self._after)": _BACKGROUND,
+        "self._device.download(landing, source, self._after)": _BACKGROUND,
+        "self.flat.tensor().numpy()": _HOST,
+    },
+    "loop/grad_access.py": {
+        "bool(num_owners(storage) > 2 or not storage.resizable())": _NO_TENSOR,
+        "bool(tensor.requires_grad or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1)": _NO_TENSOR,
+    },
+    "loop/loader.py": {"int(state['num_given'])": "of a checkpoint", "int(state['num_epochs'])": "of a checkpoint"},
+    "loop/style.py": {"float(self._num_micro_batches() if self.divides else 1)": _NO_TENSOR},
+    "optim/remainder_updater.py": {"float(scale)": f"on the CPU, {_BACKGROUND}"},
+    "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
+    "paging/pager.py": {"bool(self.clock.waiting_for)": _NO_TENSOR, "int(is_inside)": _NO_TENSOR},
+    "paging/parameter_handler.py": {"int(view.storage_offset())": _NO_TENSOR},
+    "paging/parameter_operations.py": {"int(value.storage_offset())": _NO_TENSOR},
+    "paging/saved_tensors.py": {
+        "int(self.offset)": _NO_TENSOR,
+        "bool(pack == self._pack or (isinstance(pack, functools.partial) and pack.func == self._pack_for))": _NO_TENSOR,
+    },
+    "paging/trace.py": {"bool(recorded)": _NO_TENSOR, "bool(self._recorded)": _NO_TENSOR},
+    "paging/watched_memory.py": {"int(tensor.storage_offset())": _NO_TENSOR},
+    "telemetry/reporter.py": {
+        "float(loss)": "once a step, when its report is made",
+        "float(detached)": "on the CPU",
+    },
+    "telemetry/timeline.py": {"of_row.tolist()": "of NumPy's, when the timeline is saved"},
+    "tiers/host_weights.py": {
+        "self._device.synchronize(self._fence)": f"before its memory is written to, {_BACKGROUND}"
+    },
+    "tiers/weight_store.py": {"self._device.synchronize(fence)": _BACKGROUND},
+    "units/originals.py": {"value.cpu()": "in `initialize`", "bool(value.sum().isnan())": "in `initialize`"},
+    "units/parameter.py": {
+        "bool(kwargs.pop('materialize_grads', False))": _NO_TENSOR,
+        "bool(kwargs.get('create_graph'))": _NO_TENSOR,
+    },
+    "units/partition.py": {"bool(hits)": _NO_TENSOR},
+    "units/tiles.py": {
+        "int(flat.min())": "which tiles of an embedding are needed, its tokens alone tell",
+        "int(flat.max())": "likewise",
+        "((flat >= start) & (flat < stop)).nonzero()": "likewise",
+    },
+    "updates/stepper.py": {
+        "bool(unit.gathered)": _NO_TENSOR,
+        "bool(self.updated)": _NO_TENSOR,
+        "bool(self.updated or self._waiting)": _NO_TENSOR,
+        "bool(torch.isfinite(self.grad_norm))": "once a step, where one with overflows is to be skipped",
+    },
+    "updates/stream.py": {
+        "self._device.download(workspace.weight, flat, job.after)": _BACKGROUND,
+        "self._device.download(source, workspace.weight, self._device.mark())": _BACKGROUND,
+        "self._device.synchronize(item.upload)": _BACKGROUND,
+        "self._device.synchronize(self._device.mark())": f"once for each unit, {_BACKGROUND}",
+    },
+    "vertical/replay/object_state.py": {
+        "bool(a == b)": _NO_TENSOR,
+        "bool(now == then)": _NO_TENSOR,
+        "bool(a.tobytes() == b.tobytes())": "of NumPy's",
+    },
+}
+
+
+def _waits(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS
+        is_function = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        if is_method or (is_function and node.args and not isinstance(node.args[0], ast.Constant)):
+            yield ast.unparse(node)
+
+
+def test_whatever_may_wait_for_the_device_has_its_reason() -> None:
+    paths = [
+        *(path for room in _ROOMS for path in (_PACKAGE / room).rglob("*.py")),
+        *(_PACKAGE / each for each in _MODULES),
+    ]
+    found = {str(path.relative_to(_PACKAGE)): set(_waits(path.read_text())) for path in paths}
+    assert {path: waits for path, waits in found.items() if waits} == {
+        path: set(waits) for path, waits in _ALLOWED.items()
+    }
+
+
+def test_what_waits_is_found() -> None:
+    source = "a = x.item() + float(y) + z[0].cpu()\nif bool(w): torch.cuda.synchronize()\nv = float('nan') + int(1)\n"
+    assert set(_waits(source)) == {"x.item()", "float(y)", "z[0].cpu()", "bool(w)", "torch.cuda.synchronize()"}
