@@ -165,6 +165,17 @@ class _HeldParameter(nn.Parameter):
             raise _dropped("assigning .data")
         host.set_data(self, values)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
+        """As torch's; what a tensor brings is copied, as by assigning ``data``. Memory without a tensor is refused."""
+        host = host_of(self)
+        if host is None or kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            return _operate(torch.Tensor.set_, (), (self, *args), kwargs)
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        host.set_data(self, args[0])
+        torch.autograd.graph.increment_version(self)
+        return self
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         try:
             return repr(_plain_copy(self))
@@ -240,7 +251,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 for _name in (*WRITING_METHODS, "detach"):
-    setattr(ResidentParameter, _name, _watched(_name))
+    if _name not in vars(_HeldParameter):
+        setattr(ResidentParameter, _name, _watched(_name))
 
 
 class PagedParameter(_HeldParameter):
@@ -249,9 +261,6 @@ class PagedParameter(_HeldParameter):
     def detach(self) -> torch.Tensor:
         _refuse_new_parameter(self, sys._getframe(1))
         return super().detach()
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
-        return _operate(torch.Tensor.set_, (), (self, *args), kwargs)
 
     @classmethod
     @untraced

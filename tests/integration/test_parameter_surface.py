@@ -137,8 +137,16 @@ def test_memory_is_not_given_away(operation: str, both: Lockstep) -> None:
 
 def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
     parameter = both.model.get_parameter(_NAME)
+    storage: Any = torch.ones(parameter.shape).untyped_storage()
     with torch.no_grad(), pytest.raises(ParameterNotResidentError, match=r"up\.weight' was touched in set_ .*Gathered"):
-        parameter.set_(parameter.detach() * 0.5)
+        parameter.set_(storage)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        parameter.set_(torch.ones(parameter.shape))
+    with (
+        torch.no_grad(),
+        pytest.raises(UnsupportedModelError, match=r"'blocks\.1\.up\.weight' cannot be given the shape"),
+    ):
+        parameter.set_(torch.ones(3))
 
 
 def test_a_whole_model_can_be_copied_and_saved(both: Lockstep) -> None:
