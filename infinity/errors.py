@@ -43,6 +43,7 @@
 
     NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
     SparseGradientWarning (UserWarning)        a gradient is sparse, and is made dense
+    OtherNumbersWarning (UserWarning)          fp64, or an order of elements in memory, is not kept as torch keeps it
 
 Reads and writes that fail raise the errors of `swapper`, which name file, offset, bytes and errno.
 
@@ -468,6 +469,22 @@ class SparseGradientWarning(UserWarning):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.fqn,)
+
+
+class OtherNumbersWarning(UserWarning):
+    """Training goes on, with numbers that are not torch's: fp64 is cast, or a weight keeps its own strides."""
+
+    def __init__(self, fqn: str, what: str, *, cure: str) -> None:
+        self.fqn = fqn
+        self._rest = what, cure
+        super().__init__(f"parameter '{fqn}' {what}. {cure}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt_warning, (self.fqn, *self._rest)
+
+
+def _rebuilt_warning(fqn: str, what: str, cure: str) -> OtherNumbersWarning:
+    return OtherNumbersWarning(fqn, what, cure=cure)
 
 
 class NonFiniteLossWarning(UserWarning):

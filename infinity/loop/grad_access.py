@@ -177,6 +177,15 @@ class GradAccess(GradientListener):
 
     def zero(self, kept: Collection[tuple[int, int]]) -> None:
         """``zero_grad(set_to_none=False)``, but for those ``kept``: gradients that are tensors of the user's stay these."""
+        for key, view in list(self._views.items()):
+            if key not in kept and view.is_held_by_others:  # what he holds becomes zero, and stays the gradient
+                del self._views[key]
+                view.tensor.data = view.tensor.clone()
+                self._own[key] = view
+        for key, reference in list(self._given.items()):
+            paged = reference()
+            if key not in kept and paged is not None:
+                paged.in_memory()
         own = {key: value for key, value in self._own.items() if key not in kept}
         self._gradients.zero(kept)
         for value in own.values():

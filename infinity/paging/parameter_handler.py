@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.errors import StaleDataError, UnsupportedModelError
+from infinity.errors import OtherNumbersWarning, StaleDataError, UnsupportedModelError
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_operations import ParameterOperations
@@ -66,6 +67,7 @@ class ParameterHandler:
         self._operations = ParameterOperations(pager)
         self._gradients = gradients
         self._gatherer = gatherer
+        self._has_warned_of_strides = False
         self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         """What was assigned to ``.data``, by the parameter's FQN, and torch's count of writes to it then."""
 
@@ -111,6 +113,14 @@ class ParameterHandler:
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
         _check_assigned(slot, parameter, values)
+        if not self._has_warned_of_strides and host_of(values) is None and not _lies_alike(values, slot):
+            self._has_warned_of_strides = True
+            what = (
+                f"was given values with the strides {values.stride()} (channels_last? transposed?), and keeps its own, "
+                f"{slot.spec.stride}: kernels may give other last bits than in torch"
+            )
+            cure = "Convert the model before infinity.initialize"
+            warnings.warn(OtherNumbersWarning(slot.spec.fqn, what, cure=cure), stacklevel=3)
         assigned = values
         if host_of(values) is not None:
             values = values.detach().clone()  # else both would have to be in memory at a time
@@ -162,6 +172,11 @@ class ParameterHandler:
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
         return self._module_hooks.locate(parameter)[1]
+
+
+def _lies_alike(values: torch.Tensor, slot: Slot) -> bool:
+    pairs = zip(values.shape, values.stride(), slot.spec.stride, strict=True)
+    return values.numel() < 2 or all(given == own for size, given, own in pairs if size != 1)
 
 
 def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -15,7 +15,16 @@ from infinity.errors import ParameterNotResidentError
 from infinity.paging.pager import Pager
 from infinity.threads.turn import in_backward, trusts
 from infinity.torch_internals.modes import has_memory, outside_modes
-from infinity.torch_internals.operations import AS_ARRAY, EXPOSING, REBINDING, Apart, may_write, name_of, replaced
+from infinity.torch_internals.operations import (
+    AS_ARRAY,
+    EXPOSING,
+    JOINING,
+    REBINDING,
+    Apart,
+    may_write,
+    name_of,
+    replaced,
+)
 from infinity.units.layout import Slot
 from infinity.units.parameter import HeldTensor, PagedView, bind_view, host_of, unbind_view
 from infinity.units.unit import Unit
@@ -51,6 +60,11 @@ class ParameterOperations:
             if apart.is_several:
                 return apart.run(lambda part, named: function(*part, **named))
         pager = self._pager
+        if len(units) > 1 and name_of(function) in JOINING and not pager.residency.has_room(units):
+            args, kwargs = (
+                replaced(a, lambda leaf: leaf.clone() if id(leaf) in places else leaf) for a in (args, kwargs)
+            )
+            return function(*args, **kwargs)  # what it gives is a copy of all of them anyway
         fqn = places[id(tensors[0])][1].spec.fqn
         if function in REBINDING:
             raise ParameterNotResidentError(fqn, operation=name_of(function))

@@ -433,10 +433,14 @@ class Residency:
             reason=f"{format_bytes(self.pool.capacity_bytes)} of it are for weights. {problem}",
         )
 
+    def has_room(self, units: Collection[Unit]) -> bool:
+        """Whether the units can be in memory together."""
+        return _moving_bytes_of(units) <= self._moving_bytes
+
     def check_room(self, units: Collection[Unit]) -> None:
         """Raise `BudgetTooSmallError` if the units cannot be in memory together."""
-        moving_bytes = sum(unit.num_bytes for unit in units if not unit.stays_resident)
-        if moving_bytes > self._moving_bytes:
+        if not self.has_room(units):
+            moving_bytes = _moving_bytes_of(units)
             raise self._too_small(
                 moving_bytes - self._moving_bytes,
                 f"{len(units)} units are gathered at once, of which {format_bytes(moving_bytes)} have to be fetched: gather "
@@ -473,3 +477,7 @@ class Residency:
     def fills(self) -> bool:
         """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
         return self._source is not None and self._prefetches
+
+
+def _moving_bytes_of(units: Iterable[Unit]) -> int:
+    return sum(unit.num_bytes for unit in units if not unit.stays_resident)

@@ -143,6 +143,11 @@ REBINDING: frozenset[Any] = frozenset({torch.Tensor.set_, torch.Tensor.resize_, 
 EXPOSING = frozenset({"data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
 """Names of operations whose results look at the memory without being tensors. By name: ``foreign_writes`` wraps them."""
 
+JOINING = frozenset(
+    {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack"}
+)
+"""Names of operations whose results are all their arguments, copied one after the other."""
+
 AS_ARRAY = frozenset({"numpy", "__array__"})
 """Names of those that give a NumPy array over the memory."""
 

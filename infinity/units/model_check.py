@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import torch
 from torch import nn
 
-from infinity.errors import MetaParameterError, ModelInUseError, NoTrainableParameterError, UnsupportedModelError
+from infinity.errors import (
+    MetaParameterError,
+    ModelInUseError,
+    NoTrainableParameterError,
+    OtherNumbersWarning,
+    UnsupportedModelError,
+)
 from infinity.torch_internals.operations import leaves
 from infinity.units.parameter import PagedParameter, ResidentParameter, host_of
 
@@ -51,6 +58,16 @@ def check_model(model: nn.Module) -> None:
     _check_views(model, parameters)
     if not parameters:
         raise NoTrainableParameterError()
+
+
+def warn_of_doubles(model: nn.Module) -> None:
+    """Warn once of trainable parameters in fp64, of which a config without 16 bits makes fp32 ones, as DeepSpeed does."""
+    doubles = [fqn for fqn, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64]
+    if doubles:
+        others = f" (and {len(doubles) - 1} more)" if len(doubles) > 1 else ""
+        what = f"is fp64{others}, but is computed with and trained in fp32: the numbers are not those of torch"
+        cure = "Convert it before infinity.initialize (model.float()) and give it fp32 inputs; frozen ones stay fp64"
+        warnings.warn(OtherNumbersWarning(doubles[0], what, cure=cure), stacklevel=3)
 
 
 def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:

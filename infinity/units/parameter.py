@@ -193,7 +193,9 @@ class _HeldParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter.__reduce_ex__(_plain_copy(self), protocol)
+        copy = _plain_copy(self)
+        copy.__dict__.update(self.__dict__)  # what a script has noted on it
+        return nn.Parameter.__reduce_ex__(copy, protocol)
 
 
 def _guarded(*arguments: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.errors import OtherNumbersWarning
 from tests.exactness.lockstep import everything_on_nvme
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
@@ -50,6 +51,15 @@ def test_fp64_integers_and_complex_numbers_keep_every_bit(place: dict[str, Any],
         assert type(found) is nn.Parameter and found.dtype == value.dtype and torch.equal(found, value), fqn
 
 
+def test_trained_fp64_is_warned_of(tmp_path: Path) -> None:
+    model = Constants()
+    model.scale.requires_grad_(True)
+    with pytest.warns(OtherNumbersWarning, match=r"'scale' is fp64, but .* fp32.*model\.float"):
+        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::infinity.errors.OtherNumbersWarning")
 def test_a_model_that_is_fp64_as_a_whole_is_cast_as_a_whole(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     model[0].requires_grad_(False)

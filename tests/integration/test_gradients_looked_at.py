@@ -271,6 +271,20 @@ def zeros_in_place_of_none(side: Side) -> None:
 
 
 @_scenario
+def gradients_that_are_held_become_zero_and_stay_the_gradients(side: Side) -> None:
+    side.loss(0).backward()
+    held = [parameter.grad for parameter in side.parameters[::3]]
+    for number in range(1, 3):
+        side.optimizer.step()
+        side.optimizer.zero_grad(set_to_none=False)
+        side.note(*held)
+        side.loss(number).backward()
+        side.note(*held)
+        held[0].mul_(2.0)
+    _finish(side)
+
+
+@_scenario
 def several_micro_batches(side: Side) -> None:
     for step in range(2):
         for micro_batch in range(3):

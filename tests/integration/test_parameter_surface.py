@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import InfinityError, ParameterNotResidentError, UnsupportedModelError
+from infinity.errors import InfinityError, OtherNumbersWarning, ParameterNotResidentError, UnsupportedModelError
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
 _NAME = "blocks.1.up.weight"
@@ -124,6 +125,25 @@ def test_data_that_does_not_fit_is_refused_by_name(values: torch.Tensor, message
         parameter.data = values
     with infinity.GatheredParameters(parameter), pytest.raises(UnsupportedModelError, match=message):
         parameter.data = values
+
+
+def test_values_in_another_order_in_memory_are_warned_of_once(both: Lockstep) -> None:
+    parameter = both.model.get_parameter(_NAME)
+    values = parameter.detach().clone()
+    with pytest.warns(
+        OtherNumbersWarning, match=r"up\.weight' .*strides \(1, 104\).*before infinity.initialize"
+    ) as caught:
+        for _ in range(2):
+            parameter.data = values.t().contiguous().t()
+    assert len(caught) == 1 and torch.equal(parameter, values)
+    parameter.data = values
+
+
+def test_what_a_script_notes_on_a_parameter_is_pickled(both: Lockstep) -> None:
+    parameter: Any = both.model.get_parameter(_NAME)
+    parameter.decays = False
+    copied = pickle.loads(pickle.dumps(both.model)).get_parameter(_NAME)
+    assert copied.decays is False and type(copied) is nn.Parameter
 
 
 @pytest.mark.parametrize("operation", ["data_ptr", "untyped_storage", "storage", "__dlpack__"])

@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import Lockstep
+from tests.twins import Side, require_same
 
 _NAMES = ("blocks.0.up.weight", "blocks.2.down.weight")
 _PENALTIES: dict[str, Callable[[Iterable[nn.Parameter]], torch.Tensor]] = {
@@ -84,3 +85,21 @@ def test_weights_that_the_block_changes_after_that(tmp_path: Path) -> None:
                 weight.mul_(2)
         with pytest.raises(RuntimeError, match=r"changed|modified"):
             penalty.backward()
+
+
+def _joined_weights(side: Side) -> None:
+    for number in range(2):
+        whole = torch.cat([parameter.view(-1) for parameter in side.parameters])
+        (side.loss(number) + 0.01 * whole.norm()).backward()
+        side.optimizer.step()
+        side.optimizer.zero_grad()
+    with torch.no_grad():
+        side.note(
+            nn.utils.parameters_to_vector(side.parameters), torch.stack([p.view(-1)[:4] for p in side.parameters])
+        )
+        nn.utils.vector_to_parameters(whole.detach() * 0.5, side.parameters)
+
+
+@pytest.mark.parametrize("mode", ["smallest", "smallest deferred"])
+def test_weights_that_do_not_fit_together_are_joined(mode: str, tmp_path: Path) -> None:
+    require_same(_joined_weights, tmp_path, mode)

@@ -121,6 +121,11 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
     (errors.EngineBusyError("engine.flush()", "Pager.touch"), RuntimeError, ["engine.flush()", "Pager.touch", "flag"]),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
     (errors.SparseGradientWarning("table.weight"), UserWarning, ["'table.weight'", "sparse=False"]),
+    (
+        errors.OtherNumbersWarning("head.bias", "is fp64", cure="Keep it frozen"),
+        UserWarning,
+        ["'head.bias'", "is fp64. Keep it frozen"],
+    ),
     (errors.NonFiniteLossWarning(step=7, loss=float("-inf")), UserWarning, ["step 7", "-inf"]),
 ]
 
