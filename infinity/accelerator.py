@@ -56,6 +56,11 @@ class Accelerator:
         if self._name == "cuda":
             torch.cuda.synchronize(device_index)
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Of weights that are trained."""
+        narrow = [(torch.float16, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
+        return [torch.float32, *(dtype for dtype, is_supported in narrow if is_supported)]
+
     def communication_backend_name(self) -> str:
         """Of ``torch.distributed``."""
         return "nccl" if self._name == "cuda" else "gloo"

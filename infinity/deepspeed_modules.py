@@ -7,12 +7,13 @@ instead.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,9 +22,9 @@ from infinity.accelerator import get_accelerator
 from infinity.checkpoint import full_tensors
 from infinity.cli import fp32_weights
 from infinity.compat import groups, leaf_modules, messages, optimizers, small_functions
+from infinity.compat.configs import DeepSpeedConfig
 from infinity.compat.deepspeed_api import REFUSED
 from infinity.compat.timers import Timers
-from infinity.config import InfinityConfig
 from infinity.config.schema.vocabulary import nearest
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
@@ -97,7 +98,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.base_optimizer": _OPTIMIZERS,
-    "runtime.config": {"DeepSpeedConfig": InfinityConfig, "DeepSpeedConfigError": ConfigError},
+    "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ConfigError},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.engine": {"DeepSpeedEngine": Engine},
     "runtime.lr_schedules": {
@@ -149,7 +150,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 _OF_THE_PACKAGE: dict[str, Any] = {
     **_GLOBALS,
-    "DeepSpeedConfig": InfinityConfig,
+    "DeepSpeedConfig": DeepSpeedConfig,
     "DeepSpeedConfigError": ConfigError,
     "DeepSpeedOptimizer": PagedOptimizer,
     "OnDevice": small_functions.OnDevice,
@@ -189,10 +190,14 @@ class _Part(ModuleType):
     """One of the modules below a package."""
 
     def __getattr__(self, name: str) -> Any:
-        whole = self.__name__.partition(".")[2]
-        raise AttributeError(
-            f"module '{self.__name__}' has no attribute '{name}'. {why_absent(f'{whole}.{name}')}", name=name, obj=self
-        )
+        _refuse(self, name)
+
+
+def _refuse(module: ModuleType, name: str) -> NoReturn:
+    whole = module.__name__.partition(".")[2]
+    raise AttributeError(
+        f"module '{module.__name__}' has no attribute '{name}'. {why_absent(f'{whole}.{name}')}", name=name, obj=module
+    )
 
 
 class _Explaining:
@@ -214,7 +219,9 @@ def install(package: ModuleType) -> None:
         if not hasattr(package, name):
             setattr(package, name, value)
     for name, content in _MODULES.items():
-        if f"{package.__name__}.{name}" in sys.modules:
+        there = sys.modules.get(f"{package.__name__}.{name}")
+        if there is not None:
+            vars(there).setdefault("__getattr__", functools.partial(_refuse, there))
             continue
         made = _Part(f"{package.__name__}.{name}", f"DeepSpeed's module {name}, as far as scripts need it.")
         made.__dict__.update(content)

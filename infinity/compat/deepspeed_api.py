@@ -152,7 +152,7 @@ _TORCHS = "makes an optimizer of torch's, which is what the config means by that
 _LEAF = "marks are kept, and mean nothing: what is called in another order is fetched all the same"
 
 DIFFERS = {
-    "DeepSpeedConfig": "`infinity.InfinityConfig`: has attributes of its own, and is a mapping of what the file says",
+    "DeepSpeedConfig": "loads an `infinity.InfinityConfig`: has attributes of its own, and is a mapping of what the file says",
     "DeepSpeedEngine": "`infinity.Engine`: pages what the budget does not hold, and gives the bits of plain torch",
     "DeepSpeedOptimizer": "the class of the optimizers that `initialize` returns",
     "OnDevice": "sets torch's default dtype and device, where DeepSpeed replaces torch's functions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,10 @@ class CheckpointCalls(ExportCalls):
         Raises:
             CheckpointError: the save before, which was not to block, has failed; or the client state cannot be written.
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
+            ValueError: ``save_dir`` is empty.
         """
+        if not os.fspath(save_dir):
+            raise ValueError('save_dir is empty. Pass a directory; "." is the current one')
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
         check_single_process("engine.save_checkpoint")

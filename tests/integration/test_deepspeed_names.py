@@ -268,6 +268,27 @@ def test_modules_are_attributes_too() -> None:
     assert deepspeed.utils.logger is deepspeed.utils.logging.logger
 
 
+def test_a_config_is_loaded_by_deepspeeds_class(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 2}')
+    loaded = [deepspeed.DeepSpeedConfig(each) for each in (str(path), {"train_batch_size": 2})]
+    assert loaded == [deepspeed.load_config(path)] * 2
+    assert all(isinstance(each, deepspeed.runtime.config.DeepSpeedConfig) for each in loaded)
+    with pytest.raises(ConfigError):
+        deepspeed.DeepSpeedConfig({"train_batch_siez": 2})
+
+
+def test_what_a_module_with_a_file_lacks_is_explained() -> None:
+    with pytest.raises(AttributeError, match=r"zero' has no attribute 'MiCS_Init'\. The nearest there is: zero\.Init"):
+        deepspeed.zero.MiCS_Init  # noqa: B018
+    assert deepspeed.get_accelerator().supported_dtypes()[0] is torch.float32
+
+
+def test_a_checkpoint_needs_a_directory(engine: Any) -> None:
+    with pytest.raises(ValueError, match="save_dir is empty"):
+        engine.save_checkpoint("")
+
+
 def test_messages_of_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     from infinity.runtime.utils import see_memory_usage  # type: ignore[import-not-found]
     from infinity.utils import log_dist, logger
