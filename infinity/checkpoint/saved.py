@@ -380,7 +380,12 @@ def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
             found.append((manifest.stat().st_mtime_ns, path.name))
     num_others = keep_last - 1 - (latest != newest)
     for _, name in sorted(found)[: max(len(found) - max(num_others, 0), 0)]:
-        (directory / name).replace(aside / f"old-{name}")
+        try:
+            (directory / name).replace(aside / f"old-{name}")
+        except OSError as error:  # the new one is complete, so this is no reason to say that it is not
+            logger.warning(
+                "the checkpoint '%s' stays, although it is older than keep_last: %s", directory / name, error
+            )
     sync_directory(directory)
 
 

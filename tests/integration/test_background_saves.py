@@ -285,3 +285,23 @@ def test_older_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
             engine.save_checkpoint(saved, tag="t7", keep_last=0)
     assert (saved / "mine" / "manifest.json").is_file() and (saved / "notes").is_file()
     assert not [path for path in saved.iterdir() if path.name.startswith(".")]
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, replace = tmp_path / "saved", Path.replace
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == saved / "t1":
+            raise PermissionError(1, "Operation not permitted")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with training(tmp_path / "drive", BF16) as engine:
+        steps_of(engine, 0)
+        for tag in ("t1", "t2", "t3"):
+            engine.save_checkpoint(saved, tag=tag, keep_last=1)
+    assert sorted(path.name for path in saved.iterdir()) == ["latest", "t1", "t3"]
+    assert (saved / "latest").read_text() == "t3" and Checkpoint.open(saved).verify()
+    assert f"'{saved / 't1'}' stays" in caplog.text
