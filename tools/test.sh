@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 make_environment dev,hf,plot
 
 export HF_HUB_OFFLINE=1 # no test downloads anything
+unset PYTHONDONTWRITEBYTECODE # some images set it; then each of the many processes would compile the packages anew
 python=.venv/bin/python
 began=$SECONDS
 
