@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,8 @@ class TiledWeight(torch.Tensor):
             return _linear(*args, **kwargs)
         if func is functional.embedding:
             return _embedding(*args, **kwargs)
-        weight = next(each for each in (*args, *kwargs.values()) if isinstance(each, TiledWeight))
-        if func in METADATA or func is torch.Tensor.untyped_storage:  # which nobody can read
+        weight = next(_weights_in((*args, *kwargs.values())))
+        if (func in METADATA and func not in _HOOKS) or func is torch.Tensor.untyped_storage:  # which nobody can read
             if func in _SETTING_GRAD:
                 for tile in weight.tiles.tiled.tiles:
                     func(tile, *args[1:], **kwargs)
@@ -136,6 +136,19 @@ class TiledWeight(torch.Tensor):
 
 
 _SETTING_GRAD: tuple[Any, ...] = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+_HOOKS: tuple[Any, ...] = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+"""They would never be called."""
+
+
+def _weights_in(arguments: Iterable[Any]) -> Iterator[TiledWeight]:
+    """Also those in lists."""
+    for each in arguments:
+        if isinstance(each, TiledWeight):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _weights_in(each)
 
 
 def _refused(weight: TiledWeight, function: Callable[..., Any]) -> UnsupportedModelError:

@@ -281,6 +281,10 @@ def test_what_needs_the_whole_weight_is_refused_by_name(tmp_path: Path) -> None:
             lambda: weight.mul_(2),
             lambda: weight[0],
             lambda: weight.t(),
+            lambda: torch.cat([torch.ones(1, _WIDTH), weight]),
+            lambda: torch.autograd.grad(torch.ones((), requires_grad=True), [weight]),
+            lambda: weight.register_hook(lambda gradient: gradient),
+            lambda: weight.register_post_accumulate_grad_hook(lambda parameter: None),
         ):
             with pytest.raises(UnsupportedModelError, match=r"embed\.weight.*tile_above"):
                 use()
