@@ -16,6 +16,7 @@ from infinity.checkpoint.state_access import StateAccess, in_memory_order
 from infinity.optim.groups import TiledGroups
 from infinity.optim.named_groups import in_order_of
 from infinity.paging.module_hooks import ModuleHooks
+from infinity.telemetry.progress import Note
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads
@@ -107,8 +108,8 @@ class Loading:
                 if found is not None:
                     buffer.copy_(found.read(self._threads))
 
-    def parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Weights and, of those that `optimizer` was told of, states."""
+    def parameters(self, parameters: Mapping[str, nn.Parameter], note: Note) -> None:
+        """Weights and, of those that `optimizer` was told of, states; ``note`` is told of bytes, unit after unit."""
         names = {id(part): fqn for fqn, parameter in parameters.items() for part in self._tiled.all_of(parameter)}
         for fqn, parameter in parameters.items():
             found = self._saved.tensor("parameters", fqn)
@@ -116,11 +117,13 @@ class Loading:
                 with torch.no_grad():
                     parameter.copy_(found.read(self._threads))
         for unit in self._module_hooks.units:
-            self._unit(unit, names)
+            note(self._unit(unit, names))
         for source in self._sources.values():
             source.end()
 
-    def _unit(self, unit: Unit, names: Mapping[int, str]) -> None:
+    def _unit(self, unit: Unit, names: Mapping[int, str]) -> int:
+        """Returns how many bytes it has."""
+        num_bytes = 0
         with ExitStack() as stack:
             sources: dict[tuple[int, str], Source] = {}
             frozen: list[tuple[nn.Parameter, SavedTensor]] = []
@@ -129,11 +132,13 @@ class Loading:
                 if not slot.spec.is_trainable:
                     if weight is not None:
                         frozen.append((parameter, weight))
+                        num_bytes += slot.numel * weight.dtype.itemsize
                     continue
                 kinds: dict[str, SavedTensor | torch.Tensor] = dict(self._states.get(id(parameter), {}))
                 if weight is not None:
                     kinds[WEIGHT] = weight
                 for kind, value in kinds.items():
+                    num_bytes += slot.numel * value.dtype.itemsize
                     sources[slot.index, kind] = self._source(slot, value, stack)
             if sources:
                 with self._access.replacing(unit) as stream:
@@ -143,6 +148,7 @@ class Loading:
                     source.end()
         for parameter, weight in frozen:
             self._access.load_main_weight(parameter, self._copied(parameter, weight))
+        return num_bytes
 
     def _source(self, slot: Slot, value: SavedTensor | torch.Tensor, stack: ExitStack) -> Source:
         if isinstance(value, SavedTensor) and value.shape != slot.spec.shape:

@@ -29,6 +29,7 @@ from infinity.errors import StorageError, format_bytes
 from infinity.optim.groups import TiledParameter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
+from infinity.telemetry.progress import Note, progress
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
 from infinity.units.unit import Unit
@@ -51,12 +52,19 @@ class Weights:
         main_weights: copies of the fp32 main weights of some of a unit's parameters, by slot index; of a frozen one, of its
             weight.
         directories: for large tensors that are made on the way.
+        shows_progress: on the terminal.
     """
 
     module_hooks: ModuleHooks
     pager: Pager
     main_weights: Callable[[Unit, Sequence[Slot]], Mapping[int, torch.Tensor]]
     directories: Sequence[Path]
+    shows_progress: bool = False
+
+    def progress(self, shards: Sequence[Sequence[Entry]]) -> contextlib.AbstractContextManager[Note]:
+        """See `infinity.telemetry.progress`."""
+        total = sum(entry.num_bytes for shard in shards for entry in shard)
+        return progress("saving weights", total, is_shown=self.shows_progress)
 
 
 def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool = False) -> None:
@@ -87,7 +95,8 @@ def save_units(weights: Weights, directory: Path, filename: str, *, trained_only
             list(group)
             for _, group in itertools.groupby(_entries(weights, trained_only=trained_only), lambda e: e.source)
         ]
-        write_shards(shards, directory, stem, functools.partial(save_configs, model), has_index=True)
+        with weights.progress(shards) as note:
+            write_shards(shards, directory, stem, functools.partial(save_configs, model), has_index=True, note=note)
 
 
 def save_pretrained(
@@ -110,7 +119,8 @@ def save_pretrained(
         entries = original_entries(model, _entries(weights, dtype=dtype), weights.directories)
         shards = cut(entries, max_shard_bytes)
         configs = functools.partial(save_configs, model, dtype=dtype or _dtype_of(model))
-        write_shards(shards, directory, "model", configs, has_index=len(shards) > 1)
+        with weights.progress(shards) as note:
+            write_shards(shards, directory, "model", configs, has_index=len(shards) > 1, note=note)
 
 
 def cut(entries: Sequence[Entry], max_shard_bytes: int) -> list[list[Entry]]:

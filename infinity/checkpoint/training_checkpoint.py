@@ -31,6 +31,7 @@ from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
+from infinity.telemetry.progress import progress
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
 from infinity.units.layout import Slot
@@ -190,11 +191,13 @@ class Saving:
         keep_last: int | None = None,
         is_watching: bool = False,
         excludes_frozen: bool = False,
+        shows_progress: bool = False,
     ) -> None:
         """
         Args:
             is_watching: training goes on during `run`, so weights that rest in memory are compared before and after.
             excludes_frozen: leave parameters out that are frozen; buffers stay.
+            shows_progress: on the terminal, see `infinity.telemetry.progress`.
 
         Raises:
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
@@ -218,6 +221,8 @@ class Saving:
             files = stack.enter_context(
                 writing(directory, tag, specs, is_latest=is_latest, keep_last=keep_last, num_threads=num_threads)
             )
+            total = sum(each.numel * each.torch_dtype.itemsize for each in specs)
+            self._note = stack.enter_context(progress("saving a checkpoint", total, is_shown=shows_progress))
             opened: dict[ArraySpec, ArrayWriter] = {}
 
             def open_array(spec: ArraySpec) -> ArrayWriter:
@@ -240,6 +245,8 @@ class Saving:
                 with training.pager.opened(self._units[index]):
                     for each in members:
                         _write_planned(open_array, each)
+                        if each.slot is not None:
+                            self._note(each.slot.numel * each.spec.torch_dtype.itemsize)
             files.write_rest({"client_state": dict(client_state), **optimizer, **training.read_rest()})
             self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].stays_resident}
             self._stack = stack.pop_all()
@@ -256,6 +263,7 @@ class Saving:
                 for part in self._records.parts(self._in_turn(), self._ahead_bytes):
                     index = part.unit.index
                     sink = self._sinks.get((index, part.slot.index, part.kind))
+                    self._note(part.values.nbytes)
                     if sink is not None and sink.write(part.values):
                         self._one_is_saved(index)
                 for sink in self._sinks.values():
@@ -442,6 +450,7 @@ def load(
     with_optimizer: bool,
     with_scheduler: bool,
     only_module: bool,
+    shows_progress: bool,
     changing: contextlib.AbstractContextManager[None],
 ) -> dict[str, Any]:
     """Read a checkpoint into model, optimizer and scheduler. Returns all that is no large tensor.
@@ -465,9 +474,10 @@ def load(
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
             loading.optimizer(training.optimizer, rest, parameters, is_strict=is_strict)
-        with changing, one_thread():
+        total = sum(each.num_bytes for each in saved.tensors if with_optimizer or each.kind == WEIGHT)
+        with changing, one_thread(), progress("loading a checkpoint", total, is_shown=shows_progress) as note:
             loading.buffers(buffers)
-            loading.parameters(parameters)
+            loading.parameters(parameters, note)
     if (
         not only_module
         and with_scheduler

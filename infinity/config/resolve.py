@@ -302,6 +302,7 @@ def _resolve_infinity(
         page_bytes=page_bytes,
         prefetch=block.prefetch,
         keep_in_memory=block.keep_in_memory and durable is None,
+        progress_bars=block.progress_bars,
         drive_tbw=block.drive_tbw,
         units=block.units,
         tile_above=block.tile_above,

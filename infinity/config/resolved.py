@@ -143,6 +143,7 @@ class InfinitySection:
         page_bytes: size of a page of the staging arena.
         prefetch: whether units are read ahead of need.
         keep_in_memory: whether what the budgets leave keeps weights and states off the drives.
+        progress_bars: whether what takes seconds shows on a terminal how far it is.
         drive_tbw: terabytes that all NVMe drives together are rated to take; None if nobody said.
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         tile_above: bytes of the largest weight of a linear layer or embedding that is used whole; None: all are.
@@ -181,6 +182,7 @@ class InfinitySection:
     durable: DurableSection | None = None
     tile_above: int | None = None
     update_workers: int | None = None
+    progress_bars: bool = True
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from infinity.paging.residency import Residency
 from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
 from infinity.planning.plan_tracker import PlanTracker, first_plan
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
+from infinity.telemetry.progress import Note, progress
 from infinity.threads.turn import Turn
 from infinity.tiers.user_copies import UserCopies
 from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
@@ -252,7 +253,11 @@ def build(
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(module_hooks.uninstall)
     goes_on = durable is not None and durable.goes_on
-    _take_over(units, originals, access, pager.residency, storage, parameter_handler, device, is_stored=goes_on)
+    total = sum(unit.num_bytes for unit in units)
+    with progress("building the engine", total, is_shown=config.infinity.progress_bars) as note:
+        _take_over(
+            units, originals, access, pager.residency, storage, parameter_handler, device, is_stored=goes_on, note=note
+        )
     loose = LooseParameters(template) if engine is None else engine.loose
     step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names, loose)
     stepper = Stepper(
@@ -351,6 +356,7 @@ def _take_over(
     device: ComputeDevice,
     *,
     is_stored: bool,
+    note: Note,
 ) -> None:
     """Store unit after unit, and let go of each one's original tensors as soon as it is stored.
 
@@ -368,3 +374,4 @@ def _take_over(
             parameter.grad = None
             hold(parameter, parameter_handler, slot.spec.dtype, device.torch_device)
         residency.evict(unit)
+        note(unit.num_bytes)

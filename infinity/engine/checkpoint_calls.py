@@ -90,6 +90,7 @@ class CheckpointCalls(ExportCalls):
             keep_last=keep_last,
             is_watching=not blocking,
             excludes_frozen=exclude_frozen_parameters,
+            shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
         )
         if blocking:
             saving.run()
@@ -194,6 +195,7 @@ class CheckpointCalls(ExportCalls):
             with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,
             only_module=load_module_only,
+            shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
             changing=self._changing(folder),
         )
         if not load_module_only:

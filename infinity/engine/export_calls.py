@@ -82,4 +82,7 @@ class ExportCalls(DeepSpeedNames):
 
     def _weights(self) -> Weights:
         parts = self._parts
-        return Weights(parts.module_hooks, parts.pager, parts.access.main_weights, self.config.nvme_paths)
+        shows_progress = self.config.infinity.progress_bars
+        return Weights(
+            parts.module_hooks, parts.pager, parts.access.main_weights, self.config.nvme_paths, shows_progress
+        )

@@ -102,6 +102,9 @@ class InfinityBlock(Block):
     """Read ahead in the order of the last step; `false` reads on demand."""
     keep_in_memory: Flag = True
     """What the budgets leave over keeps weights and states off the drives; `false` leaves it unused."""
+    progress_bars: Flag = True
+    """Where stderr is a terminal, what takes more than 2 seconds (building the engine, saving, loading, export) shows there
+    how far it is and what time is left."""
     durable: Flag = False
     """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
     runs](../infinity/README.md#durable-runs)."""

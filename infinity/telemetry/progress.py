@@ -1,0 +1,58 @@
+"""A line on the terminal for what takes seconds, with the time that is left. Nothing of it goes to a log or a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from infinity.errors import format_bytes
+
+Note = Callable[[int], None]
+"""Is told of bytes that are done."""
+
+_FIRST_SECONDS, _BETWEEN_SECONDS = 2.0, 0.2
+
+
+def silent(num_bytes: int) -> None:
+    """A `Note` that shows nothing."""
+
+
+@contextmanager
+def progress(what: str, total_bytes: int, *, is_shown: bool) -> Iterator[Note]:
+    """Gives a function that takes note of bytes; after 2 seconds a line says how many, and what time is left.
+
+    Args:
+        what: is being done.
+        total_bytes: in all.
+        is_shown: False: nowhere. It is shown on stderr, and only if that is a terminal.
+    """
+    terminal = sys.stderr
+    if not is_shown or not total_bytes or terminal is None or not terminal.isatty():
+        yield silent
+        return
+    began = shown = time.monotonic()
+    done = 0
+
+    def note(num_bytes: int) -> None:
+        nonlocal done, shown
+        done += num_bytes
+        now = time.monotonic()
+        if now - began < _FIRST_SECONDS or now - shown < _BETWEEN_SECONDS or not done:
+            return
+        shown = now
+        left = max((now - began) * (total_bytes - done) / done, 0)
+        line = f"{what}: {min(done / total_bytes, 1):.0%} of {format_bytes(total_bytes)}, {left:.0f} s left"
+        terminal.write(f"\r\033[K{line}")
+        terminal.flush()
+
+    try:
+        yield note
+    finally:
+        if shown > began:
+            terminal.write("\r\033[K")
+            terminal.flush()
+
+
+__all__ = ["Note", "progress", "silent"]
