@@ -137,12 +137,8 @@ class DeviceGradients(Gradients):
         source = self._gradients[piece.slot.index][piece.start : piece.stop]
         if source.device == scratch.device:
             return scratch.copy_(source)
-        if source.dtype == scratch.dtype:
-            self._device.download(scratch, source, self._after)
-            return scratch
-        landing = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-        self._device.download(landing, source, self._after)
-        return scratch.copy_(landing)
+        self._device.download(scratch, source, self._after)
+        return scratch
 
     def release(self) -> None:
         self._gradients.clear()

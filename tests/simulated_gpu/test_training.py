@@ -68,7 +68,6 @@ ROWS = (
     Row(offload_param="cpu", accumulation=3, clipping=True, prefetch=False),
     Row(offload_param="cpu", offload_optimizer="none", dtype="bf16"),
     Row(offload_param="none", page="small", dtype="bf16", clipping=True),
-    Row(offload_param="none", offload_optimizer="none", dtype="bf16", page="small"),
     Row(offload_param="none", offload_optimizer="none", accumulation=3, optimizer="groups"),
     Row(offload_optimizer="none", budget="tight", clipping=True, checkpointing="non_reentrant"),
     Row(offload_optimizer="cpu", page="auto", dtype="bf16"),
@@ -77,6 +76,7 @@ ROWS = (
     Row(budget="everything", dtype="bf16"),
     Row(budget="everything", clipping=True, page="small", update="deferred", checkpointing="non_reentrant"),
     Row(budget="everything", accumulation=3, dtype="bf16", main_weights="fp32", loop="plain"),
+    Row(offload_param="none", offload_optimizer="none", dtype="bf16", page="small"),
 )
 ROWS = tuple(dataclasses.replace(row, workers=WORKERS[number % 4]) for number, row in enumerate(ROWS))
 
@@ -151,6 +151,7 @@ def _engine(
     directory: Path,
     gradient_accumulation_steps: int = 1,
     offload_param: dict[str, str] | None = None,
+    offload_optimizer: dict[str, str] | None = None,
     gradient_clipping: float = 0.0,
     **own: Any,
 ) -> Any:
@@ -162,7 +163,11 @@ def _engine(
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "gradient_clipping": gradient_clipping,
         "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, "offload_param": offload_param or nvme, "offload_optimizer": nvme},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload_param or nvme,
+            "offload_optimizer": offload_optimizer or nvme,
+        },
         "infinity": {"host_memory_budget": "64MiB", **own},
     }
     return infinity.initialize(model=model, config=config)[0]
@@ -225,3 +230,16 @@ def test_how_often_forward_and_backward_wait_for_the_device(
             found = [each for each in list(device.synchronisations) if " in infinity-" not in each]
             engine.step()
     assert len(found) == num_allowed, found
+
+
+def test_an_update_on_the_device_asks_it_for_no_number(tmp_path: Path, device: SimulatedGpu) -> None:
+    none = {"device": "none"}
+    with _engine(device, tmp_path, offload_param=none, offload_optimizer=none) as engine:
+        for _ in range(3):
+            device.synchronisations.clear()
+            engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
+            engine.step()
+            engine.flush()
+            found = [each for each in device.synchronisations if " in infinity-update" in each]
+    assert len(found) == 8, found
+    assert all(each.startswith("synchronize") for each in found), "one for each unit, when all of it is launched"

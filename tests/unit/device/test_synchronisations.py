@@ -51,7 +51,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "gradients/sources.py": {
         "device.download(landing, source, device.mark())": "in backward, once for each unit whose gradients wait for the step",
         "self._device.download(scratch, source, self._after)": _BACKGROUND,
-        "self._device.download(landing, source, self._after)": _BACKGROUND,
         "self.flat.tensor().numpy()": _HOST,
     },
     "loop/grad_access.py": {
