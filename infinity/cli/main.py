@@ -9,10 +9,11 @@ from rich.console import Console
 
 from infinity.cli.export import add as add_export
 from infinity.cli.import_deepspeed import add as add_import_deepspeed
+from infinity.cli.launch import add as add_launch
 from infinity.errors import InfinityError
 from swapper import SwapperError
 
-_COMMANDS = (add_export, add_import_deepspeed)
+_COMMANDS = (add_export, add_import_deepspeed, add_launch)
 """Each makes a parser of its own, and sets what runs the command as its default of ``run``."""
 
 
@@ -22,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: those after ``python -m infinity``; None: this process's.
     """
-    parser = argparse.ArgumentParser(prog="python -m infinity", description="Works on checkpoints without a training.")
+    parser = argparse.ArgumentParser(
+        prog="python -m infinity", description="Works on checkpoints, and starts trainings on several hosts."
+    )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in _COMMANDS:
         add(subparsers)

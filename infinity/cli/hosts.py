@@ -1,0 +1,66 @@
+"""DeepSpeed's hostfile, and which of its hosts and slots take part. Knows texts; must not know processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from infinity.errors import ConfigError
+
+Hosts = dict[str, list[int]]
+"""Host -> its slots (GPUs) that take part, in order."""
+
+
+def read_hostfile(path: Path) -> Hosts:
+    """Lines like ``worker-1 slots=8``; what follows a ``#`` is a comment.
+
+    Raises:
+        ConfigError: a line is none of these, a host stands there twice, or there is no host.
+    """
+    found: Hosts = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        if match is None:
+            raise ConfigError(f"{path}, line {number}: '{text}' is no host. Write it as: worker-1 slots=8")
+        if match[1] in found:
+            raise ConfigError(f"{path}, line {number}: {match[1]} stands there twice. Add its slots up in one line")
+        found[match[1]] = list(range(int(match[2])))
+    if not found:
+        raise ConfigError(f"{path}: there is no host in it. Write one in each line, as: worker-1 slots=8")
+    return found
+
+
+def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
+    """What ``include`` names, or all but what ``exclude`` names: ``worker-1@worker-2:0,2`` is one host, and two slots of another.
+
+    Raises:
+        ConfigError: both are given, they name what is not there, or nothing is left.
+    """
+    if include and exclude:
+        raise ConfigError("--include and --exclude are both given. Take one")
+    if not include and not exclude:
+        return hosts
+    named: dict[str, set[int]] = {}
+    for part in (include or exclude).split("@"):
+        host, _, slots = part.strip().partition(":")
+        known = hosts.get(host)
+        if known is None:
+            raise ConfigError(f"'{host}' is not in the hostfile. Its hosts are: {', '.join(hosts)}")
+        try:
+            numbers = {int(slot) for slot in slots.split(",")} if slots else set(known)
+        except ValueError:
+            raise ConfigError(f"'{part}': slots are numbers. Write them as {host}:0,1") from None
+        if not numbers <= set(known):
+            raise ConfigError(f"'{part}': {host} has the slots 0 to {len(known) - 1}. Name some of these")
+        named[host] = named.get(host, set()) | numbers
+    left = {
+        host: [slot for slot in slots if (slot in named.get(host, ())) == bool(include)]
+        for host, slots in hosts.items()
+    }
+    left = {host: slots for host, slots in left.items() if slots}
+    if not left:
+        raise ConfigError(f"--exclude {exclude}: no slot is left. Exclude fewer")
+    return left

@@ -1,0 +1,89 @@
+"""`python -m infinity launch`: which hosts, with which command; shown with an ssh of our own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.cli.hosts import chosen, read_hostfile
+from infinity.cli.main import main
+from infinity.errors import ConfigError
+
+_HOSTS = {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hostfile"
+    path.write_text("# ours\nworker-1 slots=4\n\nworker-2 slots=2 # the small one\n")
+    return path
+
+
+def _fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """Writes its arguments, each on a line, to a file with the host's name."""
+    path = directory / "ssh"
+    path.write_text(
+        f'#!/bin/sh\nhost=$(eval echo \\${{$(($# - 1))}})\nprintf "%s\\n" "$@" > {directory}/$host\n{then}\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory), prepend=":")
+
+
+def test_a_hostfile_and_a_choice_of_it(hostfile: Path) -> None:
+    assert read_hostfile(hostfile) == _HOSTS
+    assert chosen(_HOSTS, "", "") == _HOSTS
+    assert chosen(_HOSTS, "worker-2@worker-1:0,2", "") == {"worker-1": [0, 2], "worker-2": [0, 1]}
+    assert chosen(_HOSTS, "", "worker-2@worker-1:0") == {"worker-1": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("text", ["worker-1", "worker-1 slots=x", "a slots=1\na slots=2", "# nobody"])
+def test_hostfiles_that_are_refused(text: str, hostfile: Path) -> None:
+    hostfile.write_text(text)
+    with pytest.raises(ConfigError, match="hostfile"):
+        read_hostfile(hostfile)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude"),
+    [("worker-3", ""), ("worker-2:2", ""), ("worker-2:a", ""), ("", "worker-1@worker-2"), ("worker-1", "worker-2")],
+)
+def test_choices_that_are_refused(include: str, exclude: str) -> None:
+    with pytest.raises(ConfigError):
+        chosen(_HOSTS, include, exclude)
+
+
+def test_torchrun_on_each_host(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake_ssh(tmp_path, monkeypatch, "exit 0")
+    monkeypatch.setenv("NCCL_DEBUG", "a b")
+    options = ["--hostfile", str(hostfile), "--exclude", "worker-1:0", "--num_gpus", "2", "--ssh_port", "2222"]
+    assert main(["launch", *options, "train.py", "--lr", "it's 1"]) == 0
+    for rank, (host, slots) in enumerate({"worker-1": "1,2", "worker-2": "0,1"}.items()):
+        *before, there = (tmp_path / host).read_text().splitlines()
+        assert before == ["-tt", "-o", "BatchMode=yes", "-p", "2222", host]
+        words = shlex.split(there)
+        assert words[:3] == ["cd", str(Path.cwd()), "&&"]
+        assert {f"CUDA_VISIBLE_DEVICES={slots}", "NCCL_DEBUG=a b", f"--node-rank={rank}"} <= set(words)
+        assert words[words.index(sys.executable) : words.index(f"--node-rank={rank}")] == [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2")
+        ]
+        assert words[-6:] == [
+            *("--nproc-per-node=2", "--master-addr=worker-1", "--master-port=29500", "train.py", "--lr", "it's 1")
+        ]
+
+
+def test_a_host_that_fails_ends_the_others(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fake_ssh(tmp_path, monkeypatch, '[ "$host" = worker-2 ] && exit 3; exec sleep 1000')
+    assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 1
+    assert "worker-2 ended with status 3" in capsys.readouterr().err
+
+
+def test_one_host_needs_no_ssh(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n")
+    assert main(["launch", "--num_gpus", "2", "--master_port", "0", str(script), str(tmp_path)]) == 0
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
