@@ -43,7 +43,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "engine/engine.py": {"float(norm)": "after the step, where it was asked for or is to be shown"},
     "engine/train_batch.py": {"bool(taken)": _NO_TENSOR},
     "gradients/averaged_grads.py": {
-        "int(norm.detach().cpu().float().view(torch.int32))": "once for each gradient and rank, before it is compared",
+        "int(norm.detach().cpu().float().view(torch.int32))": "once a step, where there are several ranks",
         "norm.detach().cpu()": "likewise",
         "torch.tensor(of_ranks, dtype=torch.int32, device='cpu').view(torch.float32).tolist()": _HOST,
     },
