@@ -1,0 +1,21 @@
+"""Weights at rest in host memory, for a device whose copies are late."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.tiers.host_weights import HostWeights
+from tests.lazy_device import LazyDevice
+
+
+def test_they_are_overwritten_when_no_copy_reads_them_any_more() -> None:
+    device = LazyDevice()
+    weights = HostWeights(64, device)
+    weights.present.fill_(1)
+    flat = device.allocate_flat(64)
+    arrival = weights.fetch(flat)
+    weights.write(0, torch.full((64,), 2, dtype=torch.uint8))
+    arrival.wait()
+    assert bool((flat.tensor() == 1).all())
+    assert bool((weights.present == 2).all())
+    weights.release()
