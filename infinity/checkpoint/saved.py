@@ -15,6 +15,7 @@ import errno
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -355,6 +356,9 @@ def writing(
             with staging.file(LATEST) as file:
                 file.write(tag.encode())
             with locked(directory):
+                newest = max((since for since, _ in _complete(directory)), default=0)
+                now = max(time.time_ns(), newest + 1)  # a clock may go back
+                os.utime(folder / MANIFEST, ns=(now, now))
                 exchange(folder, directory / tag)
                 if is_latest:
                     staging.publish([], [], (LATEST, LATEST), lambda name: False)
@@ -368,18 +372,22 @@ def writing(
         ) from error
 
 
-def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
-    """Move the oldest checkpoints to ``aside``: complete ones, but neither the newest nor the one that ``latest`` names."""
-    latest = (directory / LATEST).read_text() if (directory / LATEST).is_file() else newest
+def _complete(directory: Path) -> list[tuple[int, str]]:
+    """The complete checkpoints in it, oldest first: since when, in nanoseconds, and the tag."""
     found: list[tuple[int, str]] = []
     for path in directory.iterdir():
         manifest = path / MANIFEST
-        if path.is_symlink() or path.name.startswith(".") or path.name in (newest, latest):
-            continue
-        if manifest.is_file() and is_manifest(manifest):
+        if not path.is_symlink() and not path.name.startswith(".") and manifest.is_file() and is_manifest(manifest):
             found.append((manifest.stat().st_mtime_ns, path.name))
+    return sorted(found)
+
+
+def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
+    """Move the oldest checkpoints to ``aside``: complete ones, but neither the newest nor the one that ``latest`` names."""
+    latest = (directory / LATEST).read_text() if (directory / LATEST).is_file() else newest
+    found = [name for _, name in _complete(directory) if name not in (newest, latest)]
     num_others = keep_last - 1 - (latest != newest)
-    for _, name in sorted(found)[: max(len(found) - max(num_others, 0), 0)]:
+    for name in found[: max(len(found) - max(num_others, 0), 0)]:
         try:
             (directory / name).replace(aside / f"old-{name}")
         except OSError as error:  # the new one is complete, so this is no reason to say that it is not

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.saved import Checkpoint
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
 from infinity.errors import CheckpointError, StorageError
@@ -272,6 +274,9 @@ def test_older_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
         steps_of(engine, 0)
         for tag in ("t1", "t2", "t3"):
             engine.save_checkpoint(saved, tag=tag)
+            in_an_hour = time.time_ns() + 3600 * 10**9
+            if tag == "t1":  # and then somebody sets the clock right
+                os.utime(saved / tag / MANIFEST, ns=(in_an_hour, in_an_hour))
         engine.save_checkpoint(saved, tag="t4", keep_last=3)
         assert names() == ["t2", "t3", "t4"]
         engine.save_checkpoint(saved, tag="t5", keep_last=2, save_latest=False)
