@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,8 +48,10 @@ _FILE_BYTES = 12 << 10
 LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
 WEIGHT = "weight"
 """The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
-EXCLUDED = "excluded"
-"""What `Checkpoint.excluded` is called in the file."""
+T = TypeVar("T")
+
+EXCLUDED, TIED = "excluded", "tied"
+"""What `Checkpoint.excluded` and `Checkpoint.tied` are called in the file."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,20 @@ class Checkpoint:
         Raises:
             CheckpointError: it is damaged.
         """
+        return self._names(EXCLUDED, lambda found: [str(fqn) for fqn in found or []])
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further FQNs of parameters and buffers -> that under which they are saved.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self._names(TIED, lambda found: {str(fqn): str(first) for fqn, first in (found or {}).items()})
+
+    def _names(self, key: str, read: Callable[[Any], T]) -> T:
         try:
-            found = json.loads(read_checked(self.folder, self._manifest, REST)).get(EXCLUDED, [])
-            return [str(fqn) for fqn in found]
+            return read(json.loads(read_checked(self.folder, self._manifest, REST)).get(key))
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(self.folder / REST, "it is not what a checkpoint has") from error
 
@@ -453,6 +466,7 @@ __all__ = [
     "LATEST",
     "OBJECTS",
     "REST",
+    "TIED",
     "WEIGHT",
     "Checkpoint",
     "CheckpointFiles",

@@ -21,7 +21,7 @@ from torch import nn
 from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
-from infinity.checkpoint.saved import EXCLUDED, Checkpoint, OpenArray, find, writing
+from infinity.checkpoint.saved import EXCLUDED, TIED, Checkpoint, OpenArray, find, writing
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, UnsupportedModelError
@@ -35,7 +35,7 @@ from infinity.telemetry.progress import progress
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
 from infinity.units.layout import Slot
-from infinity.units.tiles import tiled_in, whole_parameters
+from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads
 
@@ -99,7 +99,9 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
             is_last = tiled is None or number == len(tiled.tiles) - 1
             found.append(_Planned(spec, None, unit, slot, is_first=not number, is_last=is_last))
     found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in buffers_of(training.model).items()]
-    beside: dict[str, Any] = {EXCLUDED: list(dict.fromkeys(excluded.values()))} if excluded else {}
+    beside: dict[str, Any] = {TIED: _tied(training.model)}
+    if excluded:
+        beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
     if training.optimizer is None:
         return found, beside
     saved = training.optimizer.state_dict()
@@ -126,6 +128,18 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
     named = {key: names[id(p)] for key, p in zip(ids, parameters, strict=True) if id(p) in names}
     optimizer = {**beside, "param_groups": saved["param_groups"], "states": states, "others": others}
     return found, {**optimizer, "names": named} if len(named) == len(ids) else optimizer
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Further FQN of a parameter or buffer -> the first one."""
+    first: dict[int, str] = {}
+    found = {}
+    for each in (model.named_parameters, model.named_buffers):
+        for name, tensor in each(remove_duplicate=False):
+            fqn = untiled_name(name)
+            if first.setdefault(id(tensor), fqn) != fqn:
+                found[fqn] = first[id(tensor)]
+    return found
 
 
 def _frozen(training: Training) -> dict[int, str]:

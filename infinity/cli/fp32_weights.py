@@ -20,7 +20,7 @@ from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigValueError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LazyTensor:
     """A tensor that is read when it is asked for."""
 
@@ -57,7 +57,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         lazy_mode: give a `LazyTensor` for each; False: tensors on the CPU.
 
     Returns:
-        FQN -> tensor, for ``load_state_dict``. A tied weight is there under one of its names.
+        FQN -> tensor, for ``load_state_dict``. A tied weight is one tensor under all of its names.
 
     Raises:
         CheckpointError: there is none, or it is damaged; one of DeepSpeed's is first to be converted by
@@ -75,7 +75,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy = {
         fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()
     }
-    return dict(lazy) if lazy_mode else {fqn: each.contiguous() for fqn, each in lazy.items()}
+    lazy |= {fqn: lazy[first] for fqn, first in checkpoint.tied.items() if first in lazy and fqn not in lazy}
+    return dict(lazy) if lazy_mode else _read(lazy)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | Path, tag: Any = None) -> nn.Module:
@@ -121,11 +122,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     names = [f"pytorch_model-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else ["pytorch_model.bin"]
     for name, shard in zip(names, shards, strict=True):
-        torch.save({fqn: lazy[fqn].contiguous() for fqn in shard}, output / name)
+        torch.save(_read({fqn: lazy[fqn] for fqn in shard}), output / name)
     if len(names) > 1:
         found = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn in shard}
-        index = {"metadata": {"total_size": sum(map(_num_bytes, lazy.values()))}, "weight_map": found}
+        index = {"metadata": {"total_size": sum(map(_num_bytes, dict.fromkeys(lazy.values())))}, "weight_map": found}
         (output / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _read(lazy: dict[str, LazyTensor]) -> dict[str, torch.Tensor]:
+    """What is tied is one tensor."""
+    tensors = {each: each.contiguous() for each in dict.fromkeys(lazy.values())}
+    return {fqn: tensors[each] for fqn, each in lazy.items()}
 
 
 def _num_bytes(tensor: LazyTensor) -> int:
@@ -133,14 +140,19 @@ def _num_bytes(tensor: LazyTensor) -> int:
 
 
 def _shards(tensors: dict[str, LazyTensor], limit_bytes: int) -> Iterator[list[str]]:
+    """Names of the tensors in each file. What is tied comes together, and counts once."""
+    names: dict[LazyTensor, list[str]] = {}
+    for fqn, tensor in tensors.items():
+        names.setdefault(tensor, []).append(fqn)
     shard: list[str] = []
     used = 0
-    for fqn, tensor in tensors.items():
-        if shard and used + _num_bytes(tensor) > limit_bytes:
+    for tensor, tied in names.items():
+        num_bytes = _num_bytes(tensor)
+        if shard and used + num_bytes > limit_bytes:
             yield shard
             shard, used = [], 0
-        shard.append(fqn)
-        used += _num_bytes(tensor)
+        shard += tied
+        used += num_bytes
     yield shard
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -509,3 +509,37 @@ def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
     assert index["weight_map"].keys() == found.keys()
     with pytest.raises(ConfigError, match="exclude_frozen"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(16, 8), nn.BatchNorm1d(8)
+        self.head, self.again = nn.Linear(8, 16, bias=False), self.norm
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", self.head(self.again(self.norm(self.embedding(tokens)))).square().mean())
+
+
+def test_fp32_weights_have_all_names_of_what_is_tied(tmp_path: Path) -> None:
+    from infinity.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
+
+    engine, *_ = deepspeed.initialize(model=_Tied(), config=everything_on_nvme(tmp_path))
+    with engine:
+        engine.backward(engine(torch.arange(4)))
+        engine.step()
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "out", "200B")
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    files = [torch.load(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
+    assert len(files) > 1
+    for each in (found, {name: value for file in files for name, value in file.items()}):
+        model = _Tied()
+        model.load_state_dict(each)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        assert each["head.weight"].data_ptr() == each["embedding.weight"].data_ptr()
