@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from bench.cgroup import Cgroup, block_device, why_unavailable
+from infinity.threads import turn
+from infinity.threads.turn import trusts
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("INFINITY_DEBUG", "1")  # before the packages are imported, which check changes of states then
@@ -66,6 +68,15 @@ def environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def no_turn_left_open() -> Iterator[None]:
+    """Else the process's main thread looks at memory unguarded in all tests to come."""
+    yield
+    if trusts():
+        turn._part.depth = 0
+        pytest.fail("the test has left a turn open")
 
 
 @pytest.fixture

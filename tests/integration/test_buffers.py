@@ -119,6 +119,7 @@ def test_the_config_casts_buffers(tmp_path: Path) -> None:
         assert torch.equal(engine(x), plain(x))
 
 
+@pytest.mark.filterwarnings("ignore::infinity.errors.OtherNumbersWarning")  # fp64 parameters are trained in fp32
 @pytest.mark.parametrize("came", [torch.bfloat16, torch.float64])
 def test_buffers_of_a_model_that_is_cast_to_fp32_as_a_whole_go_with_it(came: torch.dtype, tmp_path: Path) -> None:
     model = Positions().to(came)
