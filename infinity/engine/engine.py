@@ -441,11 +441,17 @@ class Engine(Relayout):
 
         After an update in backward was cut off, weights are between two steps; this accepts them as they are.
         """
+        self._forget_calls()
         self._abandon_forward()
         self._stepper.clear()
         self._guard.cut_off()
         self._forget_gradients()
         self.micro_steps -= self.micro_steps % self._accumulation_steps
+
+    def _forget_calls(self) -> None:
+        """An interrupt may have kept calls of this thread from ending their turns."""
+        if not any(unit.gathered for unit in self._residency.units):  # whose turn lasts beyond a call
+            self._pager.turn.be_outermost()
 
     def resume(self) -> None:
         """In a durable run, go on from its newest commit, if there is one. `infinity.initialize` does that."""
@@ -501,6 +507,7 @@ class Engine(Relayout):
         if self._shutdown.is_over:
             return
         refuse_in_between("engine.close()")
+        self._forget_calls()
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             rest.callback(self._guard.move_to, Phase.CLOSED)

@@ -62,7 +62,8 @@ _turns: weakref.WeakSet[Turn] = weakref.WeakSet()
 class _Part(threading.local):
     """Whether the present thread takes part in a turn of some engine."""
 
-    depth = 0
+    turns: frozenset[int] = frozenset()
+    """By identity; of those that are lent to it, another one each time."""
     torch_function: Any = None
 
 
@@ -76,20 +77,21 @@ def in_backward() -> bool:
 
 def trusts() -> bool:
     """Whether the calling thread may compute with parameters that are open, without asking."""
-    return _part.depth > 0
+    return bool(_part.turns)
 
 
-def _trust() -> dict[str, Any]:
-    """The calling thread takes part from now on. Returns what `_distrust` needs, which any thread may call."""
-    part = vars(_part)
-    part["depth"] = part.get("depth", 0) + 1
+def _trust(part: dict[str, Any], turn: int) -> None:
+    """The thread that has ``part`` takes part in that turn from now on; once more changes nothing."""
+    part["turns"] = part.get("turns", frozenset()) | {turn}
     part["torch_function"] = no_override
-    return part
 
 
-def _distrust(part: dict[str, Any]) -> None:
-    part["depth"] = part.get("depth", 0) - 1
-    if part["depth"] <= 0:
+def _distrust(part: dict[str, Any], turn: int) -> None:
+    """Not any more, if it did. Any thread may call it."""
+    left = part.get("turns", frozenset()) - {turn}
+    if left:
+        part["turns"] = left
+    else:
         part.clear()
 
 
@@ -117,6 +119,12 @@ class _Share:
         self.part = part
         self.inside = inside
         """The code of the function that it lasts as long as; None: for what ends it in any case."""
+
+
+def _end_shares(shares: dict[int, _Share], turn: int) -> None:
+    """The turn is garbage, and may never have been ended."""
+    for share in list(shares.values()):
+        _distrust(share.part, turn)
 
 
 class TurnRules(Protocol):
@@ -163,6 +171,7 @@ class Turn:
         self._num_moves = 0
         self._is_forked = False
         _turns.add(self)
+        weakref.finalize(self, _end_shares, self._shares, id(self)).atexit = False
 
     @property
     def is_mine(self) -> bool:
@@ -256,7 +265,8 @@ class Turn:
             return False
         else:
             self._owner, self._what, self._depth = me, what, 1
-        self._shares[me] = _Share(_trust(), inside)
+        self._shares[me] = share = _Share(vars(_part), inside)  # first: an interrupt may come in between
+        _trust(share.part, id(self))
         return me in self._guests
 
     def _may_begin(self, ticket: _Ticket) -> bool:
@@ -278,6 +288,11 @@ class Turn:
         with self._changed:
             self._release()
 
+    def be_outermost(self) -> None:
+        """The present call of the calling thread is its only one: others were cut off before they came to `end`."""
+        if self._owner == get_ident():
+            self._depth = 1
+
     def _release(self) -> None:
         owner, self._owner, self._depth = self._owner, None, 0
         if owner is not None and owner != _NATIVE:
@@ -290,7 +305,7 @@ class Turn:
         self._guests.pop(thread, None)
         share = self._shares.pop(thread, None)
         if share is not None:
-            _distrust(share.part)
+            _distrust(share.part, id(self))
         self._changed.notify_all()
 
     @contextmanager
@@ -305,13 +320,13 @@ class Turn:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """The calling thread acts for the one that has the turn inside the ``with`` block."""
-        me = get_ident()
-        self._deputies.add(me)
-        part = _trust()
+        me, part, loan = get_ident(), vars(_part), object()
         try:
+            self._deputies.add(me)
+            _trust(part, id(loan))
             yield
         finally:
-            _distrust(part)
+            _distrust(part, id(loan))
             self._deputies.discard(me)
 
     def be_alone(self) -> None:

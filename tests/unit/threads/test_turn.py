@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -113,6 +114,28 @@ def test_a_turn_is_over_when_it_was_ended_as_often_as_it_was_begun(turn: Turn, w
     assert workers[0].do(lambda: turn.is_mine and trusts())
     workers[0].do(turn.end)
     assert not workers[0].do(trusts)
+
+
+def test_calls_that_were_cut_off_before_they_ended_a_turn_can_be_forgotten(turn: Turn, workers: list[_Worker]) -> None:
+    for _ in range(3):
+        turn.begin("a step", reads=False)
+    workers[0].do(turn.be_outermost)  # who has no turn changes nothing
+    turn.end()
+    assert turn.is_mine and trusts()
+    turn.be_outermost()
+    turn.end()
+    assert not turn.is_mine and not trusts()
+
+
+def test_a_turn_that_is_garbage_is_over(rules: _Rules) -> None:
+    turn, other = Turn(rules), Turn(rules)
+    for each in (turn, other):
+        each.begin("a forward", reads=False)
+    del turn, each
+    gc.collect()
+    assert trusts()
+    other.end()
+    assert not trusts()
 
 
 def test_the_block_of_a_turn_ends_it_after_an_error_too(turn: Turn, workers: list[_Worker]) -> None:
