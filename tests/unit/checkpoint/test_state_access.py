@@ -369,7 +369,7 @@ def test_memory_that_was_put_into_a_gathered_parameter_is_stored(bench: _Bench) 
     gathered = bench.access.gather([bench.model.bias])
     new = torch.full((70,), 1 / 4, dtype=bench.model.bias.dtype)
     with torch.no_grad(), as_plain():
-        bench.model.bias.set_(new)  # type: ignore[no-untyped-call]
+        torch.Tensor.set_(bench.model.bias, new)  # type: ignore[no-untyped-call]
     bench.access.scatter(gathered)
     bench.check(bias=torch.full((70,), 1 / 4))
 
