@@ -24,7 +24,7 @@ _MADE_ELSEWHERE = {
     **dict.fromkeys(
         ("gguf_file", "variant", "subfolder", "revision", "trust_remote_code"), "name the files themselves"
     ),
-    **dict.fromkeys(("distributed_config", "tp_plan", "device_mesh"), "there is one process"),
+    **dict.fromkeys(("distributed_config", "tp_plan", "device_mesh"), "each process holds the whole model"),
 }
 _SCALED = ("float8", "float4")
 

@@ -28,7 +28,7 @@ from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
-_ONE_PROCESS = "no effect: it concerns communication between processes, and there is one process"
+_PROCESSES = "no effect: it concerns how processes share a model, and here each holds all of it"
 _TORCH_CHECKPOINT = (
     "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
@@ -181,10 +181,10 @@ class ActivationCheckpointingBlock(Block):
     """Wait for the device before and after each checkpointed function."""
     profile: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
     """Log how long each checkpointed function takes."""
-    partition_activations: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    contiguous_memory_optimization: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    number_checkpoints: Annotated[Count | None, NoEffect(_ONE_PROCESS)] = None
-    contiguous_checkpointing: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    partition_activations: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    contiguous_memory_optimization: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    number_checkpoints: Annotated[Count | None, NoEffect(_PROCESSES)] = None
+    contiguous_checkpointing: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
 
 
 _OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
@@ -194,7 +194,7 @@ class TensorParallelSizeBlock(Block):
     """`tensor_parallel.tp`."""
 
     tp_size: _OneRank = 1
-    tp_grain_size: Annotated[Count, NoEffect(_ONE_PROCESS, silent=(1,))] = 1
+    tp_grain_size: Annotated[Count, NoEffect(_PROCESSES, silent=(1,))] = 1
 
 
 class TensorParallelBlock(Block):
@@ -203,13 +203,13 @@ class TensorParallelBlock(Block):
     autotp_size: _OneRank = 1
     tp_size: _OneRank = 1
     tp: TensorParallelSizeBlock = TensorParallelSizeBlock()
-    dtype: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
-    tp_overlap_comm: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
-    vocab_parallel_lm_head: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
-    vocab_parallel_ce_backend: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
-    partition_config: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
-    preset_model: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
-    keep_module_on_host: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+    dtype: Annotated[Any, NoEffect(_PROCESSES)] = None
+    tp_overlap_comm: Annotated[Flag, NoEffect(_PROCESSES)] = False
+    vocab_parallel_lm_head: Annotated[Flag, NoEffect(_PROCESSES)] = False
+    vocab_parallel_ce_backend: Annotated[Any, NoEffect(_PROCESSES)] = None
+    partition_config: Annotated[Any, NoEffect(_PROCESSES)] = None
+    preset_model: Annotated[Any, NoEffect(_PROCESSES)] = None
+    keep_module_on_host: Annotated[Flag, NoEffect(_PROCESSES)] = False
 
 
 class PipelineBlock(Block):
@@ -218,11 +218,11 @@ class PipelineBlock(Block):
     stages: Annotated[
         Count, Refused("pipeline parallelism is not implemented", 'Set it to 1 or "auto"', allowed=(0, 1))
     ] = 1
-    partition: Annotated[Any, NoEffect(_ONE_PROCESS)] = None
+    partition: Annotated[Any, NoEffect(_PROCESSES)] = None
     seed_layers: Annotated[Flag, Refused("layers are initialised by the model itself", "Set it to false")] = False
     activation_checkpoint_interval: Annotated[Count, NoEffect(_TORCH_CHECKPOINT, silent=(0,))] = 0
-    pipe_partitioned: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
-    grad_partitioned: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
+    pipe_partitioned: Annotated[Flag, NoEffect(_PROCESSES)] = True
+    grad_partitioned: Annotated[Flag, NoEffect(_PROCESSES)] = True
     use_reentrant: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT)] = True
 
 
@@ -312,22 +312,22 @@ class RootBlock(Block):
     datastates_ckpt: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
     zero_allow_untested_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = True
     zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = False
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(_ONE_PROCESS, silent=("mean",))] = "mean"
-    sparse_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(_PROCESSES, silent=("mean",))] = "mean"
+    sparse_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     cuda_visible_devices: Annotated[
         Any, NoEffect("no effect: set the environment variable CUDA_VISIBLE_DEVICES before Python starts")
     ] = None
     hybrid_engine: Annotated[Untyped, NoEffect("no effect: generate() is the model's own, during training as well")] = (
         None
     )
-    prescale_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    gradient_predivide_factor: Annotated[Number, NoEffect(_ONE_PROCESS, silent=(1.0,))] = 1.0
-    communication_data_type: Annotated[str, NoEffect(_ONE_PROCESS)] = "fp32"
-    seq_parallel_communication_data_type: Annotated[str, NoEffect(_ONE_PROCESS)] = "fp32"
-    fp32_allreduce: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    disable_allgather: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    use_data_before_expert_parallelism: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    comms_logger: Annotated[Untyped, Keys.of("enabled verbose prof_all debug prof_ops"), NoEffect(_ONE_PROCESS)] = None
+    prescale_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    gradient_predivide_factor: Annotated[Number, NoEffect(_PROCESSES, silent=(1.0,))] = 1.0
+    communication_data_type: Annotated[str, NoEffect(_PROCESSES)] = "fp32"
+    seq_parallel_communication_data_type: Annotated[str, NoEffect(_PROCESSES)] = "fp32"
+    fp32_allreduce: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    disable_allgather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    use_data_before_expert_parallelism: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    comms_logger: Annotated[Untyped, Keys.of("enabled verbose prof_all debug prof_ops"), NoEffect(_PROCESSES)] = None
     compile: Annotated[Untyped, NoEffect(_EAGER)] = None
     graph_harvesting: Annotated[Flag, NoEffect(_EAGER, silent=(False,))] = False
     autotuning: Annotated[Untyped, NoEffect("no effect: nothing is tuned by trial runs")] = None

@@ -11,7 +11,7 @@ from infinity.config.schema.block import Block, Count, Elements, Flag, Keys, NoE
 from infinity.config.schema.directories import NamedDirectory, parse_directories
 from infinity.config.schema.quantities import parse_bytes, parse_count
 
-_ONE_PROCESS = "no effect: it tunes communication between processes, and there is one process"
+_PROCESSES = "no effect: it tunes how DeepSpeed's processes communicate, and here each holds everything"
 _DERIVED = "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out"
 _OVERLAPPED = "no effect: reading, updating and writing always overlap"
 _RESIDENCY = "no effect: what stays resident follows from the memory budgets and the recorded order of use"
@@ -74,19 +74,19 @@ class ZeroBlock(Block):
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 
-    contiguous_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
-    reduce_scatter: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
-    reduce_bucket_size: Annotated[Elements, NoEffect(_ONE_PROCESS)] = 0
-    use_multi_rank_bucket_allreduce: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
-    allgather_partitions: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
-    allgather_bucket_size: Annotated[Elements, NoEffect(_ONE_PROCESS)] = 0
-    overlap_comm: Annotated[Flag, NoEffect(_ONE_PROCESS)] = True
-    round_robin_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
-    zero_hpz_partition_size: Annotated[Count, NoEffect(_ONE_PROCESS, silent=(0, 1))] = 1
-    mics_shard_size: Annotated[int, BeforeValidator(parse_count), NoEffect(_ONE_PROCESS, silent=(-1, 0, 1))] = -1
-    mics_hierarchical_params_gather: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    stage3_use_all_reduce_for_fetch_params: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
-    stage3_allgather_sequential: Annotated[Flag, NoEffect(_ONE_PROCESS)] = False
+    contiguous_gradients: Annotated[Flag, NoEffect(_PROCESSES)] = True
+    reduce_scatter: Annotated[Flag, NoEffect(_PROCESSES)] = True
+    reduce_bucket_size: Annotated[Elements, NoEffect(_PROCESSES)] = 0
+    use_multi_rank_bucket_allreduce: Annotated[Flag, NoEffect(_PROCESSES)] = True
+    allgather_partitions: Annotated[Flag, NoEffect(_PROCESSES)] = True
+    allgather_bucket_size: Annotated[Elements, NoEffect(_PROCESSES)] = 0
+    overlap_comm: Annotated[Flag, NoEffect(_PROCESSES)] = True
+    round_robin_gradients: Annotated[Flag, NoEffect(_PROCESSES)] = False
+    zero_hpz_partition_size: Annotated[Count, NoEffect(_PROCESSES, silent=(0, 1))] = 1
+    mics_shard_size: Annotated[int, BeforeValidator(parse_count), NoEffect(_PROCESSES, silent=(-1, 0, 1))] = -1
+    mics_hierarchical_params_gather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    stage3_use_all_reduce_for_fetch_params: Annotated[Flag, NoEffect(_PROCESSES)] = False
+    stage3_allgather_sequential: Annotated[Flag, NoEffect(_PROCESSES)] = False
 
     sub_group_size: Annotated[Elements, NoEffect(_DERIVED)] = 0
     parameter_alignment: Annotated[Flag, NoEffect("no effect: parameters are always aligned to 64 bytes")] = True
@@ -115,10 +115,10 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[Flag, NoEffect(_DEBUGGING, silent=(False,))] = False
     save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect(_RESIDENCY, silent=(False,))] = False
 
-    zero_quantized_weights: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
+    zero_quantized_weights: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, Refused(_QUANTIZED, "Set it to false")] = False
-    zero_quantized_gradients: Annotated[Flag, NoEffect(_ONE_PROCESS, silent=(False,))] = False
-    zeropp_loco_param: Annotated[Untyped, NoEffect(_ONE_PROCESS)] = None
+    zero_quantized_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    zeropp_loco_param: Annotated[Untyped, NoEffect(_PROCESSES)] = None
     zenflow: Annotated[
         Untyped,
         Refused(

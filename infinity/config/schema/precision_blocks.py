@@ -101,7 +101,7 @@ class AutocastBlock(Block):
     """What autocast casts to. With fp16, losses are scaled as the keys of the block `fp16` say, which stays off."""
     lower_precision_safe_modules: Annotated[
         Untyped | list[str],
-        NoEffect("no effect: it concerns gradients on their way between processes, and there is one process"),
+        NoEffect("no effect: gradients go between processes in fp32"),
     ] = None
 
 
