@@ -21,7 +21,7 @@ from infinity import checkpointing, comm, tiling, zero
 from infinity.accelerator import get_accelerator
 from infinity.checkpoint import full_tensors
 from infinity.cli import fp32_weights
-from infinity.compat import groups, leaf_modules, messages, optimizers, small_functions
+from infinity.compat import constants, groups, leaf_modules, messages, optimizers, small_functions
 from infinity.compat.configs import DeepSpeedConfig
 from infinity.compat.deepspeed_api import REFUSED
 from infinity.compat.timers import Timers
@@ -98,17 +98,17 @@ _MODULES: dict[str, dict[str, Any]] = {
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.base_optimizer": _OPTIMIZERS,
-    "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ConfigError},
+    "runtime.config": {
+        "DeepSpeedConfig": DeepSpeedConfig,
+        "DeepSpeedConfigError": ConfigError,
+        **constants.OPTIMIZERS,
+    },
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.engine": {"DeepSpeedEngine": Engine},
     "runtime.lr_schedules": {
         **lr_schedules.SCHEDULES,
         "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES),
-        "LR_RANGE_TEST": "LRRangeTest",
-        "ONE_CYCLE": "OneCycle",
-        "WARMUP_LR": "WarmupLR",
-        "WARMUP_DECAY_LR": "WarmupDecayLR",
-        "WARMUP_COSINE_LR": "WarmupCosineLR",
+        **constants.LR_SCHEDULES,
     },
     "runtime.utils": {
         "clip_grad_norm_": small_functions.clip_grad_norm_,

@@ -33,6 +33,7 @@
     │   ├── PartialUpdateError                 some units are updated, others are not
     │   └── LossScaleError                     fp16 gradients overflow whatever the loss scale
     ├── CommitError (RuntimeError)             a step of a durable run could not be committed
+    ├── RunLogError (RuntimeError)             the log of a run cannot be read
     ├── RankError (RuntimeError)               several processes train together, and one is gone or elsewhere
     ├── EngineBusyError (RuntimeError)         a signal handler or finalizer came in between
     ├── TurnError (RuntimeError)               another thread has the model, and does not move
@@ -511,6 +512,14 @@ def _non_finite(step: int, loss: float) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- engine
+
+
+class RunLogError(InfinityError, RuntimeError):
+    """The log of a run is missing, or cannot be read."""
+
+    def __init__(self, path: Path, problem: str, *, cure: str = "Read it with the version that wrote it") -> None:
+        self.path, self.problem = path, problem
+        super().__init__(f"{path}: {problem}. {cure}")
 
 
 class RankError(InfinityError, RuntimeError):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from infinity.compat.process_counts import check_accelerate
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
@@ -20,13 +21,17 @@ from infinity.distributed.collectives import init_distributed, num_processes, wo
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
+from infinity.monitors import Monitors
 from infinity.optim.facade.no_optimizer import absent_template
+from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.optim.facade.passed_optimizer import PassedOptimizer, let_go
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.template import Template, build_template
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.autotune import tune_io
 from infinity.planning.placement import DEVICE_KEY
+from infinity.run_log.notes import RunNotes
 from infinity.units.model_check import check_model, warn_of_doubles
 from infinity.units.parameter import host_of
 from infinity.units.shared_weights import share_weights
@@ -92,6 +97,7 @@ def initialize(
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
     if num_processes() > 1:
         init_distributed()
+    check_accelerate(world().num)
     resolved = load_config(source)
     if resolved.world_size != world().num:
         raise ConfigError(
@@ -116,6 +122,10 @@ def initialize(
         members = tiling.groups.with_tiles(model_parameters)
         template = _template(optimizer, resolved, named, members, torch_device, tiling.groups)
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
+        notes = RunNotes(resolved.infinity.run_log if world().index == 0 else None)
+        undo.callback(notes.abandon)
+        monitors = Monitors(resolved.monitors, is_first=world().index == 0)
+        undo.callback(monitors.close)
         resolved = tune_io(resolved)
         undo.callback(template.give_back_untouched)
         compute_device = device_for(torch_device)
@@ -139,10 +149,14 @@ def initialize(
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
         tiling.show()
         engine.note_untiling(functools.partial(_untile, tiling, optimizer))
+        if isinstance(optimizer, torch.optim.Optimizer) and isinstance(engine.optimizer, PagedOptimizer):
+            let_go(optimizer)
+            engine.note_passed(PassedOptimizer(optimizer, engine.optimizer))
         engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)
         engine.resume()
+        engine.begin_notes(notes, monitors)
         if resolved.notices:
             logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
         logger.info("config:\n%s", resolved.describe())

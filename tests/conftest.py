@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.cgroup import Cgroup, block_device, why_unavailable
-from infinity.threads import turn
-from infinity.threads.turn import trusts
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("INFINITY_DEBUG", "1")  # before the packages are imported, which check changes of states then
@@ -46,6 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests marked `off_main_thread` run on another one."""
+    if pyfuncitem.get_closest_marker("off_main_thread") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(pyfuncitem.obj, **arguments).result()
+    return True
 
 
 def pytest_collection_finish() -> None:
@@ -74,7 +84,9 @@ def environment() -> Iterator[None]:
 def no_turn_left_open() -> Iterator[None]:
     """Else the process's main thread looks at memory unguarded in all tests to come."""
     yield
-    if trusts():
+    from infinity.threads import turn  # not above: it would come before INFINITY_DEBUG
+
+    if turn.trusts():
         vars(turn._part).clear()
         pytest.fail("the test has left a turn open")
 

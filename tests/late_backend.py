@@ -14,13 +14,16 @@ from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.waiting import WaitingRoom
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE
 from swapper.wrappers.base import BackendWrapper
+from tests.waiting import wait_until
+
+HAND_OVER = "swapper-hand-over"
 
 
 class LateBackend(BackendWrapper):
     """Keeps chosen requests, and carries them out when the test says so.
 
     Attributes:
-        is_late: Says of a request whether it is kept; told of those only that are submitted on the main thread.
+        is_late: Says of a request whether it is kept; told of those only that are submitted for the main thread.
         kept: These requests.
     """
 
@@ -32,7 +35,7 @@ class LateBackend(BackendWrapper):
     def submit(self, request: IORequest) -> None:
         """Keep the request, or pass it on."""
         assert isinstance(request, Transfer)
-        if threading.current_thread() is threading.main_thread() and self.is_late(request):
+        if threading.current_thread().name == HAND_OVER and self.is_late(request):
             self.kept.append(request)
         else:
             self.inner.submit(request)
@@ -69,11 +72,20 @@ def waits(on_wait: Callable[[IOScheduler, Operation], None]) -> Iterator[None]:
     def wait(self: WaitingRoom, operation: Operation, *args: Any, **kwargs: Any) -> None:
         if not operation.is_finished:
             owner: Any = operation.extent.owner
+            await_hand_over(owner._scheduler)
             on_wait(owner._scheduler, operation)
         real(self, operation, *args, **kwargs)
 
     with mock.patch.object(WaitingRoom, "wait", wait):
         yield
+
+
+def await_hand_over(scheduler: IOScheduler) -> None:
+    """Return when all that the main thread has asked for is with the backend, if that takes so much."""
+    if threading.current_thread().name != HAND_OVER:
+        wait_until(lambda: not any(queue.has_room for queue in scheduler.queues), "the hand-over")
+        with scheduler._hander.at_work:
+            pass
 
 
 def stall(scheduler: IOScheduler, hangs: Callable[[Transfer], bool] = lambda transfer: True) -> None:
@@ -83,6 +95,7 @@ def stall(scheduler: IOScheduler, hangs: Callable[[Transfer], bool] = lambda tra
         scheduler: whose.
         hangs: says so of a transfer. No time passes for the others, which a busy machine has not answered yet.
     """
+    await_hand_over(scheduler)
     with scheduler._lock:
         for queue in scheduler.queues:
             for transfer in filter(hangs, queue.inflight):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -48,10 +49,12 @@ def _fork(rank: int, num: int, function: Callable[[int], Any], directory: Path) 
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=num, timeout=_TIMEOUT
         )
+        torch.distributed.barrier()  # or one that ends at once ends the joining of the others
         function(rank)
         error = ""
     except BaseException:
         error = traceback.format_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as Python does
     finally:
         (directory / f"rank{rank}").write_text(error)
         os._exit(0)  # as a process that ends, without the rest of pytest

@@ -10,25 +10,16 @@ text under each field, and the rules of keys that have no effect or are refused.
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
-import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pydantic import BeforeValidator
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from infinity.config.schema import quantities
 from infinity.config.schema.block import Block, NoEffect, Refused
-from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.reference import blocks, default_of, has_effect, kind_of, texts_of
 from infinity.config.schema.vocabulary import child_block
 from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
@@ -39,82 +30,6 @@ MARKS = (
     "<!-- end of what is printed -->",
 )
 WIDTH = 118
-_KINDS = {
-    quantities.parse_bytes: "a size",
-    quantities.parse_count: "a whole number",
-    quantities.parse_rounded: "a whole number",
-    quantities.parse_number: "a number",
-    quantities.parse_names: "a text or a list of texts",
-    quantities.parse_path: "a path",
-}
-_TYPES = {bool: "`true` or `false`", dict: "an object", str: "a text", int: "a whole number", float: "a number"}
-_BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
-
-
-def texts_of(block: type[Block]) -> dict[str, str]:
-    """Field name -> the text that stands under the field in the source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(block)))
-    found: dict[str, str] = {}
-    name = None
-    for node in tree.body[0].body:  # type: ignore[attr-defined]
-        if name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            found[name] = " ".join(str(node.value.value).split())
-        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        name = node.target.id if is_field else None
-    return found
-
-
-def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str, type[Block]]]:
-    """Every block of the JSON by its dotted path, the top level first."""
-    yield path, block
-    for name, field in block.model_fields.items():
-        if (child := child_block(field.annotation)) is not None:
-            yield from blocks(child, f"{path}{name}.")
-
-
-def has_effect(field: FieldInfo) -> bool:
-    """Whether the key is neither accepted without effect nor refused."""
-    return not any(isinstance(item, NoEffect | Refused) for item in field.metadata)
-
-
-def _leaves(annotation: Any) -> Iterator[Any]:
-    origin = get_origin(annotation)
-    yield origin if origin is dict else annotation
-    yield from getattr(annotation, "__metadata__", ())
-    if origin not in (Literal, dict):
-        for inner in get_args(annotation):
-            yield from _leaves(inner)
-
-
-def _kind(field: FieldInfo) -> str:
-    parts = [*field.metadata, *_leaves(field.annotation)]
-    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    if choices:
-        return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
-    readers = [part.func for part in parts if isinstance(part, BeforeValidator)]
-    kind = next((_KINDS[reader] for reader in readers if reader in _KINDS), None)
-    kind = kind or next((_TYPES[part] for part in parts if part in _TYPES), "a value")
-    bounds: list[str] = []
-    for part in parts:
-        for item in getattr(part, "metadata", None) or [part]:
-            for sign, words in _BOUNDS.items():
-                limit = getattr(item, sign, None)
-                if isinstance(limit, int | float) and f"{words} {limit:g}" not in bounds:
-                    bounds.append(f"{words} {limit:g}")
-    if "more than 0" in bounds and "at least 0" in bounds:
-        bounds.remove("at least 0")
-    return f"{kind}{', ' if bounds else ''}{' and '.join(bounds)}"
-
-
-def _default(field: FieldInfo, text: str) -> str:
-    value = field.default
-    if value is PydanticUndefined:
-        return "required"
-    if value is None:
-        return 'default `"auto"`' if '`"auto"`:' in text else "not set by default"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return f"default `{json.dumps(value if value != () else [])}`"
 
 
 def _item(text: str) -> str:
@@ -128,8 +43,8 @@ def _effective(path: str, block: type[Block]) -> list[str]:
     for name, field in block.model_fields.items():
         if has_effect(field) and child_block(field.annotation) is None:
             text = texts.get(name, "")
-            facts = _kind(field) if name != "nvme_path" else "a path, an object, or a list of those"
-            items.append(_item(f"`{name}` ({facts}; {_default(field, text)}). {text}"))
+            facts = kind_of(field) if name != "nvme_path" else "a path, an object, or a list of those"
+            items.append(_item(f"`{name}` ({facts}; {default_of(field, text)}). {text}"))
     return items
 
 

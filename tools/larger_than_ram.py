@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from train import SIZES, console, read_text, resident_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from bench.cgroup import Cgroup, why_unavailable
+from infinity.demo.train import SIZES, console, read_text, resident_bytes
 
 SIZE = SIZES["3b"]
 SEQ_LEN = 128

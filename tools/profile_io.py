@@ -1,12 +1,7 @@
 #!/usr/bin/env python3
 """Measures what drives do under the engine's requests, compares that with fio, and gives the settings for it.
 
-    python tools/profile_io.py /mnt/nvme                                   # about two minutes
-    python tools/profile_io.py /mnt/nvme0 /mnt/nvme1 --quick --no-fio      # several drives, striped
-    python tools/profile_io.py /mnt/nvme --json io.json --png io.png --model 7B --tbw 600 --apply ds_config.json
-
-Ctrl-C ends it at any time, with a report of what was measured by then. The test files have no names, so that nothing
-is left in the directories, whatever ends the program. It writes for about a minute as fast as it can, and says how much.
+python tools/profile_io.py /mnt/nvme takes about two minutes; --help says what else there is.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ def main() -> int:
     # While the libraries are loaded there is nothing to report yet: Ctrl-C just ends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from io_profile.program import run
+        from infinity.io_profile.program import main as profile
     except ModuleNotFoundError as error:
         root = Path(__file__).resolve().parent.parent
         print(
@@ -31,8 +26,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-
-    return run(sys.argv[1:], __doc__)
+    return profile()
 
 
 if __name__ == "__main__":

@@ -27,9 +27,11 @@ class _Engine(Protocol):
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the fp32 main weight, of the parameter's shape."""
+    """A copy of the fp32 main weight, of the parameter's shape. None of a frozen parameter, as in DeepSpeed."""
     engine = _engine_of(param)
-    return param.detach().float().cpu().clone() if engine is None else engine.gather_main_weight(param)
+    if engine is None:
+        return param.detach().float().cpu().clone()
+    return engine.gather_main_weight(param) if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -90,8 +92,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """As `safe_get_full_fp32_param`, 1-D: the part of the one process is the whole. None of a frozen parameter."""
-    return safe_get_full_fp32_param(param).flatten() if param.requires_grad else None  # type: ignore[union-attr]
+    """As `safe_get_full_fp32_param`, 1-D: the part of the one process is the whole."""
+    found = safe_get_full_fp32_param(param) if param.requires_grad else None
+    return None if found is None else found.flatten()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:

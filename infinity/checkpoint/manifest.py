@@ -188,9 +188,13 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
     """The contents of a small file of a checkpoint.
 
     Raises:
-        CheckpointError: they are not what was written.
+        CheckpointError: they are not what was written, or cannot be read.
     """
-    data = (folder / name).read_bytes()
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        cure = "Let this process read it, or load another checkpoint"
+        raise CheckpointError(folder / name, f"it cannot be read: {error.strerror or error}", cure=cure) from error
     if (len(data), checksum_of(data)) != manifest.files.get(name):
         raise CheckpointError(folder / name, "it is damaged: its checksum is wrong")
     return data

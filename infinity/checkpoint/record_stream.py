@@ -11,16 +11,22 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from infinity.distributed.collectives import Ranks
+from infinity.errors import RankError
 from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.tiers.state_store import Lease, StateStore, clear
 from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.torch_internals.foreign_writes import plain_array
 from infinity.units.layout import Chunk, Piece, Slot
+from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from swapper import Handle
 
 WEIGHT = "weight"
+_SHARING = "reading all shares of the states"
+_OVER, _FAILED = -1, -2
+_CURE = "See the output of that rank"
 _PART_NUMEL = 1 << 19
 AHEAD_BYTES = 32 << 20
 """Of records that are read ahead, where as many pages are free."""
@@ -72,6 +78,10 @@ class RecordStream:
         if state is None or state.is_fresh:
             return ()
         return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
+
+    def kinds_of(self, unit: Unit) -> list[str]:
+        """What a unit's records may hold of a parameter."""
+        return [WEIGHT, *self._records.names_of(unit)]
 
     def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
         """Everything that is trained in these units, each kind of each parameter in order.
@@ -144,10 +154,13 @@ class RecordStream:
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], Source]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
 
+        Where ranks keep shares, those of this one's: the other weights come by `WeightExchange.gather`.
+
         Args:
             unit: holds no other flat buffer than that of a unit that stays, or one that is open.
             sources: (slot index, kind) -> elements in the order of memory. What is not among them stays.
         """
+        begun: dict[tuple[int, str], int] = {}
         for chunk in self._chunks[unit.index]:
             wanted = [(piece, kind) for piece in chunk.pieces for kind in self._kinds(unit, piece.slot, sources)]
             if not wanted:
@@ -157,7 +170,13 @@ class RecordStream:
                 for piece in chunk.pieces
                 for kind in (WEIGHT, *self.names_of(unit, piece.slot))
             )
+            for piece, kind in wanted:  # what lies before is kept by other ranks, if by anybody
+                key = piece.slot.index, kind
+                _skip(sources[key], piece.start - begun.get(key, 0))
+                begun[key] = piece.stop
             self._fill_chunk(unit, chunk, wanted, sources, is_whole=is_whole)
+        for (index, kind), source in sources.items():
+            _skip(source, unit.layout.slots[index].numel - begun.get((index, kind), 0))
 
     def _kinds(self, unit: Unit, slot: Slot, sources: Mapping[tuple[int, str], Source]) -> list[str]:
         return [kind for kind in (WEIGHT, *self.names_of(unit, slot)) if (slot.index, kind) in sources]
@@ -237,9 +256,99 @@ def _take(source: Source, target: torch.Tensor) -> None:
         filled += part.numel()
 
 
+def _skip(source: Source, numel: int) -> None:
+    while numel > 0:
+        numel -= source.some(numel).numel()
+
+
 def _spans(piece: Piece) -> Iterator[slice]:
     for start in range(0, piece.numel, _PART_NUMEL):
         yield slice(piece.offset + start, piece.offset + min(start + _PART_NUMEL, piece.numel))
 
 
-__all__ = ["AHEAD_BYTES", "WEIGHT", "Part", "RecordStream", "Source"]
+class SharedStream:
+    """`RecordStream.parts` of what all ranks keep, for the first one, while the others are in `follow`.
+
+    Each unit comes share by share, in the order of memory. Nothing else may be exchanged meanwhile.
+    """
+
+    def __init__(self, own: RecordStream, shares: Shares, ranks: Ranks, units: Sequence[Unit]) -> None:
+        self._own = own
+        self._shares = shares
+        self._ranks = ranks
+        self._units = units
+        self._failed: int | None = None
+        """A rank that could not read its share."""
+
+    def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
+        """See `RecordStream.parts`. The generator must be closed before anything else is exchanged.
+
+        Raises:
+            RankError: another rank could not read its share, or has ended.
+        """
+        for unit in units:
+            self._ranks.meet(_SHARING, [unit.index])
+            yield from self._of(unit, ahead_bytes)
+
+    def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
+        left = deque(sorted(range(self._ranks.num), key=lambda rank: self._shares.span(unit, rank)))
+        try:
+            while left:
+                if left[0] == self._ranks.index:
+                    yield from self._own.parts([unit], ahead_bytes)
+                    left.popleft()
+                    continue
+                part = self._receive(unit, left[0])
+                if part is None:
+                    left.popleft()
+                else:
+                    yield part
+        finally:  # nobody is left waiting to send
+            for rank in left:
+                while rank != self._ranks.index and self._receive(unit, rank) is not None:
+                    pass
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise RankError(
+                _SHARING, f"rank {failed} cannot read its share of {unit.name}", rank=self._ranks.index, cure=_CURE
+            )
+
+    def _receive(self, unit: Unit, rank: int) -> Part | None:
+        head = torch.empty(3, dtype=torch.int64, device="cpu")
+        self._ranks.receive(_SHARING, head, rank)
+        slot, kind, numel = head.tolist()
+        if slot < 0:
+            self._failed = rank if slot == _FAILED else self._failed
+            return None
+        values = torch.empty(numel, dtype=torch.float32, device="cpu")
+        self._ranks.receive(_SHARING, values, rank)
+        return Part(unit, unit.layout.slots[slot], self._own.kinds_of(unit)[kind], values)
+
+    def end(self) -> None:
+        """Let the others leave `follow`."""
+        self._ranks.meet(_SHARING, [_OVER])
+
+    def follow(self) -> None:
+        """Send what the first rank asks for, until it calls `end`. What goes wrong here is raised then."""
+        error: Exception | None = None
+        while (index := self._ranks.meet(_SHARING, [_OVER])[0][0]) != _OVER:
+            unit = self._units[index]
+            last = _OVER
+            try:
+                kinds = self._own.kinds_of(unit)
+                for part in self._own.parts([unit]):
+                    self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
+                    self._ranks.send(_SHARING, part.values.contiguous(), 0)
+            except RankError:
+                raise
+            except Exception as problem:
+                error, last = error or problem, _FAILED
+            self._send(last, 0, 0)
+        if error is not None:
+            raise error
+
+    def _send(self, *head: int) -> None:
+        self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)
+
+
+__all__ = ["AHEAD_BYTES", "WEIGHT", "Part", "RecordStream", "SharedStream", "Source"]

@@ -49,9 +49,12 @@ LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
 WEIGHT = "weight"
 """The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
 T = TypeVar("T")
+_MOST_READS = 5
+_MOST_TAG_BYTES = 255 - 26
+"""Of the longest name that file systems have; while it is written, it has more letters."""
 
-EXCLUDED, TIED = "excluded", "tied"
-"""What `Checkpoint.excluded` and `Checkpoint.tied` are called in the file."""
+EXCLUDED, EXCLUDED_CHECKSUMS, TIED = "excluded", "excluded_checksums", "tied"
+"""What `Checkpoint.excluded`, `Checkpoint.excluded_checksums` and `Checkpoint.tied` are called in the file."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,18 @@ class Checkpoint:
         return self._names(EXCLUDED, lambda found: [str(fqn) for fqn in found or []])
 
     @property
+    def excluded_checksums(self) -> dict[str, tuple[str, int]]:
+        """FQN of what was left out -> its dtype, and the crc32c of its elements; empty if an earlier version wrote it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self._names(
+            EXCLUDED_CHECKSUMS,
+            lambda found: {str(fqn): (str(dtype), int(checksum)) for fqn, (dtype, checksum) in (found or {}).items()},
+        )
+
+    @property
     def tied(self) -> dict[str, str]:
         """Further FQNs of parameters and buffers -> that under which they are saved.
 
@@ -224,16 +239,21 @@ class Checkpoint:
             raise CheckpointError(self.folder / REST, "it is not what a checkpoint has")
         return found
 
+    def verify_small_files(self) -> int:
+        """As `verify`, of all files but those of large tensors, which are checked as they are read."""
+        num_bytes = 0
+        for name, (size, _) in self._manifest.files.items():
+            read_checked(self.folder, self._manifest, name)
+            num_bytes += size
+        return num_bytes
+
     def verify(self) -> int:
         """Read everything and compare all checksums; returns how many bytes that were.
 
         Raises:
             CheckpointError: something is damaged; it names the file.
         """
-        num_bytes = 0
-        for name, (size, _) in self._manifest.files.items():
-            read_checked(self.folder, self._manifest, name)
-            num_bytes += size
+        num_bytes = self.verify_small_files()
         with BlockThreads(self.largest_block) as threads:
             for tensor in self.tensors:
                 for _ in tensor.parts(threads):
@@ -261,6 +281,28 @@ def find(directory: Path, tag: str | None) -> Path | None:
     return directory / tag
 
 
+def reading_again(folder: Path, read: Callable[[], T]) -> T:
+    """What ``read`` gives, which reads a checkpoint: again if another process has replaced that meanwhile, a few times."""
+    for _ in range(_MOST_READS - 1):
+        version = _version_of(folder)
+        try:
+            return read()
+        except CheckpointError:
+            if _version_of(folder) == version:
+                raise
+            logger.warning("'%s' was replaced by another process while it was read: it is read again", folder)
+    return read()
+
+
+def _version_of(folder: Path) -> tuple[int, int] | None:
+    """What another checkpoint of that name has otherwise; see `writing`."""
+    try:
+        manifest = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return manifest.st_ino, manifest.st_mtime_ns
+
+
 def _is_foreign(folder: Path) -> bool:
     """Whether a directory holds something, but no checkpoint, whole or damaged."""
     return folder.is_dir() and not (folder / MANIFEST).exists() and any(folder.iterdir())
@@ -268,7 +310,7 @@ def _is_foreign(folder: Path) -> bool:
 
 def is_tag(tag: str) -> bool:
     """Whether it can be the name of a checkpoint's directory, and is read from ``latest`` as it was written there."""
-    is_text = tag == tag.strip() == tag.encode(errors="replace").decode()
+    is_text = tag == tag.strip() == tag.encode(errors="replace").decode() and len(tag.encode()) <= _MOST_TAG_BYTES
     return bool(tag) and is_text and "/" not in tag and "\0" not in tag and tag not in (".", "..", LATEST)
 
 
@@ -463,6 +505,7 @@ def _small_files(folder: Path, arrays: Sequence[SavedArray]) -> dict[str, tuple[
 
 __all__ = [
     "EXCLUDED",
+    "EXCLUDED_CHECKSUMS",
     "LATEST",
     "OBJECTS",
     "REST",
@@ -474,6 +517,7 @@ __all__ = [
     "SavedTensor",
     "find",
     "is_tag",
+    "reading_again",
     "write_checkpoint",
     "writing",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.record_stream import RecordStream
+from infinity.checkpoint.record_stream import RecordStream, SharedStream
 from infinity.checkpoint.state_checks import check_state
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.remainder import split_bits
@@ -24,6 +25,7 @@ from infinity.paging.pager import Pager
 from infinity.threads.interrupts import surely
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.user_copies import UserCopies
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece, Slot, round_up
 from infinity.units.parameter import let_go
@@ -31,6 +33,7 @@ from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import Saver
 
+logger = logging.getLogger(__name__)
 _PART_NUMEL = 1 << 20
 
 
@@ -58,7 +61,17 @@ class StateAccess:
         chunks: Sequence[Sequence[Chunk]],
         record_format: ChunkFormat,
         copies: UserCopies,
+        exchange: WeightExchange,
     ) -> None:
+        """
+        Args:
+            module_hooks, pager, records, weights, states, copies: whom it works with.
+            chunks: of each unit, those whose records this process keeps.
+            record_format: of the records.
+            exchange: brings what the records of other ranks hold, and the weights that follow from it. All ranks make the
+                calls that read or replace main weights and states, in the same order, then.
+        """
+        self._exchange = exchange
         self._module_hooks = module_hooks
         self._pager = pager
         self._records = records
@@ -69,6 +82,10 @@ class StateAccess:
         """Makes what is given out."""
         self.stream = RecordStream(records, weights, states, chunks)
         """All of a unit in one pass."""
+        self.shared: SharedStream | None = None
+        """The same of what all ranks keep; None if each keeps all."""
+        if exchange.shares.is_divided:
+            self.shared = SharedStream(self.stream, exchange.shares, exchange.ranks, module_hooks.units)
         self._saver: Saver | None = None
         self._elements_follow = False
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
@@ -191,7 +208,19 @@ class StateAccess:
                         for piece in pieces:
                             with made[piece.slot.index].part(piece.start, piece.stop) as part:
                                 workspace.read_main(_span(piece), part)
-            return {index: copy.finish() for index, copy in made.items()}
+            found = {index: copy.finish() for index, copy in made.items()}
+        for slot in slots:
+            if slot.index in recorded:
+                self._complete(f"the main weight of '{slot.spec.fqn}'", unit, slot, found[slot.index])
+        return found
+
+    def _complete(self, what: str, unit: Unit, slot: Slot, values: torch.Tensor) -> None:
+        """``values``, fp32 in the order of a parameter, of which this rank has its share, get what the other ranks have."""
+        shares, ranks = self._exchange.shares, self._exchange.ranks
+        if shares.is_divided:
+            parts = shares.parts_of_parameter(unit, slot)
+            ranks.meet(what, [number for part in parts for number in part])
+            ranks.gather_in_memory(what, _flat(values), parts, kind="states")
 
     def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """The chunk's model weights, as they rest, into the workspace."""
@@ -248,7 +277,10 @@ class StateAccess:
                     for name, copy in made.items():
                         with copy.part(piece.start, piece.stop) as part:
                             workspace.read_state(name, _span(piece), part)
-            return {name: copy.finish() for name, copy in made.items()}
+            found = {name: copy.finish() for name, copy in made.items()}
+        for name, values in found.items():
+            self._complete(f"{name} of '{slot.spec.fqn}'", unit, slot, values)
+        return found
 
     # --------------------------------------------------------------------------------------------------------- modifying
 
@@ -307,6 +339,11 @@ class StateAccess:
         """Whether main weights are something else than model weights."""
         return self._has_main_in_records
 
+    def gather_weights(self) -> None:
+        """Main weights have been replaced on all ranks: model weights follow where other ranks keep the main weights."""
+        for unit in self._module_hooks.units:
+            self._exchange.gather(unit)
+
     def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Replace a parameter's main weight (for a frozen one, its weight); the model weight becomes its cast.
 
@@ -340,6 +377,7 @@ class StateAccess:
                     workspace.cast_main()
                     weights[span].copy_(workspace.weight[span])
                 self._write_chunk(unit, chunk, weights)
+            self._exchange.gather(unit)
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Take over a saved main weight where the parameter, as it came, is its cast; elsewhere it was changed since."""
@@ -429,9 +467,20 @@ class StateAccess:
 
         surely(give_back)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks keep parts of the main weights, so that one alone cannot read them."""
+        return self._exchange.shares.is_divided and self._has_main_in_records
+
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype."""
+        """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype.
+
+        Who calls it has failed, and maybe no other rank: where those keep parts of main weights, it is the model weight.
+        """
         unit, slot = self._module_hooks.locate(parameter)
+        if self.is_divided and slot.spec.is_trainable:
+            logger.warning("'%s' is given back as its %s model weight", slot.spec.fqn, slot.spec.dtype)
+            return self._pager.copy_for_user(unit, slot)
         return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> list[Gathered]:

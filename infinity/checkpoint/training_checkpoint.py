@@ -20,8 +20,18 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
+from infinity.checkpoint.left_out import LeftOut
 from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
-from infinity.checkpoint.saved import EXCLUDED, TIED, Checkpoint, OpenArray, find, writing
+from infinity.checkpoint.saved import (
+    EXCLUDED,
+    EXCLUDED_CHECKSUMS,
+    TIED,
+    Checkpoint,
+    OpenArray,
+    find,
+    reading_again,
+    writing,
+)
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, UnsupportedModelError
@@ -102,6 +112,8 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
     beside: dict[str, Any] = {TIED: _tied(training.model)}
     if excluded:
         beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
+        sums = _left_out(training, beside[EXCLUDED]).checksums()
+        beside[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
     if training.optimizer is None:
         return found, beside
     saved = training.optimizer.state_dict()
@@ -154,6 +166,11 @@ def _frozen(training: Training) -> dict[int, str]:
             tiled, _ = tiles.get(id(parameter), (None, 0))
             found[id(parameter)] = fqn if tiled is None else tiled.fqn
     return found
+
+
+def _left_out(training: Training, fqns: Collection[str]) -> LeftOut:
+    parameters = {fqn: each for fqn, each in whole_parameters(training.model).items() if fqn in fqns}
+    return LeftOut(parameters, training.module_hooks, training.pager, training.tiled)
 
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
@@ -219,7 +236,7 @@ class Saving:
         planned, optimizer = _plan(training, excludes_frozen=excludes_frozen)
         self.folder = directory / tag
         # It must not have the engine, which would never become garbage: whoever may want to wait for units has this one.
-        self._records = training.access.stream
+        self._records = training.access.shared or training.access.stream
         self._units = training.module_hooks.units
         self._sinks: dict[tuple[int, int, str], _Sink] = {}
         self._left: dict[int, int] = {}
@@ -273,8 +290,9 @@ class Saving:
             CheckpointError: weights in memory were written to by others than the optimizer meanwhile; likewise.
         """
         try:
-            with self._stack, one_thread():
-                for part in self._records.parts(self._in_turn(), self._ahead_bytes):
+            records = self._records.parts(self._in_turn(), self._ahead_bytes)
+            with self._stack, one_thread(), contextlib.closing(records):  # type: ignore[type-var]  # it is a generator
+                for part in records:
                     index = part.unit.index
                     sink = self._sinks.get((index, part.slot.index, part.kind))
                     self._note(part.values.nbytes)
@@ -465,12 +483,14 @@ def load(
     with_scheduler: bool,
     only_module: bool,
     shows_progress: bool,
+    begin: Callable[[], None],
     changing: contextlib.AbstractContextManager[None],
 ) -> dict[str, Any]:
     """Read a checkpoint into model, optimizer and scheduler. Returns all that is no large tensor.
 
     Args:
-        changing: entered before anything is changed.
+        begin: called when the model has been looked at, and nothing has been changed.
+        changing: entered when the optimizer, which changes itself as the first, has taken what is its own.
 
     Raises:
         CheckpointError: it is damaged, or not what this package reads.
@@ -478,14 +498,18 @@ def load(
         ValueError: it does not fit to the optimizer; nothing has been changed.
     """
     saved = Checkpoint(folder)
+    saved.verify_small_files()
     rest = saved.rest()
     parameters, buffers = whole_parameters(training.model), buffers_of(training.model)
     shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
     left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
     _check("parameters", saved, shapes, is_strict=is_strict, left_out=left_out)
     _check("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()}, is_strict=is_strict)
+    if is_strict and left_out:
+        _left_out(training, left_out).check(saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
+        begin()
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
             loading.optimizer(training.optimizer, rest, parameters, is_strict=is_strict)
         total = sum(each.num_bytes for each in saved.tensors if with_optimizer or each.kind == WEIGHT)
@@ -528,4 +552,4 @@ def _check(
         )
 
 
-__all__ = ["BackgroundSave", "Saving", "Training", "find", "load"]
+__all__ = ["BackgroundSave", "Saving", "Training", "find", "load", "reading_again"]

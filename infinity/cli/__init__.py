@@ -1,4 +1,4 @@
-"""Commands that work on files without a training, and one that starts trainings: ``python -m infinity COMMAND``.
+"""The command line: ``infinity COMMAND``, or ``python -m infinity COMMAND``.
 
 Knows what is public; must not hold what a program would want to call.
 """

@@ -45,9 +45,10 @@ class CheckpointExport:
                 its files, and the configs are written, too. None: the model's own names, and no config.
 
         Raises:
-            CheckpointError: it is of another model than the config says; tensors are named.
+            CheckpointError: it is damaged, or of another model than the config says; tensors are named.
             UnsupportedModelError: there is no such model, or something has no form in the files.
         """
+        checkpoint.verify_small_files()
         self._directory = directory
         self._dtype = dtype
         nothing: tuple[Any, Any] = (None, None)

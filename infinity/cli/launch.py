@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from infinity.errors import ConfigError, InfinityError
 _PASSED_ON = ("PYTHONPATH", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "HF_")
 """Environment variables that other hosts get: these, or all that begin so."""
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 40.0
+"""torchrun kills what has not ended 30 seconds after it told it to."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add(commands: Any) -> None:
@@ -29,7 +34,7 @@ def add(commands: Any) -> None:
         "launch",
         help="start a training on the hosts of a DeepSpeed hostfile",
         description="Starts torchrun on each host, over ssh, in the present directory and with the same Python. When one ends "
-        "with an error, so do the others. Without a hostfile, on this host alone.",
+        "with an error, so do the others, and all do at SIGTERM and Ctrl-C. Without a hostfile, on this host alone.",
     )
     parser.add_argument("--hostfile", type=Path, help="lines like: worker-1 slots=8")
     parser.add_argument("--include", default="", help="hosts, or slots of them: worker-1@worker-2:0,2")
@@ -90,26 +95,62 @@ def commands_of(hosts: Hosts, arguments: argparse.Namespace, environment: Mappin
 
 
 def run_all(commands: Mapping[str, Sequence[str]]) -> None:
-    """Run one command per host until all have ended; the first that fails ends the others.
+    """Run one command per host until all have ended; the first that fails ends the others, and so does a signal to this process.
+
+    A command gets SIGTERM, which torchrun and ssh hand on, and half a minute later, or at a second signal, SIGKILL; each
+    time with all processes that it has started in its own session.
 
     Raises:
         InfinityError: one has failed; which, and its exit status.
+        SystemExit: SIGTERM, SIGINT or SIGHUP has come; with 128 and its number, as shells say it.
     """
     running: dict[str, subprocess.Popen[bytes]] = {}
+    with _signals() as received:
+        try:
+            for host, command in commands.items():
+                running[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            while running and not received:
+                for host, process in list(running.items()):
+                    status = process.poll()
+                    if status is None:
+                        continue
+                    del running[host]
+                    if status:
+                        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+                        raise InfinityError(f"{host} ended {how}, and the others were ended. See its output")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            _end(list(running.values()), received)
+    if received:
+        raise SystemExit(128 + received[0])
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The numbers of those that come inside the ``with`` block, which do nothing else."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
     try:
-        for host, command in commands.items():
-            running[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        while running:
-            for host, process in list(running.items()):
-                status = process.poll()
-                if status is None:
-                    continue
-                del running[host]
-                if status:
-                    raise InfinityError(f"{host} ended with status {status}, and the others were ended. See its output")
-            time.sleep(_POLL_SECONDS)
+        yield received
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]], received: list[int]) -> None:
+    """See `run_all`."""
+    _tell(running, signal.SIGTERM)
+    num_received, deadline = len(received), time.monotonic() + _GRACE_SECONDS
+    while any(process.poll() is None for process in running):
+        if time.monotonic() > deadline or len(received) > num_received:
+            _tell(running, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+
+
+def _tell(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in running:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)

@@ -1,41 +1,157 @@
-"""Takes the command line apart and runs one command."""
+"""Takes the command line apart, runs one command, and says in one line what was wrong.
+
+click takes it apart: it is small (25 ms), loads commands when they are wanted, and brings completion for shells. A command is a
+function in a file of this folder, and a line in `COMMANDS`.
+"""
 
 from __future__ import annotations
 
-import argparse
+import errno
+import importlib
+import os
+import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from rich.console import Console
+import click
+from click.shell_completion import shell_complete
 
-from infinity.cli.export import add as add_export
-from infinity.cli.import_deepspeed import add as add_import_deepspeed
-from infinity.cli.launch import add as add_launch
+from infinity.cli.output import Console, first_line
 from infinity.errors import InfinityError
+from infinity.version import __version__
 from swapper import SwapperError
 
-_COMMANDS = (add_export, add_import_deepspeed, add_launch)
-"""Each makes a parser of its own, and sets what runs the command as its default of ``run``."""
+PROGRAM = "infinity"
+COMPLETE = "_INFINITY_COMPLETE"
+FAILED, MISUSED, INTERRUPTED, UNHEARD = 1, 2, 130, 141
+"""Exit statuses. The last two are those that a shell shows after SIGINT and SIGPIPE."""
+
+
+class Entry(NamedTuple):
+    """Where a command is, and what it does."""
+
+    place: str
+    """``module:name`` of a `click.Command`."""
+    text: str
+
+
+COMMANDS = {
+    "doctor": Entry("infinity.cli.doctor:doctor", "say what this machine can do for a training, and what would help"),
+    "plan": Entry("infinity.cli.plan:plan", "say whether a model trains here, how fast, and what makes it fit"),
+    "config": Entry("infinity.cli.config:config", "check a config, show what it comes to, or print its JSON schema"),
+    "train": Entry("infinity.demo.command:train", "train a small language model from NVMe, on your text"),
+    "profile": Entry(
+        "infinity.cli.old_style:profile", "measure what drives do, beside fio, and what that means for a model"
+    ),
+    "report": Entry("infinity.cli.report:report", "write one HTML page about a run, and what bound it"),
+    "watch": Entry("infinity.cli.report:watch", "show a run in the terminal while it goes on"),
+    "launch": Entry("infinity.cli.old_style:launch", "start a training on the hosts of a DeepSpeed hostfile"),
+    "checkpoint": Entry("infinity.cli.checkpoint:checkpoint", "look at a checkpoint, verify it, or export its weights"),
+    "export": Entry("infinity.cli.checkpoint:export", "the same as `checkpoint export`"),
+    "import-deepspeed": Entry(
+        "infinity.cli.import_deepspeed:import_deepspeed", "turn a checkpoint of DeepSpeed into one of ours"
+    ),
+    "clean": Entry("infinity.cli.clean:clean", "remove what durable runs and killed saves have left"),
+    "completion": Entry("infinity.cli.completion:completion", "print what makes a shell complete these commands"),
+}
+"""One line for each command."""
+
+_CURES = {
+    errno.ENOENT: "give a path that exists",
+    errno.EACCES: "change its permissions, or name another one",
+    errno.EPERM: "change its permissions, or name another one",
+    errno.EROFS: "name a directory on a file system that can be written to",
+    errno.ENOSPC: "make room, or name a directory with more",
+    errno.EISDIR: "name a file in it",
+    errno.ENOTDIR: "name a directory",
+}
+
+
+class _Commands(click.Group):
+    """Loads a command when it is asked for: those that train need libraries that take seconds."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].place.partition(":")
+        found: click.Command = getattr(importlib.import_module(module), name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.text) for name, entry in COMMANDS.items()])
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`infinity COMMAND --help` has examples. Exit status: 0; 1 if something failed or was found; 2 after a wrong "
+    "command line; 130 after Ctrl-C.",
+)
+@click.version_option(__version__, prog_name=PROGRAM)
+def commands() -> None:
+    """Trains models that are larger than memory, by paging their states to NVMe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
     Args:
-        arguments: those after ``python -m infinity``; None: this process's.
+        arguments: those after ``infinity``; None: this process's.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m infinity", description="Works on checkpoints, and starts trainings on several hosts."
-    )
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in _COMMANDS:
-        add(subparsers)
-    parsed = parser.parse_args(arguments)
+    if instruction := os.environ.get(COMPLETE):
+        return shell_complete(commands, {}, PROGRAM, COMPLETE, instruction)
     try:
-        parsed.run(parsed)
+        with commands.make_context(PROGRAM, list(sys.argv[1:] if arguments is None else arguments)) as context:
+            status = commands.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return MISUSED
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else PROGRAM
+        return _told(f"{where}: {first_line(error.format_message())} See `{where} --help`.", MISUSED)
+    except click.ClickException as error:
+        return _told(first_line(error.format_message()), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return _told("Interrupted.", INTERRUPTED)
     except (InfinityError, SwapperError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
-        return 1
-    return 0
+        return _told(f"{type(error).__name__}: {error}", FAILED)
+    except BrokenPipeError:  # whoever read the output has gone: `| head`
+        _let_stdout_go()
+        return UNHEARD
+    except OSError as error:
+        return _told(_words(error), FAILED)
+    return status if isinstance(status, int) else 0
 
 
-__all__ = ["main"]
+def _told(line: str, status: int) -> int:
+    Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
+    return status
+
+
+def _words(error: OSError) -> str:
+    """What the system refused, of which file, and what to do."""
+    if error.errno is None or error.strerror is None:
+        return f"{type(error).__name__}: {first_line(str(error))}"
+    where = "" if error.filename is None else f"{os.fspath(error.filename)}: "
+    cure = _CURES.get(error.errno)
+    return f"{where}{error.strerror}{f'; {cure}' if cure else ''}"
+
+
+def _let_stdout_go() -> None:
+    """What Python still writes when it ends goes nowhere: it could only complain."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # a test's, in memory
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), number)
+
+
+__all__ = ["COMMANDS", "Entry", "commands", "main"]

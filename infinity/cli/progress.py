@@ -19,9 +19,13 @@ from rich.progress import (
 
 @contextmanager
 def bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a function that takes what is being done, bytes since its last call, and bytes in all: a bar for each ``what``."""
+    """Gives a function that takes what is being done, bytes since its last call, and bytes in all.
+
+    On a terminal there is a bar for each ``what``, else nothing.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+    shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with shown as progress:
         tasks: dict[str, TaskID] = {}
 
         def advance(what: str, num_bytes: int, total: int) -> None:

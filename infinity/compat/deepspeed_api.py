@@ -47,7 +47,7 @@ REFUSED = {
     "model_implementations": _EVALUATES,
     "module_inject": _EVALUATES,
     "moe": "Experts in a ModuleList need no layer of its own: only those that a batch goes to are read",
-    "monitor": "Nothing is written for the script. The nearest there is: engine.report, for a writer of its own",
+    "monitor": "The nearest there is: engine.monitor, which writes where the config says",
     "nvme": "The nearest there is: python tools/profile_io.py, which measures the drives",
     "ops.aio": _BYTES,
     "ops.deepspeed4science": _LAYER,

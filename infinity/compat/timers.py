@@ -1,10 +1,10 @@
-"""``engine.timers``: the script's own stop watches, by name, and ``engine.monitor``, which nobody reads."""
+"""``engine.timers``: the script's own stop watches, by name."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -79,12 +79,3 @@ class Timers:
         found = [name for name in names if name in self._timers]
         parts = [f"{name}: {self._timers[name].elapsed(reset) / normalizer:.2f}" for name in found]
         logger.info("time (ms) | %s", " | ".join(parts))
-
-
-class Monitor:
-    """DeepSpeed's writers of curves are not there, as the config's notice says: a script that asks before it writes asks here."""
-
-    enabled = False
-
-    def write_events(self, events: Sequence[Any]) -> None:
-        """Nothing is written: see ``engine.report`` for what there is to write."""

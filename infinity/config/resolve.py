@@ -15,18 +15,28 @@ from infinity.config.resolved import (
     AutotuneMode,
     Decision,
     DurableSection,
+    FileMonitorSection,
     GradientDtype,
     InfinityConfig,
     InfinitySection,
     IOSection,
     MainWeights,
+    MonitorsSection,
     OffloadSection,
     OptimizerSection,
     SchedulerSection,
     UpdateMode,
+    WandbSection,
 )
 from infinity.config.schema.block import Block, Findings
-from infinity.config.schema.blocks import InfinityBlock, OptimizerBlock, RootBlock, SchedulerBlock
+from infinity.config.schema.blocks import (
+    CsvMonitorBlock,
+    InfinityBlock,
+    OptimizerBlock,
+    RootBlock,
+    SchedulerBlock,
+    TensorBoardBlock,
+)
 from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
@@ -77,8 +87,10 @@ def resolve(
         key="zero_optimization.offload_optimizer.nvme_path",
     )
     stage = zero.stage
-    if stage < 3:
+    if stage < 3 and world_size == 1:
         findings.note("zero_optimization.stage", f"stage {stage} runs as stage 3, with the same numbers")
+    elif stage == 3 and world_size > 1:
+        findings.note("zero_optimization.stage", "stage 3 runs as stage 2: each process keeps all model weights")
     config = InfinityConfig(
         train_batch_size=batch.train,
         train_micro_batch_size_per_gpu=batch.micro,
@@ -103,8 +115,9 @@ def resolve(
         ),
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown,
+        monitors=_resolve_monitors(root),
         dataloader_drop_last=root.dataloader_drop_last,
-        zero_stage=stage if "zero_optimization" in root.model_fields_set else 0,
+        zero_stage=zero_stage(root),
         managed_gradient_accumulation=root.managed_gradient_accumulation,
         autocast_dtype=resolve_autocast(root, compute_dtype),
         casts_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
@@ -317,7 +330,25 @@ def _resolve_infinity(
         activations=block.activations,
         state_dtype=block.state_dtype,
         timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
+        run_log=resolve_file(block.run_log, key="infinity.run_log") if block.run_log is not None else None,
         durable=durable,
+    )
+
+
+def _resolve_monitors(root: RootBlock) -> MonitorsSection:
+    def directory(key: str, block: TensorBoardBlock | CsvMonitorBlock) -> FileMonitorSection | None:
+        if not block.enabled:
+            return None
+        return FileMonitorSection(resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name)
+
+    if root.comet.enabled:
+        cure = "Set it to false, and one of tensorboard, wandb and csv_monitor to true"
+        raise ConfigValueError("comet.enabled", True, "nothing is sent to Comet", cure=cure)
+    wandb = root.wandb
+    return MonitorsSection(
+        tensorboard=directory("tensorboard", root.tensorboard),
+        csv=directory("csv_monitor", root.csv_monitor),
+        wandb=WandbSection(wandb.project, wandb.group, wandb.team) if wandb.enabled else None,
     )
 
 
@@ -350,8 +381,16 @@ def _resolve_durable(
     return durable
 
 
+def zero_stage(root: RootBlock) -> int:
+    """As written; 0 without the block, as in DeepSpeed."""
+    return root.zero_optimization.stage if "zero_optimization" in root.model_fields_set else 0
+
+
 def _resolve_update(root: RootBlock, world_size: int, book: _Book) -> UpdateMode:
     update = root.infinity.update
+    if world_size > 1 and zero_stage(root) > 0 and update != "step":
+        book.decide("infinity.update", "step", f"{world_size} processes exchange what each has updated, in the step")
+        return "step"
     if update != "auto":
         book.note("infinity.update", update)
         return update

@@ -134,6 +134,31 @@ class DurableSection:
 
 
 @dataclass(frozen=True)
+class FileMonitorSection:
+    """`tensorboard` or `csv_monitor`: the absolute directory for this run's curves."""
+
+    directory: Path
+
+
+@dataclass(frozen=True)
+class WandbSection:
+    """`wandb`, by its keys."""
+
+    project: str
+    group: str | None
+    team: str | None
+
+
+@dataclass(frozen=True)
+class MonitorsSection:
+    """Where curves are written; None where they are not."""
+
+    tensorboard: FileMonitorSection | None = None
+    csv: FileMonitorSection | None = None
+    wandb: WandbSection | None = None
+
+
+@dataclass(frozen=True)
 class InfinitySection:
     """`infinity`. Budgets and sizes are None when the engine is to choose them.
 
@@ -156,6 +181,7 @@ class InfinitySection:
         update_workers: threads that run updates; None when the engine is to choose.
         state_dtype: how the optimizer's element-wise states are stored; they are fp32 while they are worked on.
         timeline: absolute path of the trace of who was busy when, written when the engine is closed; None for none.
+        run_log: absolute path of the directory of the run's log; None for none.
         schedule: in which order `Engine.train_batch` goes through units and micro-batches.
         activation_checkpointing: whether blocks are computed once more in backward.
         activations: where what autograd saves waits for backward.
@@ -177,6 +203,7 @@ class InfinitySection:
     schedule: ScheduleMode
     state_dtype: StateDtype = "fp32"
     timeline: Path | None = None
+    run_log: Path | None = None
     activation_checkpointing: bool = False
     activations: Literal["memory", "cpu", "nvme"] = "memory"
     durable: DurableSection | None = None
@@ -207,6 +234,7 @@ class InfinityConfig(Mapping[str, Any]):
         io: how files are read and written.
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
+        monitors: where curves are written.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, 0 without the block; all stages run in the same way.
@@ -234,6 +262,7 @@ class InfinityConfig(Mapping[str, Any]):
     infinity: InfinitySection
     steps_per_print: int | None
     wall_clock_breakdown: bool
+    monitors: MonitorsSection
     dataloader_drop_last: bool
     zero_stage: int
     managed_gradient_accumulation: bool

@@ -203,6 +203,10 @@ class ComputeDevice:
         """Memory of the device that is free once ``model``'s parameters have left it. None: it is the host's."""
         return None
 
+    def peak_bytes(self) -> int | None:
+        """The most that torch has allocated on the device so far. None: it is the host's."""
+        return None
+
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
         """What every thread of the engine's own works inside, from its beginning to its end.
@@ -226,9 +230,13 @@ class ComputeDevice:
         target.copy_(source)
         return None
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
-        """Copy device to host, after ``after``; returns when ``target`` holds the data."""
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        """Copy device to host without waiting, after ``after``; ``target`` holds the data when the fence is done.
+
+        ``source`` may be freed at once; nothing may write to it before that.
+        """
         target.copy_(source)
+        return None
 
     def is_done(self, fence: Fence) -> bool:
         """Whether everything before the fence has finished."""
@@ -285,6 +293,9 @@ class CudaDevice(ComputeDevice):
         there = sum(p.nbytes for p in model.parameters() if p.device == self.torch_device)
         return int(free) + cached + there
 
+    def peak_bytes(self) -> int | None:
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
         # A stream of the device's: entering it makes that device the thread's, which would begin with number 0.
@@ -309,8 +320,8 @@ class CudaDevice(ComputeDevice):
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
         return self._copy(self._uploads, target, source, after)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> None:
-        self._copy(self._downloads, target, source, after).synchronize()
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
+        return self._copy(self._downloads, target, source, after)
 
     def _copy(
         self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Fence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +19,23 @@ logger = logging.getLogger(__name__)
 _RESERVE = 0.10
 _RESERVE_WITH_ACTIVATIONS = 0.25
 _LEAST_RESERVE_BYTES = 2_000_000_000
+_STATM = Path("/proc/self/statm")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
+def process_bytes() -> tuple[int, int]:
+    """Host memory of this process (resident set): now, and the most since it began."""
+    pages = int(_STATM.read_text(encoding="ascii").split()[1])
+    now = pages * mmap.PAGESIZE
+    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
 def free_bytes() -> int:
     """Host memory that is free: of the machine, or of this process's memory cgroup if that has less."""
     free = int(psutil.virtual_memory().available)
-    limit = _cgroup_free_bytes()
-    return free if limit is None else min(free, limit)
+    return min([free, *(limit.free_bytes for limit in memory_limits())])
 
 
 @dataclass(frozen=True)
@@ -64,25 +72,37 @@ class FreeShare:
         return f"of {free} free, {reserve} stay in reserve"
 
 
-def free_share(*, holds_activations: bool, num_sharing: int = 1) -> FreeShare:
+def free_share(*, holds_activations: bool, num_sharing: int = 1, all_bytes: int | None = None) -> FreeShare:
     """What is free now, less a reserve: 10 % and at least 2 GB, but never more than half.
 
     Args:
         holds_activations: whether the model computes in this memory, too. Then 25 % stay in reserve: how much activations
             take is known only when the model has run.
         num_sharing: processes that each take as much.
+        all_bytes: what is free; None: what is free here and now.
     """
-    free = free_bytes() // num_sharing
+    free = (free_bytes() if all_bytes is None else all_bytes) // num_sharing
     share = _RESERVE_WITH_ACTIVATIONS if holds_activations else _RESERVE
     return FreeShare(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
 
 
-def _cgroup_free_bytes() -> int | None:
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on this process's memory that a control group sets."""
+
+    folder: Path
+    limit_bytes: int
+    free_bytes: int
+    """What is left of it, where the page cache gives way."""
+
+
+def memory_limits() -> list[MemoryLimit]:
+    """Those of this process's control groups, from its own upwards; empty where there are none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    found: list[int] = []
+        return []
+    found: list[MemoryLimit] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -98,14 +118,14 @@ def _cgroup_free_bytes() -> int | None:
             continue
         folder = root / path.lstrip("/")
         while folder.is_relative_to(root):
-            room = _room(folder, limit_name, usage_name, cache_key)
-            if room is not None:
-                found.append(room)
+            limit = _limit(folder, limit_name, usage_name, cache_key)
+            if limit is not None:
+                found.append(limit)
             folder = folder.parent
-    return min(found, default=None)
+    return found
 
 
-def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
+def _limit(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> MemoryLimit | None:
     try:
         limit = (folder / limit_name).read_text().strip()
         if limit == "max":
@@ -115,7 +135,7 @@ def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int
     except (OSError, ValueError):
         return None
     cache = int(statistics[statistics.index(cache_key) + 1]) if cache_key in statistics else 0
-    return max(limit_bytes - usage + cache, 0)
+    return MemoryLimit(folder, limit_bytes, max(limit_bytes - usage + cache, 0))
 
 
 def give_back_freed_memory() -> None:

@@ -1,15 +1,19 @@
 """Everything that concerns other processes. The only place that knows ``torch.distributed``.
 
-[Note: ranks] Every rank runs the same script on its own data, and holds all weights and states, each on its own drives.
+[Note: ranks] Every rank runs the same script on its own data, and holds all model weights, each on its own drives. From ZeRO's
+stage 1 on, main weights and states are divided (`infinity.units.shares`); in stage 0 each rank holds all of those as well.
 What they have in common:
   * When `initialize` takes the model over, all ranks take the weights and buffers of rank 0, as DDP does.
-  * When a backward has ended whose gradients are to be used, ranks tell each other which parameters got gradients since the
+  * When a backward has ended whose gradients are to be used (or its step begins, see [Note: means where they are needed] in
+    ``infinity.gradients.averaged_grads``), ranks tell each other which parameters got gradients since the
     last time, and average those: unit by unit in the order of units, parameter by parameter. The order follows from the
     model alone. It must not follow from reads, updates or prefetches, which are early or late on each rank for itself; so no
     thread but the one that trains talks to other ranks.
   * Before a step changes anything, ranks compare the norm of all gradients, bit for bit. Clipping and skipped steps (fp16)
     follow from that norm, so all ranks do the same; and where one would do something else, because its script has changed
     a gradient, all of them raise.
+  * When a step ends in which each has updated its share, the new weights of all go to all, in the order of units.
+  * Main weights and states that are divided are put together when somebody reads them, which all ranks do together.
   * Nothing else. With equal gradients, the engine's promise (the same bits as plain torch) makes equal weights on all.
 
 [Note: the order of sums] Each rank multiplies its gradients by 1 / number of ranks, as DDP does. Ranks are then added in
@@ -24,14 +28,19 @@ ended closes its connections, which ends the waiting of the others; one that han
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from infinity.distributed.causes import Causes
 from infinity.errors import ConfigError, RankError
+from infinity.torch_internals.group_store import default_store
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
 """torch's names of what is done with several tensors."""
@@ -87,13 +96,33 @@ def init_distributed(dist_backend: str | None = None, *args: Any, timeout: Any =
                 f"WORLD_SIZE is {num}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Start the "
                 "script with torchrun, or unset WORLD_SIZE for one process"
             )
-        torch.distributed.init_process_group(dist_backend or ("nccl" if has_nccl else "gloo"), timeout=timeout)
+        backend = dist_backend or ("nccl" if has_nccl else "gloo")
+        store = _store_of_this_start()
+        if store is None:
+            torch.distributed.init_process_group(backend, timeout=timeout)
+        else:
+            rank = int(os.environ["RANK"])
+            torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num)
         return
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     if torch.distributed.is_available():
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list
         torch.distributed.init_process_group("nccl" if has_nccl else "gloo", store=store, rank=0, world_size=1)
+
+
+def _store_of_this_start() -> Any:
+    """A part of torchrun's store for what it has started again with its static rendezvous; None where torch finds one.
+
+    There the store is still that of the start before (torch 2.13), and gloo would look for processes that have ended. Other
+    rendezvous have an id, and a new store for each start.
+    """
+    settings = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT")]
+    if settings[:2] != ["True", "none"] or settings[2] in (None, "0"):
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    return torch.distributed.PrefixStore(f"start {settings[2]}", store)  # type: ignore[attr-defined]
 
 
 def world_group() -> Any:
@@ -141,12 +170,11 @@ def num_local_processes() -> int:
 
 _BLOCK_NUMEL = 1 << 20
 """Elements that are exchanged at a time. Twice as many are in memory for it."""
+_STEP_NUMEL = 2048
+"""Blocks of what is gathered are multiples of so many elements, which drives can write without reading first."""
 _ALL_GATHER = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
 """Since torch 2.13, and before."""
-_CURE = (
-    "The first rank to fail says why in its own output. All ranks have to make the same calls in the same order: as many "
-    "backwards and steps, each on its own data"
-)
+_CURE = "All ranks have to make the same calls in the same order: as many backwards and steps, each on its own data"
 
 
 class Ranks:
@@ -155,16 +183,21 @@ class Ranks:
     Everything raises RankError if another process has ended, does not come, or comes with something else.
     """
 
-    def __init__(self, index: int = 0, num: int = 1, group: Any = None) -> None:
+    def __init__(self, index: int = 0, num: int = 1, group: Any = None, causes: Causes | None = None) -> None:
         """
         Args:
             index: this process.
             num: how many there are.
             group: torch's process group of all of them, which takes tensors on the CPU; None: the default one.
+            causes: know why a rank has ended.
         """
         self.index = index
         self.num = num
         self._group = group
+        self._causes = causes
+        self.sent_bytes: Counter[str] = Counter()
+        """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
+        a whole one), "weights", "states". Each copy counts: what goes to three ranks counts three times."""
 
     def meet(self, what: str, values: Sequence[int] = ()) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each."""
@@ -183,6 +216,19 @@ class Ranks:
         self._run(what, _ALL_GATHER, found, own)
         return found.view(self.num, -1).tolist()
 
+    def gather(self, what: str, data: bytes) -> list[bytes]:
+        """What each rank comes with, which may be of any length: on all of them, in memory."""
+        if self.num == 1:
+            return [data]
+        sizes = [found[0] for found in self.meet(what, [len(data)])]
+        own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        if data:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = torch.empty((self.num, len(own)), dtype=torch.uint8, device="cpu")
+        if len(own):
+            self._run(what, _ALL_GATHER, found.view(-1), own)
+        return [bytes(row[:size].numpy()) for row, size in zip(found, sizes, strict=True)]
+
     def average(self, what: str, values: torch.Tensor) -> None:
         """Replace ``values`` (1-D, on the CPU, floating) by the mean over all ranks, which is computed in fp32.
 
@@ -190,18 +236,101 @@ class Ranks:
         """
         if self.num == 1:
             return
-        most = min(_BLOCK_NUMEL, values.numel())
-        parts = torch.zeros((self.num, -(-most // self.num)), dtype=torch.float32, device="cpu")
-        received = torch.empty_like(parts)
         for start in range(0, values.numel(), _BLOCK_NUMEL):
             block = values[start : start + _BLOCK_NUMEL]
-            sent = parts.view(-1)[: block.numel()]
-            sent.copy_(block).mul_(1.0 / self.num)
-            self._run(what, "all_to_all_single", received, parts)
-            for part in received[1:]:
-                received[0].add_(part)
-            self._run(what, _ALL_GATHER, parts, received[:1])
-            block.copy_(sent)
+            cuts = [block.numel() * rank // self.num for rank in range(self.num + 1)]
+            parts = list(itertools.pairwise(cuts))
+            self.reduce(what, block, parts)
+            self.gather_parts(what, parts, *_in_memory(block), dtype=block.dtype)
+
+    def reduce(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
+        """Each rank gets the mean over all ranks of its part of ``values``; its other parts stay what they are.
+
+        Args:
+            what: for messages.
+            values: 1-D, on the CPU, floating; as many on all ranks. The mean is computed in fp32.
+            parts: of each rank, elements [start, stop). They are the same on all ranks.
+        """
+        longest = max(stop - start for start, stop in parts)
+        width = min(-(-_BLOCK_NUMEL // self.num), longest)
+        sent = torch.zeros(self.num * width, dtype=torch.float32, device="cpu")
+        received = torch.empty_like(sent)
+        first, last = parts[self.index]
+        for offset in range(0, longest, max(width, 1)):
+            num = min(width, longest - offset)
+            to, found = (memory[: self.num * num].view(self.num, num) for memory in (sent, received))
+            for row, (start, stop) in zip(to, parts, strict=True):
+                block = values[min(start + offset, stop) : min(start + offset + num, stop)]
+                row[: block.numel()].copy_(block).mul_(1.0 / self.num)
+            self._run(what, "all_to_all_single", found, to)
+            self.sent_bytes["gradients"] += (self.num - 1) * num * to.element_size()
+            for row in found[1:]:
+                found[0].add_(row)
+            own = values[min(first + offset, last) : min(first + offset + num, last)]
+            own.copy_(found[0, : own.numel()])
+
+    def gather_parts(
+        self,
+        what: str,
+        parts: Sequence[tuple[int, int]],
+        read: Callable[[int, torch.Tensor], None],
+        write: Callable[[int, torch.Tensor], None],
+        *,
+        dtype: torch.dtype,
+        kind: str = "gradients",
+    ) -> None:
+        """All ranks get the parts of all, block by block.
+
+        Args:
+            what: for messages.
+            parts: of each rank, elements [start, stop). They are the same on all ranks.
+            read: puts the elements from a start on into a tensor (1-D, on the CPU): some of this rank's part.
+            write: takes elements from a start on, which another rank has. The tensor is used again afterwards.
+            dtype: of the elements.
+            kind: under which `sent_bytes` counts it.
+        """
+        longest = max(stop - start for start, stop in parts)
+        width = min(max(_BLOCK_NUMEL // self.num // _STEP_NUMEL, 1) * _STEP_NUMEL, longest)
+        sent = torch.zeros(width, dtype=dtype, device="cpu")
+        received = torch.empty(self.num * width, dtype=dtype, device="cpu")
+        first, last = parts[self.index]
+        for offset in range(0, longest, max(width, 1)):
+            num = min(width, longest - offset)
+            own = sent[: max(min(num, last - first - offset), 0)]
+            if own.numel():
+                read(first + offset, own)
+            found = received[: self.num * num]
+            self._run(what, _ALL_GATHER, found.view(torch.uint8), sent[:num].view(torch.uint8))
+            self.sent_bytes[kind] += (self.num - 1) * num * sent.element_size()
+            for rank, (start, stop) in enumerate(parts):
+                count = min(num, stop - start - offset)
+                if rank != self.index and count > 0:
+                    write(start + offset, found[rank * num : rank * num + count])
+
+    def gather_in_memory(
+        self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], *, kind: str = "gradients"
+    ) -> None:
+        """As `gather_parts`, where all parts lie in ``values`` (1-D, on the CPU)."""
+        self.gather_parts(what, parts, *_in_memory(values), dtype=values.dtype, kind=kind)
+
+    def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
+        """Rank ``to`` gets the parts of all into ``values`` (1-D, on the CPU); on the others nothing changes."""
+        for rank, (start, stop) in enumerate(parts):
+            for begin in range(start, stop, _BLOCK_NUMEL):
+                block = values[begin : min(begin + _BLOCK_NUMEL, stop)]
+                if self.index == to and rank != to:
+                    self._run(what, "recv", block, rank)
+                elif self.index == rank and rank != to:
+                    self._run(what, "send", block, to)
+                    self.sent_bytes["norms"] += block.numel() * block.element_size()
+
+    def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
+        """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
+        self._run(what, "send", tensor, to)
+
+    def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
+        """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
+        self._run(what, "recv", tensor, source)
 
     def take_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
         """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""
@@ -222,8 +351,21 @@ class Ranks:
         try:
             getattr(torch.distributed, name)(*args, group=self._group)
         except RuntimeError as error:
-            problem = f"another rank has ended, or did not come in time ({str(error).splitlines()[0]})"
+            why = self._causes.first() if self._causes is not None else None
+            problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
             raise RankError(what, problem, rank=self.index, cure=_CURE) from error
+
+
+def _in_memory(
+    values: torch.Tensor,
+) -> tuple[Callable[[int, torch.Tensor], None], Callable[[int, torch.Tensor], None]]:
+    def read(start: int, target: torch.Tensor) -> None:
+        target.copy_(values[start : start + target.numel()])
+
+    def write(start: int, found: torch.Tensor) -> None:
+        values[start : start + found.numel()].copy_(found)
+
+    return read, write
 
 
 _ALONE = Ranks()
@@ -239,5 +381,12 @@ def world() -> Ranks:
     if not _worlds or _worlds[0][0] is not default:
         takes_host_memory = "gloo" in torch.distributed.get_backend_config()
         group = None if takes_host_memory else torch.distributed.new_group(backend="gloo")
-        _worlds[:] = [(default, Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), group))]
+        index, num = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        # A launcher's store outlives what it starts again, so each group has a part of its own.
+        number = Ranks(index, num, group).meet("beginning", [secrets.randbits(62)])[0][0]
+        store = default_store(torch.distributed)
+        causes = Causes(store, f"infinity/{number}", index, num) if store is not None else None
+        if causes is not None:
+            causes.listen()
+        _worlds[:] = [(default, Ranks(index, num, group, causes))]
     return _worlds[0][1]

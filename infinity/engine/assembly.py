@@ -12,13 +12,12 @@ from infinity.activations.host_activations import HostActivations
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
-from infinity.checkpoint.adapters import is_adapted
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
-from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory
+from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
 from infinity.distributed.collectives import num_local_processes, world
 from infinity.engine.commit_parts import layout_of
 from infinity.engine.durable_run import DurableRun
@@ -27,6 +26,7 @@ from infinity.engine.late import UpperParts
 from infinity.engine.parts import Parts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
+from infinity.forecast.draft import Draft
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
@@ -35,7 +35,6 @@ from infinity.numerics.state_window import StateWindow
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
-from infinity.optim.piece import PieceUpdater
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.state_support import check_state_format
 from infinity.optim.template import Template
@@ -43,22 +42,21 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.paging.residency import Residency
-from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
-from infinity.planning.plan_tracker import PlanTracker, first_plan
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.telemetry.progress import Note, progress
 from infinity.threads.turn import Turn
 from infinity.tiers.user_copies import UserCopies
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
 from infinity.units.originals import Originals
 from infinity.units.parameter import hold
 from infinity.units.partition import find_blocks
+from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
-from infinity.vertical.eligibility import place_for_schedule
 from infinity.vertical.step import Surroundings
 
 
@@ -87,53 +85,28 @@ def build(
         undo.callback(durable.directory.close)
         config = durable.adapted(config)
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
-    units = make_units(model, config, _with_room(model, template))
-    updater = PieceUpdater(template)
-    places = {
-        id(parameter): (unit, slot)
-        for unit in units
-        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-    }
-    groups = [
-        [
-            place
-            for place in map(places.get, map(id, group["params"]))
-            if place is not None and place[1].spec.is_trainable
-        ]
-        for group in template.param_groups
-    ]
-    names: dict[int, dict[str, None]] = {unit.index: {} for unit in units}
-    for index, group in enumerate(groups):
-        for unit, _ in group:
-            names[unit.index].update(dict.fromkeys(updater.state_names(index)))
-    with_room = {(unit.index, slot.index) for unit, slot in places.values() if slot.spec.is_trainable}
-    in_groups = {(unit.index, slot.index) for group in groups for unit, slot in group}
-    for place in with_room - in_groups:  # it has left its group, and may come into any
-        for index in range(len(groups)):
-            names[place[0]].update(dict.fromkeys(updater.state_names(index)))
-
+    share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
+    ranks = world()
+    shares = Shares(ranks.index, ranks.num) if config.zero_stage > 0 else Shares()
+    draft = Draft.of(
+        model,
+        config,
+        template,
+        share,
+        shares=shares,
+        shares_host_memory=device.shares_host_memory,
+        device_free_bytes=device.free_bytes(model),
+    )
+    units, updater, sizes, request, guess = draft.units, draft.updater, draft.sizes, draft.request, draft.guess
+    names, with_room, spans = draft.names, draft.with_room, draft.spans
     has_remainder = config.infinity.main_weights == "remainder"
     state_format = StateFormat(config.infinity.state_dtype)
     check_state_format(state_format, template, updater)
     waiting = MainGradDtype(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
-    sizes = [UnitSize.of(unit, len(names[unit.index])) for unit in units]
-    budget = config.infinity.host_memory_budget
-    share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
-    budget_source = "from the config" if budget is not None else str(share)
-    request = Request.of(
-        config,
-        model,
-        units,
-        budget_bytes=budget if budget is not None else share.budget_bytes,
-        shares_host_memory=device.shares_host_memory,
-        device_free_bytes=device.free_bytes(model),
-        runs_in_parallel=updater.is_for_threads,
-    )
-    guess = guessed_order(len(units), is_trained=bool(template.param_groups))
-    placement, suitability = place_for_schedule(config.infinity.schedule, sizes, request, guess)
-    if budget is not None:
+    placement, suitability = draft.place()
+    if config.infinity.host_memory_budget is not None:
         in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
         share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in in_memory))
     for unit in units:
@@ -176,23 +149,23 @@ def build(
     elif config.infinity.activations == "cpu":
         activations = HostActivations(clock, placement.activation_bytes, request.budget_bytes)
     pager = Pager(make_residency, copies, upper.pager_listener, activations)
+    borders = [span[0] + kept for span, kept in zip(spans, placement.states_in_memory, strict=True)]
     chunks = [
-        unit.layout.chunks(placement.chunk_numel, border)
-        for unit, border in zip(units, placement.states_in_memory, strict=True)
+        unit.layout.chunks(placement.chunk_numel, border, span)
+        for unit, border, span in zip(units, borders, spans, strict=True)
     ]
+    exchange = WeightExchange(ranks, shares, storage.weights, device)
     states = {place: ParameterState() for place in with_room}
     blocks = tuple(find_blocks(model, config.infinity.units))
     recomputed = RecomputedForward if config.infinity.activation_checkpointing else None
     module_hooks = ModuleHooks(model, units, blocks, recomputed)
     access = StateAccess(
-        module_hooks, pager, storage.records, storage.weights, states, chunks, request.record_format, copies
+        module_hooks, pager, storage.records, storage.weights, states, chunks, request.record_format, copies, exchange
     )
     before_writes = durable.settle if durable is not None else lambda: None
     upper.writer.connect(WrittenWeights(access, before_writes))
     for unit in units:
-        storage.records.allocate(
-            unit, chunks[unit.index], tuple(names[unit.index]), placement.states_in_memory[unit.index]
-        )
+        storage.records.allocate(unit, chunks[unit.index], tuple(names[unit.index]), borders[unit.index])
         if storage.weights is not None:
             storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
     gradients = AveragedGradients(
@@ -202,20 +175,16 @@ def build(
         in_memory=placement.gradients_in_memory,
         open_swapper=storage.spill_swapper,
         pool=storage.gradient_pool,
+        arrivals=storage.arrivals,
         waiting=waiting,
         scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
         listener=upper.gradient_listener,
-        ranks=world(),
+        ranks=ranks,
+        shares=shares,
     )
     if placement.spills:
         gradients.reserve()
-    plan_tracker = PlanTracker(
-        first_plan(config, units, request, placement, storage.resting_bytes(), budget_source, storage.volume_bytes),
-        sizes,
-        request,
-        guess,
-        expects_vertical=suitability.is_expected,
-    )
+    plan_tracker = draft.tracker(placement, suitability, storage.volume_bytes)
     # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
     spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
     trimmer = HeapTrimmer() if device.shares_host_memory and spills else None
@@ -270,6 +239,7 @@ def build(
         stream=stream,
         groups=step_groups,
         gathered=access,
+        exchange=exchange,
         before_updates=before_writes,
     )
     for parameter, state in template.take_initial_states():
@@ -319,12 +289,6 @@ def build(
     return engine, originals
 
 
-def _with_room(model: nn.Module, template: Template) -> list[nn.Parameter]:
-    """What gets room for states. Adapters' base weights only if they require a gradient: with ``AdamW(model.parameters())``
-    they all are in a group, and nobody thaws them."""
-    return [p for p in template.with_room() if p.requires_grad or not is_adapted(model)]
-
-
 def _close(engines: Sequence[Engine]) -> None:
     for engine in engines:
         engine.close(restore_weights=False)
@@ -341,7 +305,15 @@ def _reporter(
 ) -> Reporter:
     if recording is not None:
         storage.observe(recording.note_transfer)
-    sources = Sources(clock, storage.counters, lambda: stream.busy_seconds, prediction, device.take_copies)
+    sources = Sources(
+        clock,
+        storage.counters,
+        lambda: stream.busy_seconds,
+        prediction,
+        device.take_copies,
+        lambda: (*process_bytes(), device.peak_bytes()),
+        world().num,
+    )
     steps_per_print = config.steps_per_print if world().index == 0 else None
     return Reporter(sources, recording, steps_per_print=steps_per_print, prints_breakdown=config.wall_clock_breakdown)
 

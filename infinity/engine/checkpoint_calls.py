@@ -1,26 +1,40 @@
-"""What an engine saves and loads: checkpoints with DeepSpeed's arguments and results."""
+"""What an engine saves and loads: checkpoints with DeepSpeed's arguments and results.
+
+[Note: checkpoints of several ranks] All ranks make each call here. The first one writes everything,
+and what is a rank's own (random generators, the loader's position) comes to it before; so do, unit by unit, the shares of main
+weights and states that only others keep. All of them read. Whatever fails on one
+rank raises on all: while a checkpoint is looked at, before anything is changed; while it is read, so that no rank goes on with
+weights that the others do not have.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.manifest import MANIFEST
-from infinity.checkpoint.random_states import random_states, set_random_states
-from infinity.distributed.collectives import check_single_process
+from infinity.checkpoint.record_stream import SharedStream
+from infinity.distributed.agreement import agree, on_first, together
+from infinity.distributed.collectives import Ranks, world
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
+from infinity.errors import CheckpointError
 from infinity.loop.phase import PhaseGuard
+from infinity.loop.random_states import random_states, set_random_states_of
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.run_log.notes import RunNotes
 from infinity.threads.interrupts import surely
 from swapper.volumes.publish import remove_abandoned
 
 logger = logging.getLogger(__name__)
+_OTHER_RANKS = "ranks"
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
@@ -31,6 +45,9 @@ class CheckpointCalls(ExportCalls):
     _guard: PhaseGuard
     _paged: PagedOptimizer
     _saving: checkpoint.BackgroundSave | None
+    _notes: RunNotes
+    _is_saving = False
+    """Whether some rank has a save in the background that nobody has waited for."""
 
     def save_checkpoint(
         self,
@@ -49,16 +66,21 @@ class CheckpointCalls(ExportCalls):
         counters, the random generators of python, NumPy and torch, and the position of the loader of ``training_data``. Gradients
         of a step that has not ended are not in it, nor what worker processes of a loader draw.
 
+        Where several processes train together, all of them call this with the same tag, and it returns when the first one has
+        written everything: what goes wrong there is raised on all. The client state is that of the first.
+
         Args:
             save_dir: made if it is missing.
             tag: name of the checkpoint; None: "global_step" and the number of steps.
             client_state: whatever the script wants back from `load_checkpoint`.
             save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
             exclude_frozen_parameters: leave parameters out that do not train (the base of adapters). Who loads it needs them
-                from elsewhere, with the values that they have now: they stay as they are in the model.
+                from elsewhere, with the values that they have now: they stay as they are in the model. Their checksums are
+                saved, and compared at load, each of which reads them once.
             blocking: False: buffers, frozen weights and what the engine does not hold are written, then the call returns, and
                 the rest is written while training goes on: an update of a unit waits until that is saved as it was. It takes
-                about 14 MiB beside the budget. `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
+                about 14 MiB beside the budget. (Several processes that keep shares of the states write all of it before the call
+                returns.) `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
             keep_last: so many checkpoints stay in ``save_dir``, this one counted: older ones are removed when this one is
                 complete, but never the one that ``latest`` names. None: all stay.
 
@@ -67,38 +89,54 @@ class CheckpointCalls(ExportCalls):
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
             ValueError: ``save_dir`` is empty.
         """
-        if not os.fspath(save_dir):
+        if not save_dir or not os.fspath(save_dir):  # None, as well
             raise ValueError('save_dir is empty. Pass a directory; "." is the current one')
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
-        check_single_process("engine.save_checkpoint")
-        self.wait_for_checkpoint()
-        self._paged.settle_states()
-        self.flush()
+        blocking = blocking or self._parts.access.shared is not None  # ranks exchange nothing beside training
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        what = f"engine.save_checkpoint with tag {name!r}"
+        of_ranks = together(world(), what, self._begin_checkpoint)
         if self.micro_steps % self.gradient_accumulation_steps():
             logger.warning(
                 "engine.save_checkpoint between the micro-batches of a step: the gradients so far are not saved. Call it at "
                 "engine.is_gradient_accumulation_boundary()"
             )
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        saving = checkpoint.Saving(
-            self._training(),
-            Path(save_dir).absolute(),  # a script may change to another directory meanwhile
-            name,
-            client_state or {},
-            is_latest=save_latest,
-            keep_last=keep_last,
-            is_watching=not blocking,
-            excludes_frozen=exclude_frozen_parameters,
-            shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
-        )
-        if blocking:
-            saving.run()
+
+        def save() -> None:
+            saving = checkpoint.Saving(
+                self._training(of_ranks[1:]),
+                Path(save_dir).absolute(),  # a script may change to another directory meanwhile
+                name,
+                client_state or {},
+                is_latest=save_latest,
+                keep_last=keep_last,
+                is_watching=not blocking,
+                excludes_frozen=exclude_frozen_parameters,
+                shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
+            )
+            if blocking:
+                saving.run()
+            else:
+                background = checkpoint.BackgroundSave(saving, self._parts.device)
+                surely(lambda: self._begin_saving(background))
+
+        shared = self._parts.access.shared
+        if shared is None:
+            on_first(world(), what, save)
         else:
-            background = checkpoint.BackgroundSave(saving, self._parts.device)
-            surely(lambda: self._begin_saving(background))
+            _with_shares(shared, world(), what, save)
+        self._is_saving = not blocking
         self._num_saved_steps = self.global_steps
+        self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
         return True
+
+    def _begin_checkpoint(self) -> dict[str, Any]:
+        """Finish what is pending. Returns what a checkpoint has of each rank."""
+        self._finish_saving()
+        self._paged.settle_states()
+        self.flush()
+        return self._own()
 
     def _begin_saving(self, background: checkpoint.BackgroundSave) -> None:
         """May be called again. Nothing is updated before it returns."""
@@ -113,17 +151,25 @@ class CheckpointCalls(ExportCalls):
     def wait_for_checkpoint(self) -> None:
         """Return when what ``save_checkpoint(blocking=False)`` writes is complete and on the drive; at once if nothing is.
 
+        Where several processes train together, all of them call this.
+
         Raises:
             CheckpointError, StorageError: it could not be saved. The checkpoints before are as they were.
         """
+        if self._is_saving or world().num == 1:
+            self._is_saving = False
+            on_first(world(), "engine.wait_for_checkpoint", self._finish_saving)
+
+    def _finish_saving(self) -> None:
+        """Wait for what this rank writes, and raise what went wrong. The others are not asked."""
         saving = self._saving
         if saving is not None:
             saving.wait()
             self._end_saving()
 
     def _check_saving(self) -> None:
-        """Raise what went wrong in a save that has ended."""
-        if self._saving is not None and self._saving.is_over:
+        """Raise what went wrong in a save that has ended; of several ranks, all do so when they wait for it."""
+        if self._saving is not None and self._saving.is_over and world().num == 1:
             self._end_saving()
 
     def _end_saving(self) -> None:
@@ -167,18 +213,17 @@ class CheckpointCalls(ExportCalls):
 
         Raises:
             CheckpointError: it is damaged, or of a newer version. If weights have been changed already, the next step says so.
-            UnsupportedModelError: it is of another model; nothing has been changed.
+            UnsupportedModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
+                has been changed.
             ValueError: the optimizer is of another kind, or has other groups; nothing has been changed.
         """
         if custom_load_fn is not None:
             raise TypeError(
                 "custom_load_fn gets a state dict of the whole model, and there is none: load_state_dict takes one"
             )
-        check_single_process("engine.load_checkpoint")
-        self.wait_for_checkpoint()
-        self.flush()
-        remove_abandoned(Path(load_dir))
-        folder = checkpoint.find(Path(load_dir), None if tag is None else str(tag))
+        ranks = world()
+        what = f"engine.load_checkpoint with tag {tag!r}"
+        folder = self._find_checkpoint(Path(load_dir), None if tag is None else str(tag), what)
         if folder is None:
             hint = ""
             if tag is None and (Path(load_dir) / MANIFEST).is_file():
@@ -188,38 +233,74 @@ class CheckpointCalls(ExportCalls):
                 *(tag or "that is the latest", load_dir, hint),
             )
             return None, None
-        rest = checkpoint.load(
-            self._training(),
-            folder,
-            is_strict=load_module_strict,
-            with_optimizer=load_optimizer_states,
-            with_scheduler=load_lr_scheduler_states,
-            only_module=load_module_only,
-            shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
-            changing=self._changing(folder),
-        )
+        before = self.global_steps
+
+        def load() -> dict[str, Any]:
+            changing = _Changing(self._guard, folder, ranks, what)
+            try:
+                return checkpoint.load(
+                    self._training(),
+                    folder,
+                    is_strict=load_module_strict,
+                    with_optimizer=load_optimizer_states,
+                    with_scheduler=load_lr_scheduler_states,
+                    only_module=load_module_only,
+                    shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
+                    begin=changing.begin,
+                    changing=changing,
+                )
+            except Exception as error:
+                changing.tell(error)
+                raise
+
+        # Several ranks may find it replaced or not: they all raise.
+        rest = checkpoint.reading_again(folder, load) if ranks.num == 1 else load()
+        if self._parts.access.shared is not None:
+            self._parts.access.gather_weights()
         if not load_module_only:
             self.count_on(rest["counters"], with_loss_scale=load_optimizer_states)
         if load_optimizer_states and not load_module_only:
-            loader = self.training_dataloader
-            if load_data_position and "loader" in rest and hasattr(loader, "load_state_dict"):
-                loader.load_state_dict(rest["loader"])
-            if load_random_states and "random" in rest:  # another framework has saved none
-                set_random_states(rest["random"])
+            self._go_on_as_rank(ranks.index, rest, load_data_position, load_random_states)
+        words = f"went on from '{folder}', of step {self.global_steps}"
+        self._notes.note("load", before, words, to=self.global_steps)
         client_state: dict[str, Any] = rest["client_state"]
         return str(folder), client_state
 
-    @contextlib.contextmanager
-    def _changing(self, folder: Path) -> Iterator[None]:
-        """What fails inside the ``with`` block leaves weights of two trainings: nobody is to go on with them."""
-        try:
-            yield
-        except BaseException:
-            self._guard.note_part_loaded(folder)
-            raise
-        self._guard.note_part_loaded(None)
+    def _find_checkpoint(self, directory: Path, tag: str | None, what: str) -> Path | None:
+        """The checkpoint's directory, which is the same for all ranks; None if none of them finds one."""
+        ranks = world()
+        self._is_saving = False
 
-    def _training(self) -> checkpoint.Training:
+        def look() -> tuple[Path | None, int]:
+            self._finish_saving()
+            self.flush()
+            if ranks.index == 0:
+                remove_abandoned(directory)
+            found = checkpoint.find(directory, tag)
+            manifest = None if found is None else found / MANIFEST
+            return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
+
+        of_ranks = together(ranks, what, look)
+        if len({stamp for _, stamp in of_ranks}) > 1 or len({found is None for found, _ in of_ranks}) > 1:
+            places = ", ".join(f"rank {rank}: {found or 'none'}" for rank, (found, _) in enumerate(of_ranks))
+            raise CheckpointError(
+                directory,
+                f"the ranks do not find the same checkpoint ({places})",
+                cure="Give a directory that all of them see, or copy the checkpoint to each machine",
+            )
+        return of_ranks[ranks.index][0]
+
+    def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], with_position: bool, with_random_states: bool) -> None:
+        """What is a rank's own; ``rest`` has the first rank's in itself, and those of the others in a list."""
+        of_ranks = [rest, *rest.get(_OTHER_RANKS, ())]
+        own = of_ranks[rank] if rank < len(of_ranks) else rest
+        loader = self.training_dataloader
+        if with_position and "loader" in own and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(own["loader"])
+        if with_random_states and "random" in own:  # another framework has saved none
+            set_random_states_of(rank, [each["random"] for each in of_ranks])
+
+    def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> checkpoint.Training:
         parts = self._parts
         return checkpoint.Training(
             self.module,
@@ -228,18 +309,23 @@ class CheckpointCalls(ExportCalls):
             parts.access,
             parts.module_hooks,
             parts.pager,
-            self.rest,
+            lambda: self.rest() | ({_OTHER_RANKS: list(of_other_ranks)} if of_other_ranks else {}),
             parts.template.tiled,
         )
 
     def rest(self) -> dict[str, Any]:
         """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler."""
-        rest: dict[str, Any] = {"counters": self.counters(), "random": random_states()}
-        if hasattr(self.training_dataloader, "state_dict"):
-            rest["loader"] = self.training_dataloader.state_dict()
+        rest: dict[str, Any] = {"counters": self.counters(), **self._own()}
         if hasattr(self.lr_scheduler, "state_dict"):
             rest["lr_scheduler"] = self.lr_scheduler.state_dict()
         return rest
+
+    def _own(self) -> dict[str, Any]:
+        """What each rank has for itself."""
+        own: dict[str, Any] = {"random": random_states()}
+        if hasattr(self.training_dataloader, "state_dict"):
+            own["loader"] = self.training_dataloader.state_dict()
+        return own
 
     def counters(self) -> dict[str, Any]:
         """Steps, micro-batches and samples so far, and the loss scale."""
@@ -255,3 +341,65 @@ class CheckpointCalls(ExportCalls):
         self._num_saved_steps = self.global_steps
         if with_loss_scale:  # DeepSpeed has it among the optimizer's states
             self._parts.stepper.scaler.load_state(counters["loss_scale"])
+
+
+def _with_shares(shared: SharedStream, ranks: Ranks, what: str, save: Callable[[], None]) -> None:
+    """Call ``save`` on rank 0, while the others send it what they keep. What goes wrong is raised on all."""
+    ranks.meet(what)
+    error: Exception | None = None
+    try:
+        if ranks.index:
+            shared.follow()
+        else:
+            try:
+                save()
+            finally:
+                shared.end()
+    except Exception as problem:
+        error = problem
+    agree(ranks, what, error)
+
+
+class _Changing(contextlib.AbstractContextManager[None]):
+    """The way of several ranks through a load: each may fail until all have checked the optimizer, too.
+
+    What fails inside the ``with`` block leaves weights of two trainings, on all ranks: nobody is to go on with them.
+    """
+
+    def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str) -> None:
+        self._guard = guard
+        self._folder = folder
+        self._ranks = ranks
+        self._what = what
+        self._ahead = ["the optimizer", "the model"]
+        """What no rank looks at before all have done with what comes before."""
+
+    def begin(self) -> None:
+        """This rank has looked at the model, and changed nothing. Raises if another cannot go on, as `tell` does."""
+        self.tell(None)
+
+    def tell(self, error: Exception | None) -> None:
+        """Whether this rank can go on. Raises if another cannot."""
+        if not self._ahead:  # inside the ``with`` block
+            return
+        try:
+            agree(self._ranks, f"{self._what}, before {self._ahead.pop(0)}", error)
+        except Exception:
+            if not self._ahead and self._ranks.num > 1:  # others have changed their optimizers
+                self._guard.note_part_loaded(self._folder)
+            self._ahead.clear()
+            raise
+
+    def __enter__(self) -> None:
+        self.tell(None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_whole = False
+        try:
+            if error is None or isinstance(error, Exception):
+                agree(self._ranks, self._what, error)
+                is_whole = error is None
+        finally:
+            self._guard.note_part_loaded(None if is_whole else self._folder)

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from infinity.compat.timers import Monitor, Timers
-from infinity.config import InfinityConfig
+from infinity.compat.timers import Timers
+from infinity.config import InfinityConfig, MonitorsSection
 from infinity.distributed.collectives import local_rank, world
 from infinity.engine.module_facade import ModuleFacade
 from infinity.errors import BatchSizeError, StepOrderError
 from infinity.loop.loader import make_loader
+from infinity.monitors import Monitors
 
 _ABSENT = {
     "flops_profiler": "torch.utils.flop_counter.FlopCounterMode counts operations, engine.report has times and bytes",
@@ -39,8 +40,9 @@ class DeepSpeedNames(ModuleFacade):
         skipped_steps: Steps that changed nothing, because gradients were not finite.
         client_optimizer, client_lr_scheduler, training_data, collate_fn: As passed to `initialize`.
         timers: Stop watches for the script.
-        monitor: Writes nothing.
-        global_samples: Samples of all steps so far; 0 as long as the config leaves the batch size to the data loader.
+        monitor: Writes curves where the config says, the script's own as well: ``monitor.write_events``.
+        global_samples: Samples of all steps so far; where the config leaves the batch size to the data loader, those that the
+            engine saw.
     """
 
     mp_world_size = 1
@@ -48,6 +50,7 @@ class DeepSpeedNames(ModuleFacade):
     mpu = None
     has_moe_layers = False
     is_compiled = False
+    sparse_tensor_module_names: frozenset[str] = frozenset()
 
     def __init__(self, module: nn.Module, config: InfinityConfig) -> None:
         """``module``: the model; ``config``: as `infinity.load_config` gives it."""
@@ -63,7 +66,7 @@ class DeepSpeedNames(ModuleFacade):
         self.client_optimizer: Any = None
         self.client_lr_scheduler: Any = None
         self.timers = Timers()
-        self.monitor = Monitor()
+        self.monitor = Monitors(MonitorsSection())
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
@@ -75,6 +78,7 @@ class DeepSpeedNames(ModuleFacade):
         self._boundary: bool | None = None
         self._is_in_step = False
         self._is_in_no_sync = False
+        self._num_backwards = 0
 
     def note_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
@@ -180,6 +184,14 @@ class DeepSpeedNames(ModuleFacade):
         if is_boundary is None:
             self.micro_steps -= self.micro_steps % self._accumulation_steps
 
+    def _count_samples(self) -> None:
+        """A step has ended: count its samples, where the engine does not count micro-batches those of its backwards."""
+        if self.config.managed_gradient_accumulation:
+            self.global_samples += self._train_batch_size or 0
+        else:
+            self.global_samples += (self._micro_batch_size or 0) * self.world_size * (self._num_backwards or 1)
+        self._num_backwards = 0
+
     def _check_counts(self, call: str) -> None:
         """Raise if micro-batches are not counted, for a call that takes a whole step of them."""
         if self._boundary is not None:
@@ -199,13 +211,44 @@ class DeepSpeedNames(ModuleFacade):
     def no_sync(self) -> Iterator[None]:
         """Gradients of a ``loss.backward()`` inside stay this process's own until the next one outside, or the step.
 
-        `step` is refused inside, as in DeepSpeed.
+        `step`, and another such block, are refused inside, as in DeepSpeed.
+
+        Raises:
+            StepOrderError: it is inside such a block already.
         """
-        was_inside, self._is_in_no_sync = self._is_in_no_sync, True
+        if self._is_in_no_sync:
+            problem = "no_sync context manager reentry is unsupported"
+            raise StepOrderError("engine.no_sync()", problem, cure="One block around all of it does the same")
+        self._is_in_no_sync = True
         try:
             yield
         finally:
-            self._is_in_no_sync = was_inside
+            self._is_in_no_sync = False
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Gradients of all backwards inside are averaged over the processes once, by the `step` after it.
+
+        It is `no_sync`, with any ZeRO stage but 0.
+
+        Raises:
+            StepOrderError: as `no_sync`; or every `step` is a boundary by the config.
+            NotImplementedError: without ZeRO, as in DeepSpeed.
+        """
+        if not self.config.managed_gradient_accumulation:
+            problem = "it is not supported with managed_gradient_accumulation=False"
+            raise StepOrderError("engine.coalesce_grad_reduction()", problem, cure="Use engine.no_sync()")
+        if self.config.zero_stage == 0:
+            raise NotImplementedError(
+                "coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0. Use engine.no_sync()"
+            )
+        if self._is_in_no_sync:
+            problem = "it cannot be nested inside another no_sync context"
+            raise StepOrderError(
+                "engine.coalesce_grad_reduction()", problem, cure="One block around all of it suffices"
+            )
+        with self.no_sync():
+            yield
 
     # ------------------------------------------------------------------------------------------------------ the config
 

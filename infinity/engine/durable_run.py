@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.checkpoint.random_states import set_random_states
 from infinity.config import DurableSection, InfinityConfig
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
 from infinity.errors import CommitError, StepOrderError, StorageError, UnsupportedModelError
+from infinity.loop.random_states import set_random_states
 from infinity.paging.pager import Pager
 from infinity.tiers.state_store import PagedStateStore
 from infinity.units.unit import Unit

@@ -24,15 +24,20 @@ from infinity.engine.shutdown import Shutdown, finish_pending
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.engine.weights_at_close import leave
 from infinity.errors import StepOrderError
+from infinity.gradients.loss_scaler import LossScaler
 from infinity.loop.backward import Backwards
 from infinity.loop.grad_access import GradAccess
 from infinity.loop.model_call import ModelCall
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
+from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.optim.facade.passed_optimizer import PassedOptimizer
 from infinity.paging.watched_memory import WatchedMemory
 from infinity.planning.plan import Plan
-from infinity.telemetry import StepReport
+from infinity.planning.workload import Workload
+from infinity.run_log.notes import RunNotes
+from infinity.telemetry import Settings, StepReport
 from infinity.threads.interrupts import refuse_in_between, surely
 from infinity.threads.turn import take_turns
 from infinity.torch_internals.foreign_writes import unwatch, watch
@@ -56,12 +61,16 @@ class Engine(Relayout):
         mains = self if parts.access.has_main_weights else None
         self._paged = PagedOptimizer(parts.template, parts.updater, self, parts.groups.loose, mains)
         self.optimizer = self._paged if parts.template.param_groups else None
-        self.run_module = ModelCall(self.module, config, parts.device.torch_device)
+        self.run_module = ModelCall(
+            self.module, config, parts.device.torch_device, lambda *size: self._reporter.note_size(*size)
+        )
         self.report: StepReport | None = None
         self._is_in_step = False
         self._was_applied = False
         self._saving = None
         self._untile: Callable[[], None] = lambda: None
+        self._passed: PassedOptimizer | None = None
+        self._notes = RunNotes(None)
         self._style = LoopStyle(self.gradient_accumulation_steps)
         self._connect(parts)
 
@@ -132,6 +141,7 @@ class Engine(Relayout):
         self._reporter.note_loss(loss, self.global_steps)
         if self._boundary is None or self._boundary:
             self._style.note_backward()
+        self._num_backwards += 1
         divisor = self._style.begin_backward(divides=scale_wrt_gas)
         self._backwards.run(self._stepper.scaler.share_of(loss, divisor), retain_graph=retain_graph)
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
@@ -158,13 +168,14 @@ class Engine(Relayout):
         Raises:
             StepOrderError: there was no backward since the last one, or it was cut off.
             LossScaleError: gradients are not finite even with the smallest loss scale allowed.
+            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; the step is complete.
         """
         self._check_usable()
         self._check_optimizer("engine.step()")
         if self._is_in_no_sync:
-            raise StepOrderError("engine.step()", "it is inside engine.no_sync()", cure="Call it after that block")
+            problem = "It is illegal to call Engine.step() inside no_sync context manager"
+            raise StepOrderError("engine.step()", problem, cure="Call it after that block")
         self._guard.check_step()
-        self._check_saving()
         self._was_applied = False
         is_boundary = not self.config.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
         if is_boundary:
@@ -178,7 +189,10 @@ class Engine(Relayout):
         self._guard.end_micro_batch()
         self._style.note_engine_step()
         if is_boundary:
-            self.global_samples += self.train_batch_size() or 0
+            samples_before = self.global_samples
+            self._count_samples()
+            if self.global_samples == samples_before and self.report is not None:  # the config leaves their number open
+                self.global_samples += self.report.num_samples or 0
             self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
             # One on a plateau needs a metric: in lr_kwargs, or its owner steps it.
             is_left_alone = self.lr_scheduler is None or (
@@ -186,8 +200,21 @@ class Engine(Relayout):
             )
             if self.was_step_applied() and not is_left_alone:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._write_curves(samples_before)
             if self._parts.durable is not None:
                 self._parts.durable.commit(self)
+        self._check_saving()
+
+    def _write_curves(self, samples_before: int) -> None:
+        if self.report is not None and self.monitor.enabled:
+            has_samples = self.global_samples > samples_before
+            before, now = (
+                (samples_before, self.global_samples) if has_samples else (self.global_steps - 1, self.global_steps)
+            )
+            with_seconds = self.config.wall_clock_breakdown
+            self.monitor.write_step(
+                self.report, next(iter(self.get_lr()), None), before, now, with_seconds=with_seconds
+            )
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights.
@@ -203,6 +230,10 @@ class Engine(Relayout):
     def loss_scale(self) -> float:
         """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
         return self._stepper.scaler.scale
+
+    def loss_scaler(self) -> LossScaler:
+        """That, and the rule which it follows."""
+        return self._stepper.scaler
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Run all micro-batches of one step, forward, backward and step.
@@ -312,8 +343,11 @@ class Engine(Relayout):
         is_skipped = self._stepper.is_skipped
         self._was_applied = not is_skipped
         self.skipped_steps += is_skipped
-        self.report = self._reporter.end_step(self.global_steps, self.get_global_grad_norm(), is_skipped=is_skipped)
+        settings = Settings(tuple(self.get_lr()), self.loss_scale(), self.train_batch_size())
+        norm = self.get_global_grad_norm()
+        self.report = self._reporter.end_step(self.global_steps, norm, settings, is_skipped=is_skipped)
         self._parts.plan_tracker.note(self.report)
+        self._notes.step(self, self.report)
 
     def optimizer_zero_grad(self, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
@@ -423,6 +457,24 @@ class Engine(Relayout):
         return self._parts.plan_tracker.plan(self._residency.training_trace, self._vertical.traffic)
 
     @property
+    def workload(self) -> Workload:
+        """What the predictions of `plan` are made from."""
+        return self._parts.plan_tracker.workload
+
+    def begin_notes(self, notes: RunNotes, monitors: Monitors) -> None:
+        """The engine is complete: what happens is written down from now on."""
+        self._notes = notes
+        self.monitor = monitors
+        notes.start(self)
+
+    def note(self, text: str) -> None:
+        """Write a line of one's own into the log of the run (config key ``infinity.run_log``), at the present step.
+
+        `infinity report` marks it. Without a log it goes to Python's logging only.
+        """
+        self._notes.note("note", self.global_steps, str(text))
+
+    @property
     def waiting_for(self) -> str:
         """What the training thread waits for right now; empty while it computes."""
         return self._parts.clock.waiting_for
@@ -477,7 +529,9 @@ class Engine(Relayout):
             raise StepOrderError("engine.rollback()", "the run is not durable", cure=cure)
         if not self._guard.is_settled or self.micro_steps % self.gradient_accumulation_steps():
             self.reset()
+        before = self.global_steps
         self._parts.durable.rollback(self, steps)
+        self._notes.note("rollback", before, f"went back to step {self.global_steps}", to=self.global_steps)
 
     def not_held(self) -> list[torch.Tensor]:
         """Parameters that came after `infinity.initialize`."""
@@ -510,8 +564,12 @@ class Engine(Relayout):
         self._forget_calls()
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
+            if self._passed is not None:
+                rest.callback(self._passed.forget_engine)
             rest.callback(self._guard.move_to, Phase.CLOSED)
-            rest.callback(self.wait_for_checkpoint)
+            rest.callback(self.monitor.close)
+            rest.callback(self._notes.close, self)
+            rest.callback(self._finish_saving)
             durable = self._parts.durable
             if durable is not None and self._guard.is_settled and not durable.has_failed:
                 self.flush()  # whoever closes has to hear of a commit that fails
@@ -532,7 +590,7 @@ class Engine(Relayout):
                 finish_pending(self.flush)
             else:
                 rest.callback(self._shutdown.hurry)
-                rest.callback(self.wait_for_checkpoint)  # before it gets no page any more
+                rest.callback(self._finish_saving)  # before it gets no page any more
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         """At the end of ``rest``, in reverse, and each even if the one before fails."""
@@ -549,6 +607,10 @@ class Engine(Relayout):
     def note_untiling(self, untile: Callable[[], None]) -> None:
         """What makes weights whole again, once the model is an ordinary one."""
         self._untile = untile
+
+    def note_passed(self, passed: PassedOptimizer) -> None:
+        """The script has this optimizer, too."""
+        self._passed = passed
 
     def _restore(self) -> None:
         self._parts.access.restore()

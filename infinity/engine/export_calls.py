@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from infinity.checkpoint.safetensors_export import Weights, save_pretrained, save_units
+from infinity.checkpoint.state_access import StateAccess
 from infinity.config.schema.quantities import parse_bytes
+from infinity.distributed.collectives import Ranks, world
 from infinity.engine.deepspeed_names import DeepSpeedNames
 from infinity.engine.parts import Parts
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+
+_WHAT = "reading main weights for an export"
+_END = [-1, -1]
 
 
 class ExportCalls(DeepSpeedNames):
@@ -75,14 +84,57 @@ class ExportCalls(DeepSpeedNames):
         except ValueError as error:
             raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
         self.flush()
+        reading: _LedReading | None = None
+        if dtype is not None and self._parts.access.is_divided:
+            reading = _LedReading(self._parts.access, world(), self._parts.module_hooks.units)
         if self.global_rank > 0:
+            if reading is not None:
+                reading.follow()
             return
-        save_pretrained(self._weights(), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
+        with contextlib.nullcontext() if reading is None else reading.leading():
+            save_pretrained(self._weights(reading), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
         self._num_saved_steps = self.global_steps
 
-    def _weights(self) -> Weights:
+    def _weights(self, reading: _LedReading | None = None) -> Weights:
         parts = self._parts
-        shows_progress = self.config.infinity.progress_bars
         return Weights(
-            parts.module_hooks, parts.pager, parts.access.main_weights, self.config.nvme_paths, shows_progress
+            parts.module_hooks,
+            parts.pager,
+            (reading or parts.access).main_weights,
+            self.config.nvme_paths,
+            self.config.infinity.progress_bars,
         )
+
+
+class _LedReading:
+    """Main weights of which each rank keeps a part, read for the first one.
+
+    That one calls `main_weights` inside `leading`, while all others are in `follow`.
+    """
+
+    def __init__(self, access: StateAccess, ranks: Ranks, units: Sequence[Unit]) -> None:
+        self._access = access
+        self._ranks = ranks
+        self._units = units
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """At the end of the ``with`` block, however it ends, the others leave `follow`."""
+        try:
+            yield
+        finally:
+            self._ranks.meet(_WHAT, _END)
+
+    def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
+        """See `StateAccess.main_weights`. The others are told of each."""
+        found: dict[int, torch.Tensor] = {}
+        for slot in slots:
+            self._ranks.meet(_WHAT, [unit.index, slot.index])
+            found |= self._access.main_weights(unit, [slot])
+        return found
+
+    def follow(self) -> None:
+        """Join in until the first rank has read all that it wants."""
+        while (told := self._ranks.meet(_WHAT, _END)[0]) != _END:
+            unit = self._units[told[0]]
+            self._access.main_weights(unit, [unit.layout.slots[told[1]]])

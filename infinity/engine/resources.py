@@ -14,9 +14,10 @@ from infinity.config import InfinityConfig, IOSection
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, StorageError
-from infinity.numerics.chunk_format import MainWeight
+from infinity.gradients.arrivals import Arrivals
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import HOST_KEY, Placement
+from infinity.planning.resting import rest, resting_bytes, spilled_bytes
 from infinity.telemetry.counters import DriveCounters
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.weight_store import WeightStore
@@ -34,7 +35,6 @@ from swapper import (
 from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
-_FP32_BYTES = 4
 _TierKey = tuple[str, tuple[Directory, ...]]
 """A tier and, on NVMe, its directories: what has the same key shares one swapper."""
 
@@ -76,13 +76,8 @@ class EngineResources:
         self._arenas: list[StagingArena] = []
         self._busy = BusyTimes()
         self._resting = rest(sizes, request, placement)
-        # Sums that are too wide to stay in RAM are spilled, too.
-        widens = request.gradient_itemsize < _FP32_BYTES and not request.rounds_gradients
-        self.gradient_bytes = sum(
-            s.trainable_numel * (_FP32_BYTES if widens else request.gradient_itemsize)
-            for index, s in enumerate(sizes)
-            if index not in placement.gradients_in_memory or (widens and placement.gradient_scratch_bytes)
-        )
+        self._told = resting_bytes(sizes, request, placement)
+        self.gradient_bytes = spilled_bytes(sizes, request, placement)
         needed: dict[_TierKey, int] = {}
         param_key: _TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
         state_key: _TierKey = (config.offload_optimizer.device, config.offload_optimizer.nvme_directories)
@@ -105,6 +100,7 @@ class EngineResources:
             self.weights, self.records = self._build(device, param_key, state_key)
             self.pool = FlatPool(device, placement.weights_bytes)
             self.gradient_pool = FlatPool(ComputeDevice(), placement.gradient_bytes)
+            self.arrivals = Arrivals(device, placement.landing_bytes)
         except BaseException:
             self._close_swappers()
             raise
@@ -245,8 +241,7 @@ class EngineResources:
 
     def resting_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes at rest per tier and kind."""
-        spilled = self.gradient_bytes if self._spill_key is not None else 0
-        return {**self._resting, "nvme": {**self._resting["nvme"], "gradients": spilled}}
+        return self._told
 
     def give_up(self, patience_seconds: float) -> None:
         """Whoever waits for a drive or for memory, or will, gets an error after so many seconds at the latest.
@@ -271,6 +266,7 @@ class EngineResources:
         self.records.close()
         self.pool.close()
         self.gradient_pool.close()
+        self.arrivals.close()
 
     def _end_commit(self, patience_seconds: float) -> None:
         if self.versions is not None:
@@ -290,32 +286,6 @@ class EngineResources:
             arena.close()
         if self._run is not None:
             self._run.close()
-
-
-def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
-    """Bytes that rest in each tier, by kind: "weights", what the main weights need besides those, "states"."""
-    flat_tier = "host" if request.shares_host_memory else "device"
-    form = request.record_format
-    main = "remainders" if form.main is MainWeight.REMAINDER else "main weights"
-    tiers = {tier: dict.fromkeys(("weights", main, "states"), 0) for tier in ("device", "host", "nvme")}
-
-    def add_records(tier: str, numel: int, num_states: int) -> None:
-        num_bytes = form.record_bytes(numel, num_states)
-        if tier == "nvme":
-            num_bytes = form.stored_bytes(numel, num_states, placement.chunk_numel)
-        tiers[tier][main] += form.main_bytes(numel)
-        tiers[tier]["states"] += num_bytes - form.main_bytes(numel)
-
-    for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
-        is_hosted = index in placement.hosted_units
-        tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
-        tiers[tier]["weights"] += size.weight_bytes
-        if request.optimizer_tier == "none" and not request.shares_host_memory:
-            add_records("device", size.trainable_numel, size.num_states)
-        else:
-            add_records("host", kept, size.num_states)
-            add_records("nvme", size.trainable_numel - kept, size.num_states)
-    return tiers
 
 
 def _names(directories: Sequence[Directory]) -> str:

@@ -5,16 +5,19 @@ Knows units, gradients and ranks; must not know when a backward has ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
-from infinity.errors import RankError
+from infinity.errors import GradientNotResidentError, RankError
 from infinity.gradients.shown_grads import ShownGradients
+from infinity.gradients.sources import GradientBuffer
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.units.layout import SLOT_GRANULE, Slot
+from infinity.units.shares import Shares, clipped
 from infinity.units.unit import Unit
 
 _IS_NEW, _IS_UNSCALED = 1, 2
@@ -25,17 +28,33 @@ class AveragedGradients(ShownGradients):
 
     As with DDP, what is averaged is all that a parameter has accumulated, so a mean of an earlier backward stays what it is.
     A parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
+
+    [Note: means where they are needed] Where each rank updates its share of a unit, it needs the mean of that alone, which
+    takes half of the exchange, and the other half is then free for the new weights. But the mean must be of all that the
+    step has accumulated, or its bits would be others: so it is computed when ``engine.step`` begins (`average_to_owners`),
+    and until then a gradient is what this rank has. Whoever looks at one after the last ``engine.backward`` of a step would
+    see that, and gets an error instead. If another backward comes before the step, the mean is computed first, whole, as it
+    would have been (`average_postponed`). In a plain loop gradients are whole after each backward.
+
+    A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
+    in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
     """
 
-    def __init__(self, *args: Any, ranks: Ranks, **kwargs: Any) -> None:
-        """As `ShownGradients`, and ``ranks``: who averages."""
+    def __init__(self, *args: Any, ranks: Ranks, shares: Shares | None = None, **kwargs: Any) -> None:
+        """As `ShownGradients`, and ``ranks``: who averages; ``shares``: who updates what, None: each rank all."""
         super().__init__(*args, **kwargs)
         self._ranks = ranks
+        self._shares = shares or Shares()
         self._new: set[tuple[int, int]] = set()
         """(unit index, slot index) of what was added since the last `average`."""
+        self._postponed_step: int | None = None
+        """The step for which the mean of all gradients that are there is still to be computed; see `postpone_average`."""
+        self._agreed_norms: dict[tuple[int, int], torch.Tensor] = {}
+        """(unit index, slot index) -> 2-norm of a mean that is nowhere whole: from `average_to_owners` until the step's end."""
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """See `MainGradStore.add`."""
+        self.average_postponed()
         super().add(unit, gradients)
         self._new.update((unit.index, slot.index) for slot in gradients)
 
@@ -48,6 +67,41 @@ class AveragedGradients(ShownGradients):
         """See `MainGradStore.clear`."""
         super().clear(kept)
         self._new.intersection_update(kept)
+        self._agreed_norms.clear()
+        if not self._new:
+            self._postponed_step = None
+
+    def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        """See `MainGradStore.norm_of`."""
+        agreed = self._agreed_norms.get((unit.index, slot.index))
+        return super().norm_of(unit, slot) if agreed is None else agreed
+
+    def check_averaged(self, unit: Unit, slot: Slot) -> None:
+        """See that the gradient is not one of which only parts of the mean will ever be here.
+
+        Raises:
+            GradientNotResidentError: it is.
+        """
+        if self._postponed_step is not None and (unit.index, slot.index) in self._new:
+            raise GradientNotResidentError(
+                slot.spec.fqn,
+                reason=f"engine.step() averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
+                cure="Set zero_optimization.stage to 0 to look at gradients before engine.step(), or call loss.backward() and "
+                "optimizer.step()",
+            )
+
+    def postpone_average(self, step: int) -> None:
+        """The last ``engine.backward`` of a step has ended: as `average`, at once or when the step begins."""
+        if self._shares.is_divided:
+            self.average_postponed()
+            self._postponed_step = step
+        else:
+            self.average(step)
+
+    def average_postponed(self) -> None:
+        """Another backward comes before the step: compute the mean of what was there before it, if that has not been."""
+        if self._postponed_step is not None:
+            self.average(self._postponed_step)
 
     def average(self, step: int) -> None:
         """What came on any rank since the last time becomes the mean over all ranks, on all of them.
@@ -60,9 +114,63 @@ class AveragedGradients(ShownGradients):
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
+        what = f"averaging gradients in step {step}"
+        for grads, new, is_unscaled in self._agree(what):
+            with self._clock.waiting("ranks"):
+                buffer, runs = self._prepare(grads, new, is_unscaled=is_unscaled)
+                for start, stop in runs:
+                    self._ranks.average(what, buffer.values[start:stop])
+                self.close_sum(grads.unit)
+
+    def average_to_owners(self, step: int) -> None:
+        """As `average`, but each rank gets the mean of its share alone, and all get the norms. An update of all comes next.
+
+        Args:
+            step: the number of the present step.
+
+        Raises:
+            RankError: another rank has ended, does not come, or is elsewhere.
+        """
+        what = f"averaging gradients for the owners in step {step}"
+        averaged: list[tuple[UnitGrads, Slot]] = []
+        norms: list[int] = []
+        for grads, new, is_unscaled in self._agree(what):
+            with self._clock.waiting("ranks"):
+                buffer, runs = self._prepare(grads, new, is_unscaled=is_unscaled)
+                spans = self._shares.spans(grads.unit)
+                for start, stop in runs:
+                    self._ranks.reduce(what, buffer.values, [clipped(span, start, stop) for span in spans])
+                for slot in new:
+                    averaged.append((grads, slot))
+                    norms.append(self._norm_of_parts(what, buffer, slot, spans))
+                is_whole = any(slot.index not in {each.index for each in new} for slot in grads.slots())
+                self.close_sum(grads.unit, None if is_whole else self._shares.span(grads.unit))
+        if averaged:
+            found = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(f"norms in step {step}", norms), strict=True)]
+            values = torch.tensor(found, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
+            for (grads, slot), norm in zip(averaged, values, strict=True):
+                self._agreed_norms[grads.unit.index, slot.index] = norm
+
+    def _norm_of_parts(self, what: str, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]) -> int:
+        """The 2-norm of a mean as the bits of an fp32 on the rank that takes it, on all others -1.
+
+        Bits of norms are never negative: those of NaN, if they are, lose their sign.
+        """
+        parts = [clipped(span, slot.start, slot.stop) for span in spans]
+        sizes = [stop - start for start, stop in parts]
+        owner = sizes.index(max(sizes))
+        self._ranks.collect(what, buffer.values, parts, owner)
+        if owner != self._ranks.index:
+            return -1
+        norm = gradient_norm(buffer.view(slot)).detach().cpu().float()
+        return int(norm.view(torch.int32)) & 0x7FFFFFFF
+
+    def _agree(self, what: str) -> Iterator[tuple[UnitGrads, list[Slot], bool]]:
+        """Of each unit with gradients that came on any rank: which, and whether any rank has taken the loss scale out."""
+        self._postponed_step = None
         if self._ranks.num == 1:
             return
-        what = f"averaging gradients in step {step}"
+        self._land()
         flags: list[int] = []
         for grads in self._grads:
             flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
@@ -76,8 +184,7 @@ class AveragedGradients(ShownGradients):
             position += len(of_unit)
             new = [slot for slot, flag in zip(slots, of_unit, strict=False) if flag == _IS_NEW]
             if new:
-                with self._clock.waiting("gradients"):
-                    self._average(grads, new, what, is_unscaled=of_unit[-1] == _IS_UNSCALED)
+                yield grads, new, of_unit[-1] == _IS_UNSCALED
 
     def check_all_held(self, loose: Iterable[torch.Tensor], step: int) -> None:
         """See that there are no ``loose`` parameters in the groups, whose gradients nobody averages.
@@ -111,7 +218,10 @@ class AveragedGradients(ShownGradients):
                 "that were frozen in infinity.initialize cannot be trained on several",
             )
 
-    def _average(self, grads: UnitGrads, slots: list[Slot], what: str, *, is_unscaled: bool) -> None:
+    def _prepare(
+        self, grads: UnitGrads, slots: list[Slot], *, is_unscaled: bool
+    ) -> tuple[GradientBuffer, list[tuple[int, int]]]:
+        """The unit's gradients in memory, zeros where there are none, and the elements in which those of ``slots`` lie."""
         buffer = self.show(grads.unit) if is_unscaled else self.open(grads.unit)
         grads.note_change()
         runs: list[tuple[int, int]] = []
@@ -123,6 +233,4 @@ class AveragedGradients(ShownGradients):
                 runs[-1] = runs[-1][0], slot.stop
             else:
                 runs.append((slot.start, slot.stop))
-        for start, stop in runs:
-            self._ranks.average(what, buffer.values[start:stop])
-        self.close_sum(grads.unit)
+        return buffer, runs

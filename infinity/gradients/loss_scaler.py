@@ -35,11 +35,52 @@ class LossScaler:
         """What losses are multiplied with, and gradients divided by before they are used."""
         self._patience = rules.hysteresis if rules is not None else 1
         self._num_finite = 0
+        self._num_steps = 0
 
     @property
     def is_active(self) -> bool:
         """Whether losses are scaled at all."""
         return self._rules is not None
+
+    # ------------------------------------------------------------------------------------------- DeepSpeed's names for it
+
+    @property
+    def cur_scale(self) -> float:
+        """`scale`."""
+        return self.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the factor follows the steps."""
+        return self._rules is not None and self._rules.is_dynamic
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """How many steps have been noted."""
+        return self._num_steps
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """The overflow that will halve the factor, counted from the next one, which is 1."""
+        return self._patience
+
+    @property
+    def scale_window(self) -> int | None:
+        """How many finite steps come before the one that doubles the factor; None: it is fixed."""
+        return self._rules.window if self._rules is not None and self._rules.is_dynamic else None
+
+    @property
+    def min_scale(self) -> float | None:
+        """The least factor; None: it is fixed."""
+        return self._rules.minimum if self._rules is not None and self._rules.is_dynamic else None
+
+    min_loss_scale = min_scale
+
+    # ------------------------------------------------------------------------------------------------------------ the rule
 
     def share_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
         """What backward begins with: the micro-batch's share of the step's loss (one element), scaled (then fp32)."""
@@ -54,6 +95,7 @@ class LossScaler:
             LossScaleError: the factor would have to be smaller than the config allows.
         """
         rules = self._rules
+        self._num_steps += 1
         if rules is None or not rules.is_dynamic:
             return
         if not is_finite:
@@ -74,10 +116,16 @@ class LossScaler:
 
     def state(self) -> dict[str, float]:
         """What the rule goes on from."""
-        return {"scale": self.scale, "patience": self._patience, "num_finite": self._num_finite}
+        return {
+            "scale": self.scale,
+            "patience": self._patience,
+            "num_finite": self._num_finite,
+            "num_steps": self._num_steps,
+        }
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from what `state` gave, if losses are scaled dynamically at all."""
+        self._num_steps = int(state.get("num_steps", 0))  # which older checkpoints lack
         if self._rules is not None and self._rules.is_dynamic:
             self.scale = float(state["scale"])
             self._patience, self._num_finite = int(state["patience"]), int(state["num_finite"])

@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norm
 from infinity.device.flat_pool import FlatPool
+from infinity.gradients.arrivals import Arrivals
 from infinity.gradients.listener import GradientListener
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
@@ -53,6 +55,12 @@ class MainGradStore:
     [Note: gradients that are looked at] What is spilled comes back into memory for that, unit by unit, until somebody needs
     the room; it is written again if it was changed (`show`). Memory over which the user holds a tensor is his from the
     moment on in which it would be used for something else: the store takes other memory instead.
+
+    [Note: gradients that arrive] From a GPU, gradients that are to wait come into a ring of pinned memory, one copy for a unit
+    and dtype, and are added when somebody asks for the unit's or the ring has no room for more: until then nobody waits for
+    the GPU. They are added in the order in which they came. What is larger than the ring comes block by block, and is waited
+    for. The norm of a gradient that is the first of its parameter is taken on the GPU, and stands until others are added or
+    somebody looks.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class MainGradStore:
         in_memory: Iterable[int],
         open_swapper: Callable[[], Swapper],
         pool: FlatPool,
+        arrivals: Arrivals | None = None,
         waiting: MainGradDtype | None = None,
         scaler: LossScaler | None = None,
         listener: Callable[[], GradientListener] = GradientListener,
@@ -76,6 +85,7 @@ class MainGradStore:
             in_memory: indices of the units whose gradients stay in RAM.
             open_swapper: gives the swapper to which the others are spilled, at their first use.
             pool: host memory for all of it.
+            arrivals: where gradients arrive from a device with a memory of its own.
             waiting: in which dtype they wait; fp32 by default.
             scaler: knows with which factor gradients come; None: with none.
             listener: gives who is told when gradients are replaced or dropped.
@@ -89,6 +99,8 @@ class MainGradStore:
         self._swapper: Swapper | None = None
         """To which gradients are spilled: from the first time on."""
         self._pool = pool
+        self._arrivals = Arrivals(device, 0) if arrivals is None else arrivals
+        """See [Note: gradients that arrive]."""
         self._waiting = waiting or MainGradDtype()
         sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in units]
         fits_wide = sum(sizes) <= pool.capacity_bytes and not self._waiting.rounds
@@ -107,7 +119,10 @@ class MainGradStore:
         """Bytes read so far to add to sums that had been spilled before."""
 
     def _of(self, unit: Unit) -> UnitGrads:
-        return self._grads[unit.index]
+        """What is known of the unit's gradients, with all that were on their way."""
+        grads = self._grads[unit.index]
+        self._land(grads)
+        return grads
 
     def reserve(self) -> None:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
@@ -130,28 +145,86 @@ class MainGradStore:
     @property
     def has_any(self) -> bool:
         """Whether any main gradient is kept."""
-        return any(grads.present or grads.zeros for grads in self._grads)
+        return len(self._arrivals.coming()) > 0 or any(grads.present or grads.zeros for grads in self._grads)
 
     def slots_with_gradient(self, unit: Unit) -> list[Slot]:
         """The parameters of the unit that have a main gradient."""
-        grads = self._of(unit)
-        return [slot for slot in unit.layout.slots if slot.index in grads.present or slot.index in grads.zeros]
+        grads = self._grads[unit.index]
+        found = grads.present | grads.zeros | self._arrivals.slots_of(grads)
+        return [slot for slot in unit.layout.slots if slot.index in found]
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        """Main gradients += ``gradients`` (any floating dtype), in fp32."""
-        grads = self._of(unit)
+        """Main gradients += ``gradients`` (any floating dtype), in fp32. From a GPU they may arrive later."""
+        grads = self._grads[unit.index]
         if grads.is_unscaled:
             gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
-        self._add(grads, gradients)
+        apart = {slot: gradient for slot, gradient in gradients.items() if gradient.device.type != "cpu"}
+        if apart:
+            self._bring(grads, apart)
+        here = {slot: gradient for slot, gradient in gradients.items() if slot not in apart}
+        if here:
+            self._land(grads)
+            self._add(grads, here)
 
-    def _add(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
+    def _bring(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
+        """Start to bring gradients from the device: see [Note: gradients that arrive]."""
+        known = grads.present | self._arrivals.slots_of(grads)
+        ordered = {slot: in_slot_order(gradient.detach(), slot) for slot, gradient in gradients.items()}
+        norms = {slot.index: gradient_norm(each) for slot, each in ordered.items() if slot.index not in known}
+        while not self._arrivals.has_room(ordered):  # before there is a copy of them on the device
+            if not self._arrivals.coming():
+                self._add(grads, ordered, norms)
+                return
+            self._land_first()
+        self._arrivals.bring(grads, ordered, norms)
+
+    def _land(self, grads: UnitGrads | None = None) -> None:
+        """Return when all that is on its way for a unit has been added; None: for any."""
+        while any(grads is None or each.purpose.grads is grads for each in self._arrivals.coming()):
+            self._land_first()
+
+    def _land_first(self) -> None:
+        with self._clock.waiting("gradients"):
+            self._arrivals.await_first()
+        self._add_first()
+
+    def _add_first(self) -> None:
+        delivery, gradients = self._arrivals.take_gradients()
+        self._add(delivery.grads, gradients, delivery.norms)
+
+    def send_ahead(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        """Start to bring gradients from a GPU that `hand_over` would add to those in RAM; returns what is left for it."""
+        grads = self._grads[unit.index]
+        if self._device.shares_host_memory or not grads.stays or not (grads.present or self._arrivals.slots_of(grads)):
+            return gradients
+        self.add(unit, gradients)
+        return {}
+
+    def have_arrived(self, unit: Unit) -> bool:
+        """Whether none of the unit's is on its way. Waits for nothing."""
+        grads = self._grads[unit.index]
+        while self._arrivals.slots_of(grads):
+            if not self._arrivals.is_first_done():
+                return False
+            self._add_first()
+        return True
+
+    def _add(
+        self,
+        grads: UnitGrads,
+        gradients: Mapping[Slot, torch.Tensor],
+        norms: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Add gradients that nothing on its way comes before; ``norms`` are those of some of them."""
         grads.zeros.difference_update(slot.index for slot in gradients)
         if grads.stays:
             needed = self._waiting.after(self._memory_of(grads).dtype, gradients, grads.present)
-            if needed == self._memory_of(grads).dtype or self.widen(grads.unit):
-                self._memory_of(grads).add(gradients, grads.present, self._device)
+            if needed == self._memory_of(grads).dtype or self._widen(grads):
+                buffer = self._memory_of(grads)
+                buffer.add(gradients, grads.present, self._arrivals)
+                grads.note_norms(norms, gradients, buffer.dtype)
         if not grads.stays:
-            self._add_spilled(grads, gradients)
+            self._add_spilled(grads, gradients, norms)
         grads.present.update(slot.index for slot in gradients)
 
     def widen(self, unit: Unit) -> bool:
@@ -159,20 +232,23 @@ class MainGradStore:
 
         Returns False if they are on NVMe, or have to go there for want of room.
         """
-        grads = self._of(unit)
+        return self._widen(self._of(unit))
+
+    def _widen(self, grads: UnitGrads) -> bool:
         if not grads.stays:
             return False
         narrow = self._memory_of(grads)
         if narrow.dtype == torch.float32 or self._waiting.rounds:
             return True
-        num_bytes = unit.layout.trainable_numel * FP32_BYTES
+        num_bytes = grads.unit.layout.trainable_numel * FP32_BYTES
         if self._committed_bytes() + num_bytes <= self._pool.capacity_bytes:
-            wide = GradientBuffer(unit, self._take(num_bytes))
+            wide = GradientBuffer(grads.unit, self._take(num_bytes))
             wide.values.copy_(narrow.values)
             grads.keep(wide)
             self._pool.give_back(narrow.flat)
             return True
-        self._write(grads, narrow, self.slots_with_gradient(unit))
+        grads.norms.clear()
+        self._write(grads, narrow, grads.slots())
         grads.leave()
         return False
 
@@ -200,9 +276,12 @@ class MainGradStore:
         if grads.stays and grads.buffer is not None:
             self.add(unit, gradients)
             gradients = {}
+            self._land(grads)
         if not grads.present and not self._device.shares_host_memory:
             return self._leave_on_device(unit, gradients, norms)
         # Afterwards its memory is for whoever comes next: kept for this unit, it would lie idle until next time.
+        if gradients:
+            self._land()  # those come block by block
         buffer = grads.take() if grads.stays and grads.buffer is not None else self._sum(grads, gradients)
         slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in grads.present]
         grads.drop(set(grads.present))
@@ -243,21 +322,27 @@ class MainGradStore:
 
     def open_sum(self, unit: Unit) -> None:
         """What is added to a unit from now on is summed in memory until `close_sum` or `hand_over`, or room gets scarce."""
-        grads = self._of(unit)
+        grads = self._grads[unit.index]
         if not grads.stays and grads.buffer is None:
             is_wide = not self._waiting.rounds  # several gradients will be added
             grads.sum_in(self._sum(grads, {}, is_wide=is_wide), next(self._numbers))
 
-    def close_sum(self, unit: Unit) -> None:
-        """Spill what `open_sum` kept in memory, if it did."""
-        grads = self._of(unit)
+    def close_sum(self, unit: Unit, span: tuple[int, int] | None = None) -> None:
+        """Spill what `open_sum` kept in memory, if it did.
+
+        ``span``: these elements of the trainable segment alone, as nobody needs the others, nor norms; None: all.
+        """
+        self._close(self._grads[unit.index], span)
+
+    def _close(self, grads: UnitGrads, span: tuple[int, int] | None = None) -> None:
         if grads.stays or grads.buffer is None:
             return
         is_unchanged, buffer = grads.is_unchanged, grads.take()
         if is_unchanged:
             self._give_back(buffer)
         else:
-            self._write(grads, buffer, grads.slots())
+            grads.norms.clear()
+            self._write(grads, buffer, grads.slots() if span is None else (), span)
 
     def _write_zeros(self, grads: UnitGrads, besides: Container[Slot] = ()) -> None:
         """Gradients that are zero become gradients like any other, but for those in ``besides``, to which some are added."""
@@ -279,7 +364,7 @@ class MainGradStore:
         """What there is of the unit plus ``gradients``: in memory that is the caller's."""
         if grads.buffer is not None:
             known = grads.take()
-            known.add(gradients, grads.present, self._device)
+            known.add(gradients, grads.present, self._arrivals)
             return known
         stored = (grads.spilled_dtype if grads.present else None) or self._waiting.dtype
         dtype = torch.float32 if is_wide else self._waiting.after(stored, gradients, grads.present)
@@ -290,7 +375,7 @@ class MainGradStore:
                 with self._clock.waiting("read"):
                     buffer.fill(lambda target: swapper.read(extent, target), stored)
                 self.resumed_bytes += buffer.flat.num_bytes
-            buffer.add(gradients, grads.present, self._device)
+            buffer.add(gradients, grads.present, self._arrivals)
         except BaseException:
             self._pool.give_back(buffer.flat)
             raise
@@ -304,20 +389,38 @@ class MainGradStore:
             grads.keep(buffer)
         return buffer
 
-    def _add_spilled(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
+    def _add_spilled(
+        self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], norms: Mapping[int, torch.Tensor]
+    ) -> None:
         if grads.buffer is not None:
             grads.note_change()
-            grads.buffer.add(gradients, grads.present, self._device)
+            grads.buffer.add(gradients, grads.present, self._arrivals)
             return
-        self._write(grads, self._sum(grads, gradients), gradients)
+        buffer = self._sum(grads, gradients)
+        grads.note_norms(norms, gradients, buffer.dtype)
+        self._write(grads, buffer, gradients)
 
-    def _write(self, grads: UnitGrads, buffer: GradientBuffer, changed: Iterable[Slot]) -> None:
-        """Spill all of ``buffer``, of which the gradients in ``changed`` are other ones than were spilled before."""
+    def _write(
+        self,
+        grads: UnitGrads,
+        buffer: GradientBuffer,
+        changed: Iterable[Slot],
+        span: tuple[int, int] | None = None,
+    ) -> None:
+        """Spill ``buffer``, of which the gradients in ``changed`` are other ones than were spilled before.
+
+        ``span``: these elements alone; None: all.
+        """
         swapper, extent = self._spill(grads)
         for slot in changed:
-            grads.norms[slot.index] = gradient_norm(buffer.view(slot))
+            if slot.index not in grads.norms:
+                grads.norms[slot.index] = gradient_norm(buffer.view(slot))
         grads.spilled_dtype = buffer.dtype
-        handle = swapper.write(extent, buffer.values)
+        start, stop = (0, buffer.values.numel()) if span is None else span
+        if start == stop:
+            self._give_back(buffer)
+            return
+        handle = swapper.write(extent, buffer.values[start:stop], offset=start * buffer.dtype.itemsize)
         if buffer.is_lent:
             handle.wait()  # afterwards it is the user's, who may write to it
             self._surrender(buffer)
@@ -333,7 +436,7 @@ class MainGradStore:
             taken = [(grads, grads.buffer) for grads in self._grads if grads.buffer is not None and not grads.stays]
             closable = [grads for grads, buffer in taken if not buffer.is_lent]
             if not self._loans and closable:
-                self.close_sum(min(closable, key=lambda grads: grads.number).unit)
+                self._close(min(closable, key=lambda grads: grads.number))
             elif not self._loans and taken:
                 return self._pool.allocate_beyond(num_bytes)
             elif not self._loans:
@@ -372,10 +475,11 @@ class MainGradStore:
         """2-norm of one parameter's whole main gradient: 0-dim fp32."""
         grads = self._of(unit)
         self._write_zeros(grads)
-        if grads.stays:
-            return gradient_norm(self._memory_of(grads).view(slot))
-        self.close_sum(unit)
-        return grads.norms[slot.index]
+        if not grads.stays:
+            self._close(grads)
+            return grads.norms[slot.index]
+        buffer, norm = self._memory_of(grads), grads.norms.get(slot.index)
+        return gradient_norm(buffer.view(slot)) if norm is None or buffer.is_lent else norm
 
     def source(self, unit: Unit, *, keeps: bool = False) -> GradientSource:
         """The unit's main gradients for an update, which must be the next to use them.
@@ -388,7 +492,7 @@ class MainGradStore:
         self._write_zeros(grads)
         if not keeps:
             self._tell_of_end(grads)
-        self.close_sum(unit)
+        self._close(grads)
         slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
         if not keeps:
             grads.drop(set(grads.present))
@@ -401,6 +505,9 @@ class MainGradStore:
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget all main gradients but for those ``kept``, by (unit index, slot index); the memory stays reserved."""
+        if kept:
+            self._land()
+        self._arrivals.forget()
         for grads in self._grads:
             gone = {index for index in grads.present | grads.zeros if (grads.unit.index, index) not in kept}
             ended = [slot for slot in grads.slots() if slot.index in gone]
@@ -414,6 +521,7 @@ class MainGradStore:
 
     def close(self) -> None:
         """Give the memory back."""
+        self._arrivals.forget()
         for _, flat in self._loans:
             if flat is not None:
                 self._pool.give_back(flat)
@@ -421,17 +529,3 @@ class MainGradStore:
         for grads in self._grads:
             if grads.buffer is not None:
                 self._give_back(grads.take())
-
-
-def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The global 2-norm from the norms per parameter, in the order of ``model.parameters()``. 0-dim fp32 tensor."""
-    if not norms:
-        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
-    first = norms[0].device
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
-    return norm
-
-
-def clip_coefficient(norm: torch.Tensor, maximum: float) -> torch.Tensor:
-    """The factor that ``torch.nn.utils.clip_grad_norm_`` multiplies with. 0-dim fp32 tensor."""
-    return torch.clamp(maximum / (norm + 1e-6), max=1.0)

@@ -25,9 +25,10 @@ class ShownGradients(MainGradStore):
 
     def is_at_hand(self, unit: Unit) -> bool:
         """Whether `show` has nothing to do."""
-        grads = self._of(unit)
+        grads = self._grads[unit.index]
         return (
             grads.stays
+            and not self._arrivals.slots_of(grads)
             and grads.buffer is not None
             and grads.buffer.dtype == self.dtype_shown
             and not grads.zeros
@@ -53,6 +54,8 @@ class ShownGradients(MainGradStore):
         self._write_zeros(grads)
         if not self.widen(unit) and grads.buffer is None:
             grads.show_in(self._sum(grads, {}, is_wide=not self._waiting.rounds), next(self._numbers))
+        if grads.stays:
+            grads.norms.clear()  # whoever looks may write
         return self._memory_of(grads)
 
     def note_change(self, unit: Unit) -> None:
@@ -65,6 +68,7 @@ class ShownGradients(MainGradStore):
 
     def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
+        self._land()
         found = [grads.present | grads.zeros for grads in self._grads]
         self.clear(kept)
         for grads, slots in zip(self._grads, found, strict=True):
@@ -81,4 +85,5 @@ class ShownGradients(MainGradStore):
         grads.present.discard(slot.index)
         grads.zeros.discard(slot.index)
         if gradient is not None:
+            self._land()  # one on a GPU comes block by block, for it is the user's
             self._add(grads, {slot: gradient})

@@ -6,12 +6,13 @@ Knows one unit's gradients; must not know how many there are or what becomes of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+from infinity.device.landing import Landing
 from infinity.units.layout import Chunk, Piece, Slot
 from infinity.units.unit import Unit
 from swapper import Extent, Handle, Priority, Swapper
@@ -28,8 +29,10 @@ def in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
     return ordered.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+def flat_in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """As `in_slot_order`, 1-D: its elements as they lie in memory."""
+    ordered = in_slot_order(gradient.detach(), slot)
+    return ordered.as_strided((ordered.numel(),), (1,), ordered.storage_offset())
 
 
 class GradientSource(Protocol):
@@ -129,7 +132,7 @@ class DeviceGradients(Gradients):
         """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
         dtypes = {gradient.dtype for gradient in gradients.values()}
         super().__init__(list(gradients), dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32)
-        self._gradients = {slot.index: _flat(gradient) for slot, gradient in gradients.items()}
+        self._gradients = {slot.index: flat_in_slot_order(each, slot) for slot, each in gradients.items()}
         self._device = device
         self._after = after
 
@@ -137,7 +140,7 @@ class DeviceGradients(Gradients):
         source = self._gradients[piece.slot.index][piece.start : piece.stop]
         if source.device == scratch.device:
             return scratch.copy_(source)
-        self._device.download(scratch, source, self._after)
+        self._device.synchronize(self._device.download(scratch, source, self._after))
         return scratch
 
     def release(self) -> None:
@@ -173,19 +176,6 @@ class SpillingWrite:
 
     def tell(self, on_release: Callable[[], None]) -> None:
         self._handle.add_done_callback(lambda _: on_release())
-
-
-def _in_host_memory(gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice) -> dict[Slot, torch.Tensor]:
-    """Each gradient, flat. Those on a GPU come in one copy for each dtype: autograd's thread waits for every copy."""
-    flats = {slot: _flat(in_slot_order(gradient.detach(), slot)) for slot, gradient in gradients.items()}
-    apart = [slot for slot, flat in flats.items() if flat.device.type != "cpu"]
-    for dtype in dict.fromkeys(flats[slot].dtype for slot in apart):
-        slots = [slot for slot in apart if flats[slot].dtype == dtype]
-        source = torch.cat([flats[slot] for slot in slots]) if len(slots) > 1 else flats[slots[0]]
-        landing = torch.empty(source.shape, dtype=dtype, device="cpu")
-        device.download(landing, source, device.mark())
-        flats.update(zip(slots, landing.split([slot.numel for slot in slots]), strict=True))
-    return flats
 
 
 class GradientBuffer:
@@ -235,17 +225,34 @@ class GradientBuffer:
         """Whether somebody holds what `lend` gave."""
         return self._lent is not None and self._lent() is not None
 
-    def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], device: ComputeDevice) -> None:
-        """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet."""
+    def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], landing: Landing[Any]) -> None:
+        """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet.
+
+        What is still on a device comes by way of ``landing``, and is waited for.
+        """
         known = set(present)
-        for slot, source in _in_host_memory(gradients, device).items():
+        for slot, gradient in gradients.items():
+            source = flat_in_slot_order(gradient, slot)
             target = self.values[slot.start : slot.stop]
-            if slot.index not in known:
+            is_new = slot.index not in known
+            if is_new and source.device.type == "cpu":
                 target.copy_(source)
                 continue
-            for start in range(0, source.numel(), _BLOCK_NUMEL):
-                # torch adds bf16 and fp32 in fp32. It converts an operand as a whole: block by block that is bounded.
-                target[start : start + _BLOCK_NUMEL].add_(source[start : start + _BLOCK_NUMEL])
+            # torch adds bf16 and fp32 in fp32. It converts an operand as a whole: block by block that is bounded.
+            for start, values in _blocks_of(source, landing):
+                place = target[start : start + values.numel()]
+                if is_new:
+                    place.copy_(values)
+                else:
+                    place.add_(values)
+
+
+def _blocks_of(source: torch.Tensor, landing: Landing[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    if source.device.type != "cpu":
+        yield from landing.blocks(source, _BLOCK_NUMEL)
+        return
+    for start in range(0, source.numel(), _BLOCK_NUMEL):
+        yield start, source[start : start + _BLOCK_NUMEL]
 
 
 class MemoryGradients(Gradients):

@@ -62,7 +62,8 @@ class UnitGrads:
     spilled_dtype: torch.dtype | None = None
     """As what: from each time they are spilled until they are used up."""
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Slot index -> 2-norm of what is spilled. Kept beyond that, it would pass for the norm of later gradients."""
+    """Slot index -> 2-norm of what is spilled, or of what nobody but the store can have changed in RAM. Kept beyond that, it
+    would pass for the norm of later gradients."""
     present: set[int] = field(default_factory=set)
     """Indices of slots with a gradient: from the first one that is added until all are used up or dropped."""
     zeros: set[int] = field(default_factory=set)
@@ -102,6 +103,7 @@ class UnitGrads:
     def note_change(self) -> None:
         """What is in memory is not what is spilled, or will not be."""
         self.is_unchanged = False
+        self.norms.clear()
 
     @moves(GRAD_MOVES)
     def take(self) -> GradientBuffer:
@@ -115,6 +117,17 @@ class UnitGrads:
     def leave(self) -> None:
         """The gradients have been spilled, and stay in RAM no longer. Their memory is the caller's from now on."""
         self.stays, self.buffer = False, None
+
+    def note_norms(
+        self, norms: Mapping[int, torch.Tensor], gradients: Mapping[Slot, torch.Tensor], dtype: torch.dtype
+    ) -> None:
+        """Gradients were added, so what was known is over; their own ``norms`` count where nothing was there before, or is
+        lost in ``dtype``."""
+        for slot, gradient in gradients.items():
+            self.norms.pop(slot.index, None)
+            is_exact = dtype in (torch.float32, gradient.dtype)
+            if is_exact and slot.index in norms and slot.index not in self.present:
+                self.norms[slot.index] = norms[slot.index]
 
     def drop(self, slots: set[int]) -> None:
         """These slots' gradients are used up, or not wanted. What is known of all of them ends with the last one."""

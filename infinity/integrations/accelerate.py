@@ -20,7 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from infinity.config import ConfigSource
-from infinity.distributed.collectives import check_single_process
+from infinity.distributed.collectives import num_processes
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
@@ -108,6 +108,11 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             ConfigError: config and arguments contradict each other.
         """
         super().__init__(*args, **kwargs)
+        if self.num_processes != num_processes():
+            raise ConfigError(
+                f"accelerate counts {self.num_processes} process(es), and {num_processes()} train together, so each would get "
+                "the same data. Without a GPU pass cpu=True (TrainingArguments(use_cpu=True))"
+            )
         self.engines: list[Engine] = []
         self._defers_norms = defers_norms
         self._candidates: list[nn.Module] = []
@@ -181,7 +186,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "accelerate would compile the whole model", cure="Compile its blocks one by one before prepare"
             )
         if engine.config.compute_dtype is torch.float32:
-            return super().prepare_model(model, False, evaluation_mode)
+            # Else it would be wrapped as DDP does it; the engine averages gradients.
+            return super().prepare_model(model, False, evaluation_mode or self.num_processes > 1)
         if not any(each is model for each in self._models):
             self._models.append(model)
         return model
@@ -193,7 +199,6 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in [*self._candidates, *self._models]:
             if self.engine_of(model) is None and any(id(parameter) in own for parameter in model.parameters()):
-                check_single_process("Accelerate's plugin")
                 engine, *_ = initialize(
                     model=model, optimizer=optimizer, config=self.infinity_config, device=self.device
                 )

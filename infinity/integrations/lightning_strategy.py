@@ -180,7 +180,10 @@ class InfinityStrategyMixin:
         """The one that the Trainer has chosen."""
         devices = self.parallel_devices or [torch.device("cpu")]
         if len(devices) > 1:
-            raise ConfigError(f"Trainer(devices={len(devices)}): there is one process. Set devices=1")
+            raise ConfigError(
+                f"Trainer(devices={len(devices)}): Lightning's strategy trains in one process. Set devices=1, or take "
+                "infinity.initialize with a loop of your own, under torchrun"
+            )
         return devices[0]
 
     def infinity_config(self) -> InfinityConfig:

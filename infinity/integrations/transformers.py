@@ -24,7 +24,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from infinity.config import ConfigSource
-from infinity.distributed.collectives import check_single_process
+from infinity.distributed.collectives import num_processes
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.initialize import initialize
@@ -133,7 +133,6 @@ class InfinityTrainerMixin:
 
     def _start(self, optimizer: torch.optim.Optimizer | None) -> EngineOptimizer | None:
         arguments = self.args
-        check_single_process("the Trainer's mixin")
         self.engine, *_ = initialize(
             model=self.model,
             optimizer=optimizer,
@@ -188,7 +187,7 @@ class InfinityTrainerMixin:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         save_engine(self.engine, output_dir)
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -233,7 +232,11 @@ def _settings(arguments: TrainingArguments) -> list[Setting]:
     return [
         Setting("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size", is_always=True),
         Setting("gradient_accumulation_steps", steps, "gradient_accumulation_steps", is_always=True),
-        Setting("train_batch_size", micro * steps, "per_device_train_batch_size * gradient_accumulation_steps"),
+        Setting(
+            "train_batch_size",
+            micro * steps * num_processes(),
+            "per_device_train_batch_size * gradient_accumulation_steps * processes",
+        ),
         Setting("gradient_clipping", float(arguments.max_grad_norm or 0), "max_grad_norm", is_always=True),
         Setting("bf16.enabled", bool(arguments.bf16), "bf16"),
         Setting("fp16.enabled", bool(arguments.fp16), "fp16"),

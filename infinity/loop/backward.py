@@ -82,6 +82,7 @@ class Backwards:
             has_hooks_of_others(parameter) for unit in self._stepper.units for parameter in unit.parameters
         )
         updates_now = self._updates_now()
+        self._stepper.gradients.average_postponed()
         if updates_now:
             self._stepper.divide_by(self._style.divisor(is_engine_step=True))
         is_complete = False
@@ -90,8 +91,8 @@ class Backwards:
             with self._style.running():
                 loss.backward(retain_graph=retain_graph)
             self.collector.finish()
-            if self._is_boundary():
-                self._average()
+            if self._is_boundary() and not self._is_in_no_sync():
+                self._stepper.gradients.postpone_average(self._step())
             self._stepper.finish_backward(updates_now=updates_now)
             is_complete = True
         finally:
@@ -102,12 +103,10 @@ class Backwards:
             if not is_complete:
                 self.collector.drop()
 
-    def _average(self) -> None:
-        if not self._is_in_no_sync():
-            self._stepper.gradients.average(self._step())
-
     def _updates_now(self) -> bool:
         if self._guard.phase is not Phase.BACKWARD or self._is_retained or not self._is_boundary():
+            return False
+        if self._is_in_no_sync():  # where no step comes, but maybe another backward
             return False
         if self._has_hooks:  # they may look at any gradient
             return False
@@ -118,7 +117,7 @@ class Backwards:
         if self._stepper.scaler.is_active and not is_scaled:
             raise StepOrderError(
                 "loss.backward()",
-                "with fp16 the loss has to be scaled, and the step undoes that",
+                "Loss scaling is required with fp16 before the backward, and the step undoes it",
                 cure="Call engine.backward(loss), or engine.scale(loss).backward(), and engine.step()",
                 step=self._step(),
             )
@@ -169,7 +168,8 @@ class Backwards:
         self._guard.note_backward()
         try:
             self.collector.finish()
-            self._average()
+            if not self._is_in_no_sync():
+                self._stepper.gradients.average(self._step())
             is_whole = True
         finally:
             self._is_own_scaled = False

@@ -44,6 +44,23 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
+def size_of(batch: Any) -> tuple[int, int | None] | None:
+    """Samples and tokens of a micro-batch: the leading size of its first tensor that has one, and the elements of its first
+    matrix of whole numbers (token ids, padding included; None without one). None: it has no such tensor."""
+    found: list[torch.Tensor] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            found.append(leaf)
+        return leaf
+
+    replaced(batch, look)
+    if not found:
+        return None
+    ids = [t.numel() for t in found if t.ndim == 2 and not t.is_floating_point() and t.dtype != torch.bool]
+    return found[0].shape[0], ids[0] if ids else None
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``; the containers keep their types."""
     if device.type == "cpu":

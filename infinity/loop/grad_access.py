@@ -94,7 +94,7 @@ class GradAccess(GradientListener):
         """The gradient, or None without one.
 
         Raises:
-            GradientNotResidentError: it was used up by an update in backward.
+            GradientNotResidentError: it was used up by an update in backward, or is averaged in the step.
         """
         unit, slot = self._module_hooks.locate(parameter)
         if not slot.spec.is_trainable:
@@ -108,6 +108,7 @@ class GradAccess(GradientListener):
             )
         if slot not in self._gradients.slots_with_gradient(unit):
             return plain_grad(parameter)
+        self._gradients.check_averaged(unit, slot)
         own = self._own.get((unit.index, slot.index))
         if own is not None:
             return own.tensor
@@ -129,6 +130,7 @@ class GradAccess(GradientListener):
 
         def fetch() -> torch.Tensor:
             self._residency.await_update(unit)
+            self._gradients.check_averaged(unit, slot)
             return self._gradients.show(unit).lend(slot)
 
         def replace(values: torch.Tensor) -> None:

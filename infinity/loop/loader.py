@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from infinity.checkpoint.random_states import random_states, set_random_states
+from infinity.loop.random_states import random_states, set_random_states
 
 logger = logging.getLogger(__name__)
+
+
+class Shards(DistributedSampler[Any]):
+    """torch's sampler, which may begin with a later one of the rank's samples."""
+
+    _num_skipped = 0
+
+    def begin_at(self, num_samples: int) -> None:
+        """The next iterator leaves out so many of the rank's samples."""
+        self._num_skipped = num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        num_skipped, self._num_skipped = self._num_skipped, 0
+        return itertools.islice(super().__iter__(), num_skipped, None)
 
 
 class Loader(DataLoader[Any]):
     """torch's, with DeepSpeed's name for its sampler, and a position that a checkpoint keeps.
 
-    The position is that of the newest iterator. Batches up to it are not made once more where the data set has indices.
+    The position is that of the newest iterator. It counts the samples of all ranks, so another number of them, or another batch
+    size, goes on where the last one was. Batches up to it are not made once more where the data set has indices.
+
+    [Note: a position for all ranks] Of a shuffled epoch, rank r of N has the samples r, r + N, ... So when each has taken k of
+    its own, all together have taken the first k N, whatever N is; with M ranks each goes on behind its first k N // M. Where
+    that is not whole, less than M samples come twice: to leave them out would give ranks of unequal numbers of batches.
     """
 
     _num_given = 0
+    """Batches."""
+    _num_samples = 0
+    """This rank's samples, in those."""
     _num_epochs = 0
     _begun_with: Mapping[str, Any] | None = None
     """The random generators when the present epoch began: samplers draw from them."""
-    _resumed_at: int | None = None
+    _is_resumed = False
 
     @property
     def data_sampler(self) -> Any:
@@ -31,9 +54,10 @@ class Loader(DataLoader[Any]):
         return self.sampler
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: batches given in the present epoch, and what their order follows from."""
+        """Where it is: batches and samples given in the present epoch, and what their order follows from."""
         return {
             "num_given": self._num_given,
+            "num_samples": self._num_samples * self._num_ranks,
             "num_epochs": self._num_epochs,
             "sampler_epoch": getattr(self.sampler, "epoch", None),
             "begun_with": self._begun_with,
@@ -41,58 +65,76 @@ class Loader(DataLoader[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next batch, of an iterator that is there as of a new one, is the one that would have come then."""
-        self._num_given = int(state["num_given"])
+        if "num_samples" in state and self.batch_size:
+            self._num_samples = int(state["num_samples"]) // self._num_ranks
+            self._num_given = -(-self._num_samples // self.batch_size)
+        else:  # batches are the script's, or it was saved by a version that counted those alone
+            self._num_given = int(state["num_given"])
+            self._num_samples = self._num_given * (self.batch_size or 0)
         self._num_epochs = int(state["num_epochs"])
         self._begun_with = state["begun_with"]
         if state["sampler_epoch"] is not None and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(state["sampler_epoch"])
-        self._resumed_at = self._num_given
+        self._is_resumed = True
+
+    @property
+    def _num_ranks(self) -> int:
+        """How many share the samples that its sampler draws."""
+        return int(getattr(self.sampler, "num_replicas", 1))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return _Batches(self)
 
     def begin(self) -> Iterator[Any]:
         """torch's iterator, at the position that was loaded or at the start."""
-        resumed_at, self._resumed_at = self._resumed_at, None
-        if not resumed_at:
-            self._num_given = 0
+        is_resumed, self._is_resumed = self._is_resumed, False
+        if not is_resumed or not self._num_given:
+            self._num_given = self._num_samples = 0
             self._begun_with = random_states()
+            if isinstance(self.sampler, Shards):
+                self.sampler.begin_at(0)  # of an iterator that nobody has asked for a batch
             return super().__iter__()
         logger.info(
             "the loader goes on after %d batches of its epoch; engine.load_checkpoint(..., load_data_position=False) "
             "begins anew",
-            resumed_at,
+            self._num_given,
         )
         now = random_states()
         try:
             if self._begun_with is not None:
                 set_random_states(self._begun_with)
-            return self._skipped(resumed_at)
+            return self._skipped()
         finally:
             set_random_states(now)
 
-    def _skipped(self, num_batches: int) -> Iterator[Any]:
+    def _skipped(self) -> Iterator[Any]:
+        if isinstance(self.sampler, Shards):
+            self.sampler.begin_at(self._num_samples)
+            return super().__iter__()
         batches = super().__iter__()
         indices: Any = getattr(batches, "_sampler_iter", None)
         is_indexed = not self.num_workers and indices is not None and not isinstance(self.dataset, IterableDataset)
-        for _ in range(num_batches):
+        for _ in range(self._num_given):
             next(indices if is_indexed else batches, None)
         return batches
 
     def note_given(self) -> None:
         """A batch goes to whoever iterates."""
         self._num_given += 1
+        self._num_samples += self.batch_size or 0
+        if isinstance(self.sampler, Sized):  # the last batch of an epoch may be smaller
+            self._num_samples = min(self._num_samples, len(self.sampler))
 
     def note_end(self) -> None:
         """An epoch is over."""
-        self._num_given = 0
+        self._num_given = self._num_samples = 0
         self._num_epochs += 1
         self._begun_with = None
 
     @property
     def is_resumed(self) -> bool:
         """Whether a position was loaded that no iterator has taken up."""
-        return self._resumed_at is not None
+        return self._is_resumed
 
 
 class _Batches:
@@ -134,12 +176,13 @@ def make_loader(
 ) -> Loader:
     """A loader that draws as DeepSpeed's does.
 
-    Without a ``sampler`` that is torch's `DistributedSampler` for ``rank`` of ``num_ranks`` processes: shuffled by its seed,
-    0, and its epoch, and by no global generator. The epoch stays 0, so each pass has the same order, unless the script says
+    Without a ``sampler`` that is `Shards`, torch's `DistributedSampler`, for ``rank`` of ``num_ranks`` processes: shuffled by
+    its seed, 0, and its epoch, and by no global generator. All ranks get as many samples: where the number is not whole, some
+    come twice. The epoch stays 0, so each pass has the same order, unless the script says
     ``loader.data_sampler.set_epoch(epoch)``. An `IterableDataset` has an order of its own.
     """
     if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=num_ranks, rank=rank, shuffle=shuffles)
+        sampler = Shards(dataset, num_replicas=num_ranks, rank=rank, shuffle=shuffles)
     return Loader(
         dataset,
         batch_size=batch_size,

@@ -142,7 +142,7 @@ class PhaseGuard:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise StepOrderError(
                 "engine.backward()",
-                f"the loss must be a tensor with one element, got {what}",
+                f"the loss must be a scalar tensor, one with one element; got {what}",
                 cure="Reduce it first, e.g. loss.mean()",
                 step=self._step(),
             )

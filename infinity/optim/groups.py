@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from infinity.errors import ParameterGroupError
+from infinity.errors import ParameterGroupError, UnsupportedModelError
 from infinity.optim.main_weights import with_main_weight, without_main_weight
 from infinity.optim.values import same_values
 from infinity.optim.worker import hyperparameters
+
+TILES = "weight_tiles"
+"""The child that holds the tiles of a module's weight."""
 
 
 class Groups:
@@ -84,6 +87,16 @@ class TiledParameter:
     borders: tuple[int, ...]
     shape: tuple[int, ...]
     new: Callable[..., Tensor]
+
+    def refusal(self, what: str) -> UnsupportedModelError:
+        """``what`` needs the values of the parameter, of which there are only tiles."""
+        return UnsupportedModelError(
+            f"{what} needs the whole of '{self.fqn}', which is larger than infinity.tile_above and is used tile by tile: "
+            "linear and embedding can do that",
+            cure="Raise infinity.tile_above; to read or change values, take the tiles, one after the other: the parameters of "
+            f"the module's child {TILES}",
+            fqn=self.fqn,
+        )
 
     def split(self, value: Any) -> list[Any]:
         """Of a tensor of the parameter's shape, the rows of each tile; anything else, for each tile."""

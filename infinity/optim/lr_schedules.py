@@ -128,7 +128,7 @@ class WarmupDecayLR(WarmupLR):
         last_epoch: int = -1,
     ) -> None:
         self.total_num_steps = _whole("total_num_steps", total_num_steps, at_least=1)
-        _warn_if_warmup_is_longer(warmup_num_steps, self.total_num_steps)
+        _warn_if_warmup_is_longer(_warmup_length(warmup_num_steps), self.total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
 
     def _fraction(self, index: int) -> float:
@@ -158,8 +158,12 @@ class WarmupCosineLR(_Schedule):
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
         self.warmup_type = _warmup_type(warmup_type)
-        _warn_if_warmup_is_longer(warmup_num_steps, self.total_num_steps)
+        _warn_if_warmup_is_longer(self.warmup_num_steps, self.total_num_steps)
         super().__init__(optimizer, last_epoch)
+
+    def get_lr_ratio(self) -> float:
+        """What each group's own rate is multiplied with in step `last_epoch`."""
+        return 0.0 if self.last_epoch == 0 else self._ratio(self.last_epoch - 1)
 
     def _rates(self, step: int) -> list[float]:
         ratio = 0.0 if step == 0 else self._ratio(step - 1)
@@ -238,15 +242,27 @@ class OneCycle(_Schedule):
                 group["betas"] = (momentum, _ONE_CYCLE_SECOND_BETA)
         return super().get_lr()
 
+    @property
+    def step_ratio(self) -> float:
+        """The rise's part of the cycle's steps."""
+        return self.num_rise_steps / (self.num_rise_steps + self.num_fall_steps)
+
     def _rates(self, step: int) -> list[float]:
         if self._num_decay_steps(step) == 0:
             height = self._height(step)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         return [low / self._decay(self.decay_lr_rate, step) for low in self.min_lrs]
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of step `last_epoch` by the formula, one pair per parameter group; None if momentum is left alone."""
+        if not self.cycle_momentum:
+            return None
+        return [(momentum, _ONE_CYCLE_SECOND_BETA) for momentum in self._cycled_momenta(self.last_epoch)]
+
     def _momenta(self, step: int) -> list[float]:
-        if step == 0:
-            return list(self.min_moms)
+        return list(self.min_moms) if step == 0 else self._cycled_momenta(step)
+
+    def _cycled_momenta(self, step: int) -> list[float]:
         if self._num_decay_steps(step) == 0:
             height = self._height(step)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
@@ -384,8 +400,8 @@ def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
     return [float(item) for item in value]
 
 
-def _whole(name: str, value: float, *, at_least: int = 0) -> int:
-    if int(value) != value or value < at_least:
+def _whole(name: str, value: object, *, at_least: int = 0) -> int:
+    if not isinstance(value, int | float) or int(value) != value or value < at_least:
         cure = f"Give a whole number of at least {at_least}"
         raise ConfigValueError(f"scheduler.params.{name}", value, "not a possible number of steps", cure=cure)
     return int(value)

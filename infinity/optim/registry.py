@@ -34,6 +34,7 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 
+_COMPRESSES = "it compresses whole momenta with error feedback"
 # Why a class cannot be paged, by the name it has in torch.optim or in DeepSpeed's config.
 _NOT_PAGEABLE = {
     "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
@@ -45,10 +46,15 @@ _NOT_PAGEABLE = {
     "MuSGD": "its learning rates depend on the shapes of whole parameters",
     "MuAdam": "its learning rates depend on the shapes of whole parameters",
     "MuAdamW": "its learning rates depend on the shapes of whole parameters",
-    "OneBitAdam": "it compresses whole momenta with error feedback",
-    "ZeroOneAdam": "it compresses whole momenta with error feedback",
-    "OneBitLamb": "it compresses whole momenta with error feedback",
+    "OneBitAdam": _COMPRESSES,
+    "ZeroOneAdam": _COMPRESSES,
+    "OneBitLamb": _COMPRESSES,
 }
+
+_ONE_BIT_CURE = (
+    'The nearest is "Adam" (for OneBitLamb, "AdamW"), with lr, betas, eps and weight_decay as they are, and without freeze_step, '
+    "comm_backend_name and the like: it computes what the 1-bit ones approximate, and sends whole gradients"
+)
 
 BY_NAME: dict[str, type[Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -176,7 +182,7 @@ def _class_named(name: str) -> type[Optimizer]:
             return value
     for key, reason in _NOT_PAGEABLE.items():
         if key.lower() == name.lower():
-            raise OptimizerNotPageableError(key, reason)
+            raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURE if reason is _COMPRESSES else None)
     known = sorted({cls.__name__ for cls in BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
     near = _nearest(name, known)
     raise ConfigValueError(

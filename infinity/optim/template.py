@@ -136,7 +136,7 @@ class Template:
         state = self.optimizer.state
         self.optimizer.state = defaultdict(dict)  # a class may start states here, as large as the parameters
         try:
-            self.optimizer.add_param_group(param_group)
+            self.optimizer.add_param_group(self.tiled.with_tiles(param_group))
         except BaseException:
             self.param_groups[:] = before
             raise

@@ -12,6 +12,7 @@ from infinity.distributed.collectives import world
 from infinity.errors import ModelError
 from infinity.paging.parameter_handler import Gatherer, ParameterHandler
 from infinity.units.parameter import host_of
+from infinity.units.tiles import TiledWeight
 
 
 class GatheredParameters:
@@ -29,6 +30,7 @@ class GatheredParameters:
 
     Raises:
         BudgetTooSmallError: the units do not fit into the part of the budget for weights.
+        UnsupportedModelError: one of them is used tile by tile (``infinity.tile_above``).
         StepOrderError: between ``engine.backward()`` and ``engine.step()``, when updates run in backward.
     """
 
@@ -47,6 +49,8 @@ class GatheredParameters:
             return
         by_host: dict[int, tuple[ParameterHandler, list[nn.Parameter]]] = {}
         for parameter in self._parameters:
+            if isinstance(parameter, TiledWeight):
+                raise parameter.tiles.tiled.refusal("GatheredParameters")
             host = host_of(parameter)
             if host is None:
                 continue

@@ -6,8 +6,8 @@ Pure arithmetic; must not know tensors or files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from infinity.errors import BudgetTooSmallError
 from infinity.paging.trace import simulate
@@ -43,6 +43,8 @@ class Prediction:
 
     read_bytes: int
     write_bytes: int
+    kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
+    """Of both, those that are "weights", "optimizer state" or "gradients"."""
 
 
 def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
@@ -70,7 +72,7 @@ def predict(
 ) -> Prediction:
     """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
     sizes = [unit.weight_bytes for unit in units]
-    read = write = 0
+    read = records = spilled = 0
     num_micro_batches = request.num_micro_batches
     simulation = simulate(
         order,
@@ -95,7 +97,7 @@ def predict(
             continue
         if unit in on_nvme:
             read += sizes[unit]
-    write += sum(request.trainable_bytes(units[index]) for index in on_nvme)
+    write = sum(request.trainable_bytes(units[index]) for index in on_nvme)
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
@@ -103,17 +105,15 @@ def predict(
         read += sum(request.trainable_bytes(units[index]) for index in on_nvme - simulation.held.union(just_used))
     if request.optimizer_tier == "nvme":
         records = sum(
-            request.record_format.stored_bytes(unit.trainable_numel - kept, unit.num_states, placement.chunk_numel)
+            request.record_format.stored_bytes(unit.state_numel - kept, unit.num_states, placement.chunk_numel)
             for unit, kept in zip(units, placement.states_in_memory, strict=True)
         )
-        read += records
-        write += records
     if in_step or num_micro_batches > 1:
         spilled = sum(
             unit.trainable_numel * request.gradient_itemsize
             for index, unit in enumerate(units)
             if index not in placement.gradients_in_memory
         )
-        read += spilled * request.gradient_moves
-        write += spilled * request.gradient_moves
-    return Prediction(read, write)
+        spilled *= request.gradient_moves
+    kinds = {"weights": (read, write), "optimizer state": (records, records), "gradients": (spilled, spilled)}
+    return Prediction(read + records + spilled, write + records + spilled, kinds)

@@ -18,6 +18,7 @@ from infinity.numerics.state_format import StateFormat
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition, used_together
 from infinity.units.unit import Unit, spec_of
+from swapper.wrappers.versions import VersionedBackend
 
 FP32_BYTES = 4
 _MOST_WORKERS = 8
@@ -38,16 +39,25 @@ class UnitSize:
     is_all_trainable: bool
     layer: tuple[str, int] | None = None
     """Name and bytes of the matrix that is most of it; None if none is."""
+    share_numel: int | None = None
+    """Of how many trainable elements this process keeps main weights and states; None: of all."""
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of the trainable segment whose main weights and states this process keeps."""
+        return self.trainable_numel if self.share_numel is None else self.share_numel
 
     @classmethod
-    def of(cls, unit: Unit, num_states: int) -> UnitSize:
+    def of(cls, unit: Unit, num_states: int, share_numel: int | None = None) -> UnitSize:
         """The size of a unit with so many per-element states."""
         layout = unit.layout
         is_all_trainable = all(segment.is_trainable for segment in layout.segments)
         matrices = [slot for slot in layout.slots if len(slot.spec.shape) == 2]
         largest = max(((s.numel * s.spec.dtype.itemsize, s.spec.fqn) for s in matrices), default=(0, ""))
         layer = (largest[1], largest[0]) if 2 * largest[0] > layout.num_bytes else None
-        return cls(unit.name, layout.num_bytes, layout.trainable_numel, num_states, is_all_trainable, layer)
+        return cls(
+            unit.name, layout.num_bytes, layout.trainable_numel, num_states, is_all_trainable, layer, share_numel
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,8 @@ class Request:
     """Where what autograd saves waits: beside the budget ("memory"), within it ("cpu"), or on NVMe beyond its share."""
     update_workers: int = 1
     """Threads that run updates, each of which has a chunk in hand."""
+    num_versions: int = 0
+    """Of what is stored, for as many a durable run has room; 0: the run is not durable."""
 
     @classmethod
     def of(
@@ -124,6 +136,7 @@ class Request:
             used_together=used_together(model, config.infinity.units, unit_of),
             keeps_in_memory=config.infinity.keep_in_memory,
             activations=config.infinity.activations,
+            num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
             update_workers=_update_workers(
                 config.infinity.update_workers,
                 shares_host_memory=shares_host_memory,
@@ -163,12 +176,17 @@ class Request:
         return self.optimizer_tier == "cpu" or (self.optimizer_tier == "none" and self.shares_host_memory)
 
     def record_bytes(self, unit: UnitSize) -> int:
-        """Bytes of a unit's optimizer state as stored."""
-        return self.record_format.record_bytes(unit.trainable_numel, unit.num_states)
+        """Bytes of a unit's optimizer state as this process stores it."""
+        return self.record_format.record_bytes(unit.state_numel, unit.num_states)
 
     def trainable_bytes(self, unit: UnitSize) -> int:
         """Bytes of a unit's weights that a step writes."""
         return unit.trainable_numel * self.record_format.weight_dtype.itemsize
+
+    def map_bytes(self, units: Iterable[UnitSize]) -> int:
+        """Bytes of the map that says where each version of a durable run's states lies."""
+        stored = sum(unit.weight_bytes + self.record_bytes(unit) for unit in units)
+        return VersionedBackend.memory_bytes(stored, stored * self.num_versions) if self.num_versions else 0
 
     def saved_by_weights(self, unit: UnitSize) -> int:
         """Bytes that a step does not move if the unit's weights stay in memory."""

@@ -82,11 +82,11 @@ def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) ->
 
     So the drives' work is spread evenly over a step.
     """
-    granules = [unit.trainable_numel // CHUNK_GRANULE for unit in units]
+    granules = [unit.state_numel // CHUNK_GRANULE for unit in units]
     costs = [request.record_format.record_bytes(CHUNK_GRANULE, unit.num_states) for unit in units]
     total = sum(number * cost for number, cost in zip(granules, costs, strict=True))
     if room_bytes >= total:
-        return tuple(unit.trainable_numel for unit in units), room_bytes - total
+        return tuple(unit.state_numel for unit in units), room_bytes - total
     kept = [number * room_bytes // total for number in granules]
     room_bytes -= sum(number * cost for number, cost in zip(kept, costs, strict=True))
     for index in spread(len(units)):

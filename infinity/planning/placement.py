@@ -49,6 +49,12 @@ _CHUNK_COST_BYTES = 512 << 10
 _UPLOAD_PAGE_BYTES = 4 << 20
 _FEWEST_UPLOAD_PAGES = 2
 _PREFERRED_UPLOAD_PAGES = 8
+_LEAST_LANDING_BYTES = 8 << 20
+"""For gradients that arrive: two blocks."""
+_LANDING_GAP_BYTES = 4096
+"""Lost to alignment, at most."""
+_UNITS_LANDING = 2
+"""As many units' gradients may be on their way at a time, where there is room for them."""
 _UNITS_AHEAD = 2
 """Besides the two that are needed: one being fetched, one being updated."""
 _MOST_OPTIONS = 48
@@ -79,12 +85,14 @@ class Placement:
     hosted_units: frozenset[int]
     """Units whose weights rest in host memory beside the device's."""
     states_in_memory: tuple[int, ...]
-    """For each unit, of how many elements, from its first on, the optimizer state rests in host memory."""
+    """For each unit, of how many elements, from the first on whose states this process keeps, those rest in host memory."""
     kept_bytes: int
     """Host memory for weights (beside flat buffers) and states that rest there."""
     minimum_bytes: int
     spills: bool
     """Whether some main gradients go to NVMe."""
+    landing_bytes: int = 0
+    """For gradients on their way from a device that has a memory of its own."""
     activation_bytes: int = 0
     """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
 
@@ -96,7 +104,8 @@ class Placement:
         """Of host memory, what is divided up."""
         pages = self.page_bytes * self.num_pages + self.upload_page_bytes * self.num_upload_pages
         flats = self.weights_bytes if request.shares_host_memory else 0
-        return flats + pages + self.gradient_bytes + self.kept_bytes + self.activation_bytes
+        gradients = self.gradient_bytes + self.landing_bytes
+        return flats + pages + gradients + self.kept_bytes + self.activation_bytes
 
     def budget_of_weights(self, request: Request) -> tuple[str, int]:
         """The config key of the budget that flat buffers are a part of, and its value."""
@@ -118,8 +127,11 @@ class _Option:
     page_bytes: int
     num_pages: int
     upload_bytes: int
+    landing_bytes: int
     gradient_bytes: int
     kept_bytes: int
+    map_bytes: int
+    """See `Request.map_bytes`."""
 
     @property
     def cost_bytes(self) -> int:
@@ -127,8 +139,10 @@ class _Option:
             self.flat_bytes
             + self.page_bytes * self.num_pages
             + self.upload_bytes
+            + self.landing_bytes
             + self.gradient_bytes
             + self.kept_bytes
+            + self.map_bytes
         )
 
 
@@ -161,7 +175,7 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
 
 def apparent_bytes(units: Sequence[UnitSize], placement: Placement) -> int:
     """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
-    moving = (unit.trainable_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
+    moving = (unit.state_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
     num_chunks = sum(-(-numel // placement.chunk_numel) for numel in moving)
     return num_chunks * _CHUNK_COST_BYTES
 
@@ -276,9 +290,11 @@ class _Planner:
             page_bytes=self._pages.smallest_bytes,
             num_pages=FEWEST_PAGES if self._has_pages else 0,
             upload_bytes=upload_bytes,
+            landing_bytes=min(self._wished_landing(), _LEAST_LANDING_BYTES),
             # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
             gradient_bytes=numel * request.scratch_itemsize,
             kept_bytes=kept_bytes,
+            map_bytes=request.map_bytes(self._units),
         )
 
     def options(self) -> Iterator[_Option]:
@@ -309,8 +325,8 @@ class _Planner:
         if left < 0:
             return None
         moving = [index for index in self._order if index not in option.residents]
-        pages, flats, uploads, gradients = self._staging(option, moving, left)
-        left -= pages + flats + uploads + gradients
+        pages, flats, uploads, gradients, landing = self._staging(option, moving, left)
+        left -= pages + flats + uploads + gradients + landing
         page_area = option.page_bytes * option.num_pages + pages
         chunk_numel, page_bytes, num_pages = self._pages.cut(page_area, keeps_all_records=option.keeps_all_records)
 
@@ -323,7 +339,7 @@ class _Planner:
         if request.gradient_moves:
             spare = self._wished_gradients() - capacity
             capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
-        states = tuple(unit.trainable_numel if option.keeps_all_records else 0 for unit in units)
+        states = tuple(unit.state_numel if option.keeps_all_records else 0 for unit in units)
         share = most_gradients(take_gradients(units, request, capacity))
         if self._may_keep_records() and not option.keeps_all_records:
             best = -1
@@ -362,6 +378,7 @@ class _Planner:
             chunk_numel=chunk_numel,
             upload_page_bytes=_UPLOAD_PAGE_BYTES,
             num_upload_pages=(option.upload_bytes + uploads) // _UPLOAD_PAGE_BYTES,
+            landing_bytes=option.landing_bytes + landing,
             gradient_bytes=gradient_bytes,
             gradient_scratch_bytes=share.scratch_bytes,
             gradients_in_memory=share.units,
@@ -388,10 +405,19 @@ class _Planner:
             return min(narrow, numel * request.scratch_itemsize)
         return numel * request.scratch_itemsize
 
-    def _staging(self, option: _Option, moving: Sequence[int], left: int) -> tuple[int, int, int, int]:
-        """Bytes beyond the least, of at most half of ``left``, for pages, flat buffers, upload pages and gradients."""
+    def _wished_landing(self) -> int:
+        """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
         request = self._request
-        wished = [0, 0, 0, 0]
+        if request.shares_host_memory or not self._largest_numel:
+            return 0
+        itemsize = request.record_format.weight_dtype.itemsize if request.num_micro_batches == 1 else FP32_BYTES
+        return _UNITS_LANDING * (self._largest_numel * itemsize + _LANDING_GAP_BYTES)
+
+    def _staging(self, option: _Option, moving: Sequence[int], left: int) -> tuple[int, int, int, int, int]:
+        """Bytes beyond the least, of at most half of ``left``: for pages, flat buffers, upload pages, gradients that wait and
+        gradients that arrive."""
+        request = self._request
+        wished = [0, 0, 0, 0, 0]
         if option.num_pages and not (request.page_bytes is not None and option.keeps_all_records):
             enough = self._pages.enough_bytes(keeps_all_records=option.keeps_all_records)
             wished[0] = max(enough - option.page_bytes * option.num_pages, 0)
@@ -403,13 +429,14 @@ class _Planner:
             wished[2] = (_PREFERRED_UPLOAD_PAGES - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
         if request.gradient_moves == 0:
             wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
+        wished[4] = self._wished_landing() - option.landing_bytes
         granted = min(left // 2, sum(wished))
         first = min(wished[0], granted // 2, GOOD_PAGE_BYTES)
         wished[0] -= first
         total = sum(wished)
         shares = [(granted - first) * wish // total if total else 0 for wish in wished]
         shares[0] += first
-        return shares[0], shares[1], shares[2] // _UPLOAD_PAGE_BYTES * _UPLOAD_PAGE_BYTES, shares[3]
+        return shares[0], shares[1], shares[2] // _UPLOAD_PAGE_BYTES * _UPLOAD_PAGE_BYTES, shares[3], shares[4]
 
 
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
@@ -428,7 +455,9 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
         parts.append(f"{format_bytes(least.flat_bytes)} for {what}")
     parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")
     whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
-    parts.append(f"{format_bytes(least.gradient_bytes)} for the gradients of {whose}")
+    parts.append(f"{format_bytes(least.gradient_bytes + least.landing_bytes)} for the gradients of {whose}")
+    if least.map_bytes:
+        parts.append(f"{format_bytes(least.map_bytes)} for the map of the durable run")
     layer = largest[0].layer
     cure = (
         ""

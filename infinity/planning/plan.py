@@ -110,6 +110,8 @@ class Plan:
                 + (", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""),
             ),
         ]
+        if placement.landing_bytes:
+            rows.append(("  gradients that arrive", _size(placement.landing_bytes)))
         if self.durable_bytes:
             rows.append(("durable run", f"{_size(self.durable_bytes)} on the drives"))
         if placement.kept_bytes:

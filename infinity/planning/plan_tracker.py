@@ -14,10 +14,11 @@ from collections.abc import Collection, Sequence
 from infinity.config import InfinityConfig
 from infinity.paging.trace import Trace
 from infinity.planning.bandwidth_cache import Bandwidth, measured_bandwidth
-from infinity.planning.cost_model import Traffic, predict
+from infinity.planning.cost_model import Traffic
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import Placement
 from infinity.planning.plan import Plan
+from infinity.planning.workload import Workload
 from infinity.telemetry import StepReport
 from infinity.units.unit import Unit
 
@@ -48,34 +49,32 @@ class PlanTracker:
             guess: the order of need before the first micro-batch is recorded: forward, then backward.
             expects_vertical: all micro-batches of a step go through a unit together, as far as can be told.
         """
-        self._units = units
-        self._request = request
-        self._known = (tuple(guess), len(units), Traffic(is_vertical=expects_vertical))
-        self._plan = self._predicted(plan)
+        traffic = Traffic(is_vertical=expects_vertical)
+        self._workload = Workload(tuple(units), request, tuple(guess), len(units), traffic)
+        self._plan = self._workload.predicted(plan)
         self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self._num_steps = 0
         self._least_pause = math.inf
 
-    def plan(self, trace: Trace, traffic: Traffic) -> Plan:
-        """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
-        known = (trace.order, trace.backward_start, traffic)
-        if self._known != known:
-            self._known = known
-            self._plan = self._predicted(self._plan)
+    @property
+    def first(self) -> Plan:
+        """The plan as it is before anything has been recorded, or as it was last asked for."""
         return self._plan
 
-    def _predicted(self, plan: Plan) -> Plan:
-        order, backward_start, traffic = self._known
-        request = self._request
-        if traffic.is_vertical:  # the trace is that of a whole step
-            request = dataclasses.replace(request, num_micro_batches=1)
-        found = predict(self._units, request, plan.placement, order, backward_start)
-        return dataclasses.replace(
-            plan,
-            predicted_read_bytes_per_step=found.read_bytes + traffic.extra_bytes,
-            predicted_write_bytes_per_step=found.write_bytes + traffic.extra_bytes,
-            traffic=traffic,
-        )
+    def plan(self, trace: Trace, traffic: Traffic) -> Plan:
+        """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
+        known = self._workload
+        if (known.order, known.backward_start, known.traffic) != (trace.order, trace.backward_start, traffic):
+            self._workload = dataclasses.replace(
+                known, order=trace.order, backward_start=trace.backward_start, traffic=traffic
+            )
+            self._plan = self._workload.predicted(self._plan)
+        return self._plan
+
+    @property
+    def workload(self) -> Workload:
+        """What the predictions of the plan are made from."""
+        return self._workload
 
     def note(self, report: StepReport) -> None:
         """A step has ended. One that was skipped says nothing of the others."""

@@ -25,7 +25,9 @@ _CAUSES = {
     "gradients": "room for gradients",
     "write": "writes to NVMe",
     "commit": "a commit of the durable run",
+    "ranks": "the other ranks",
 }
+_PHASES = ("forward", "backward", "step")
 
 
 class Awaited(Protocol):
@@ -65,6 +67,7 @@ class StepClock:
     Attributes:
         waited_seconds: Seconds that the training thread waited, by cause.
         compute_seconds: Seconds in forward, backward and step without waiting and without the engine's own paging.
+        phase_seconds: The same, for each of "forward", "backward" and "step".
         waiting_for: What it waits for right now, in words; empty while it does not.
     """
 
@@ -72,6 +75,7 @@ class StepClock:
         """``timeline``: where spans are recorded, if anywhere."""
         self.waited_seconds: dict[str, float] = dict.fromkeys(_CAUSES, 0.0)
         self.compute_seconds = 0.0
+        self.phase_seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
         self.waiting_for = ""
         self.began_seconds = time.perf_counter()
         self._timeline = timeline
@@ -80,8 +84,8 @@ class StepClock:
         self._unit = ""
         self._since: Any = None
         """The stamp at which the computing that goes on began; None while there is none."""
-        self._open: deque[tuple[str, Any, Any]] = deque()
-        """Computing of which it is not known yet when it was: name, first and last stamp."""
+        self._open: deque[tuple[str, str, Any, Any]] = deque()
+        """Computing of which it is not known yet when it was: phase, unit, first and last stamp."""
 
     # ------------------------------------------------------------------------------------------------------ computing
 
@@ -100,8 +104,7 @@ class StepClock:
     def pause_compute(self) -> None:
         """What comes now is the engine's: paging, or waiting."""
         if self._since is not None:
-            name = f"{self._phase} {self._unit}" if self._unit else self._phase
-            self._open.append((name, self._since, self._stamps.stamp()))
+            self._open.append((self._phase, self._unit, self._since, self._stamps.stamp()))
             self._since = None
             self.settle()
 
@@ -114,14 +117,15 @@ class StepClock:
     def settle(self) -> None:
         """Count the computing of which the device has told when it was."""
         while self._open:
-            name, first, last = self._open[0]
+            phase, unit, first, last = self._open[0]
             begin, end = self._stamps.seconds_at(first), self._stamps.seconds_at(last)
             if begin is None or end is None:
                 return
             self._open.popleft()
             self.compute_seconds += end - begin
+            self.phase_seconds[phase] += end - begin
             if self._timeline is not None:
-                self._timeline.add(Row.COMPUTE, name, begin, end)
+                self._timeline.add(Row.COMPUTE, f"{phase} {unit}" if unit else phase, begin, end)
 
     # -------------------------------------------------------------------------------------------------------- waiting
 
@@ -155,4 +159,5 @@ class StepClock:
         self.began_seconds = now
         self.waited_seconds = dict.fromkeys(_CAUSES, 0.0)
         self.compute_seconds = 0.0
+        self.phase_seconds = dict.fromkeys(_PHASES, 0.0)
         return elapsed

@@ -56,6 +56,27 @@ class StepReport:
     """How long the training thread waited for the commit of the step before, in a durable run."""
     is_skipped: bool = False
     """Whether the step changed nothing, because its gradients were not finite."""
+    forward_seconds: float = 0.0
+    """Of ``compute_busy_seconds``, those in forward. What is computed once more in backward counts there."""
+    backward_seconds: float = 0.0
+    """Those in backward."""
+    update_seconds: float = 0.0
+    """Those in ``optimizer.step()`` itself; updates beside the model are in ``optimizer_seconds``."""
+    lr: tuple[float, ...] = ()
+    """Learning rate of each parameter group, with which the step was made."""
+    loss_scale: float = 1.0
+    """What the losses of the step were multiplied with; 1 unless the compute dtype is fp16."""
+    num_samples: int | None = None
+    """Samples of the step over all processes: what the config says, or the leading size of the batches that the engine saw;
+    None if it saw none (plain loop)."""
+    num_tokens: int | None = None
+    """Elements of the batches' whole-number matrices (token ids, padding included); None where there are none."""
+    host_bytes: int = 0
+    """Host memory of this process at the end of the step (resident set)."""
+    host_peak_bytes: int = 0
+    """The most it has been since the process began."""
+    device_peak_bytes: int | None = None
+    """The most that torch's allocator has held on the GPU so far; None where the model computes in host memory."""
 
     @property
     def compute_share(self) -> float:
@@ -86,6 +107,17 @@ class StepReport:
     def copy_busy_share(self) -> float:
         """``copy_busy_seconds`` as a share of the step."""
         return self._share(self.copy_busy_seconds)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where tokens are not known."""
+        return self.num_tokens / self.seconds if self.num_tokens is not None and self.seconds > 0 else None
+
+    @property
+    def drive_bytes_per_second(self) -> float | None:
+        """Both ways, while a drive was at work; None if none was."""
+        moved = self.read_bytes + self.write_bytes
+        return moved / self.drive_busy_seconds if self.drive_busy_seconds > 0 else None
 
     @property
     def wait_seconds(self) -> float:

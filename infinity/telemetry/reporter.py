@@ -33,6 +33,8 @@ class Sources:
         optimizer_seconds: Seconds that the optimizer's thread has worked so far.
         prediction: Predicted bytes read and written per step, and seconds, if they are known.
         copies: Bytes, begin and end of the copies between host and device since the last call, and what they were.
+        memory: Bytes of host memory now, the most so far, and the most of the device's (None: it is the host's).
+        num_processes: that train together.
     """
 
     clock: StepClock
@@ -40,6 +42,26 @@ class Sources:
     optimizer_seconds: Callable[[], float]
     prediction: Callable[[], tuple[int, int, float | None]]
     copies: Callable[[], Sequence[tuple[Copy, float, float]]]
+    memory: Callable[[], tuple[int, int, int | None]]
+    num_processes: int = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """With what a step was made.
+
+    Attributes:
+        lr: learning rate of each parameter group.
+        loss_scale: 1 without scaling.
+        num_samples: what the config says of all processes together; None if it leaves that to the data.
+    """
+
+    lr: tuple[float, ...] = ()
+    loss_scale: float = 1.0
+    num_samples: int | None = None
+
+
+_UNKNOWN = Settings()
 
 
 class Reporter:
@@ -66,6 +88,7 @@ class Reporter:
         self._steps_per_print = steps_per_print
         self._prints_breakdown = prints_breakdown
         self._losses: list[torch.Tensor] = []
+        self._sizes: list[tuple[int, int | None]] = []
         self._has_begun = False
         self._counted = DriveCounters()
         self._optimizer_seconds = 0.0
@@ -89,6 +112,10 @@ class Reporter:
         if detached.device.type == "cpu":
             _warn_if_not_finite(float(detached), step)
 
+    def note_size(self, num_samples: int, num_tokens: int | None) -> None:
+        """A micro-batch goes through the model."""
+        self._sizes.append((num_samples, num_tokens))
+
     def note_schedule(self, schedule: str, reason: str) -> None:
         """In which order the present step goes, and why not vertically."""
         self._schedule = (schedule, reason)
@@ -96,10 +123,16 @@ class Reporter:
     def forget_losses(self) -> None:
         """The micro-batches so far do not count."""
         self._losses.clear()
+        self._sizes.clear()
 
-    def end_step(self, step: int, grad_norm: float | None, *, is_skipped: bool = False) -> StepReport:
+    def end_step(
+        self, step: int, grad_norm: float | None, settings: Settings = _UNKNOWN, *, is_skipped: bool = False
+    ) -> StepReport:
         """The report of the step that ends now, which is the ``step``-th."""
         self._settle()
+        phases = dict(self._clock.phase_seconds)
+        num_samples, num_tokens = self._sizes_of_step()
+        host_bytes, host_peak_bytes, device_peak_bytes = self._sources.memory()
         began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
         compute_busy_seconds, copy_busy_seconds = self._clock.compute_seconds, self._copy_seconds
         self._copy_seconds = 0.0
@@ -112,6 +145,7 @@ class Reporter:
             for value in losses:
                 _warn_if_not_finite(value, step - 1)
         self._losses.clear()
+        self._sizes.clear()
         report = StepReport(
             step=step,
             seconds=seconds,
@@ -136,6 +170,16 @@ class Reporter:
             schedule_reason=self._schedule[1],
             commit_seconds=waited["commit"],
             is_skipped=is_skipped,
+            forward_seconds=phases["forward"],
+            backward_seconds=phases["backward"],
+            update_seconds=phases["step"],
+            lr=settings.lr,
+            loss_scale=settings.loss_scale,
+            num_samples=num_samples if settings.num_samples is None else settings.num_samples,
+            num_tokens=num_tokens,
+            host_bytes=host_bytes,
+            host_peak_bytes=host_peak_bytes,
+            device_peak_bytes=device_peak_bytes,
         )
         self._schedule = ("ordinary", "")
         self._counted, self._optimizer_seconds = counted, optimizer_seconds
@@ -146,6 +190,16 @@ class Reporter:
         if self._prints_breakdown:
             logger.info("%s", report.describe())
         return report
+
+    def _sizes_of_step(self) -> tuple[int | None, int | None]:
+        """Samples and tokens of all processes, which have as many each."""
+        # A vertical step that is begun anew in the ordinary order has seen its batches twice.
+        sizes = self._sizes[-len(self._losses) :] if self._losses else self._sizes
+        if not sizes:
+            return None, None
+        tokens = [num for _, num in sizes if num is not None]
+        num_processes = self._sources.num_processes
+        return sum(num for num, _ in sizes) * num_processes, sum(tokens) * num_processes if tokens else None
 
     def save_timeline(self, path: Path) -> None:
         """Write what has been recorded so far.

@@ -65,7 +65,7 @@ class StateStore(Protocol):
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
         """Make room for the records of a unit, with per-element states ``names``.
 
-        ``numel_in_memory``: the chunks of so many of its first elements have their records in host memory.
+        ``numel_in_memory``: chunks that end at this element or before have their records in host memory.
         """
         ...
 

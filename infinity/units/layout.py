@@ -164,23 +164,25 @@ class UnitLayout:
         """Elements of the trainable segment, padding included; 0 for a frozen unit."""
         return self.trainable.numel if self.trainable else 0
 
-    def chunks(self, chunk_numel: int, border: int = 0) -> tuple[Chunk, ...]:
+    def chunks(self, chunk_numel: int, border: int = 0, span: tuple[int, int] | None = None) -> tuple[Chunk, ...]:
         """Cut the trainable segment into chunks of at most ``chunk_numel`` elements, none of them across ``border``.
 
-        Both are multiples of CHUNK_GRANULE.
+        Args:
+            chunk_numel, border: multiples of CHUNK_GRANULE.
+            span: cut elements [start, stop) alone, multiples of CHUNK_GRANULE; None: all.
         """
-        return tuple(self._iterate_chunks(chunk_numel, border))
+        return tuple(self._iterate_chunks(chunk_numel, border, span or (0, self.trainable_numel)))
 
-    def _iterate_chunks(self, chunk_numel: int, border: int) -> Iterator[Chunk]:
+    def _iterate_chunks(self, chunk_numel: int, border: int, span: tuple[int, int]) -> Iterator[Chunk]:
         if chunk_numel <= 0 or chunk_numel % CHUNK_GRANULE:
             raise ValueError(f"chunk_numel must be a positive multiple of {CHUNK_GRANULE}, got {chunk_numel}")
         if border < 0 or border % CHUNK_GRANULE:
             raise ValueError(f"border must be a multiple of {CHUNK_GRANULE}, got {border}")
         if self.trainable is None:
             return
-        numel = self.trainable.numel
-        starts = [*range(0, min(border, numel), chunk_numel), *range(border, numel, chunk_numel)]
-        for index, (start, stop) in enumerate(itertools.pairwise([*starts, numel])):
+        first, last = span
+        starts = [*range(first, min(border, last), chunk_numel), *range(max(border, first), last, chunk_numel)]
+        for index, (start, stop) in enumerate(itertools.pairwise([*starts, last])):
             pieces = tuple(
                 Piece(
                     slot,

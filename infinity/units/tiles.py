@@ -9,13 +9,14 @@ size. That of a bias is the same sum, whose order torch chooses by the number of
 input is a sum over output features: here each tile's product is rounded to its dtype, and autograd adds these up, the last
 tile's first. And the global norm is taken of the tiles' norms.
 
-[Note: in place of the weight] The module has its tiles as a child (`TILES`), and as its ``weight`` a tensor without values
-that ``linear`` and ``embedding`` take, whoever calls them. All else that would need values raises. State dicts have the
-whole weight.
+[Note: in place of the weight] The module has its tiles as a child (`TILES`). Its ``weight`` stays the parameter that it was,
+but has no values: ``linear`` and ``embedding`` take it, whoever calls them, and all else that would need values raises, also
+where a script holds on to the parameter. State dicts have the whole weight.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -30,14 +31,11 @@ from torch import nn
 from torch.nn import functional
 
 from infinity.device.drive_tensors import DriveTensors, drives_of
-from infinity.errors import UnsupportedModelError
-from infinity.optim.groups import TiledGroups, TiledParameter
+from infinity.optim.groups import TILES, TiledGroups, TiledParameter
 from infinity.torch_internals.names import as_plain
 from infinity.torch_internals.operations import METADATA, name_of
 from infinity.units.parameter import placeholder
 
-TILES = "weight_tiles"
-"""The child that holds a module's tiles."""
 _ELEMENTS = 64
 """Tiles begin at multiples of so many elements: element-wise kernels then give the bits that they give on the whole."""
 
@@ -90,21 +88,29 @@ class Tiles(nn.Module):
         return torch.cat(parts).index_select(0, order).reshape(*x.shape, self.tiled.shape[1])
 
 
-class TiledWeight(torch.Tensor):
-    """What a module has as its weight. See [Note: in place of the weight]."""
+class TiledWeight(nn.Parameter):
+    """What a weight is while its tiles have its values. See [Note: in place of the weight]."""
 
     tiles: Tiles
 
     @staticmethod
-    def over(tiles: Tiles) -> TiledWeight:
-        """For these tiles, of their dtype and device as they are now."""
+    def become(weight: nn.Parameter, tiles: Tiles) -> None:
+        """The weight stands for these tiles, of their dtype and device as they are now."""
         first = tiles.tiled.tiles[0]
-        weight: Any = placeholder(first.dtype, first.device, torch.Size(tiles.tiled.shape)).as_subclass(TiledWeight)
-        weight.tiles = tiles
+        shape, requires_grad = torch.Size(tiles.tiled.shape), first.requires_grad
         with as_plain():
-            weight.requires_grad_(first.requires_grad)
-        found: TiledWeight = weight
-        return found
+            weight.requires_grad_(False)
+            weight.data = placeholder(first.dtype, first.device, shape)
+            weight.requires_grad_(requires_grad)
+        weight.__class__ = TiledWeight
+        made: Any = weight
+        made.tiles = tiles
+
+    @staticmethod
+    def cease(weight: nn.Parameter) -> None:
+        """It is an ordinary parameter again, without values."""
+        weight.__class__ = nn.Parameter
+        weight.__dict__.pop("tiles", None)
 
     @classmethod
     def __torch_function__(
@@ -122,17 +128,30 @@ class TiledWeight(torch.Tensor):
                     func(tile, *args[1:], **kwargs)
             with as_plain():
                 return func(*args, **kwargs)
-        raise _refused(weight, func)
+        raise weight.tiles.tiled.refusal(name_of(func))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TiledWeight(size={tuple(self.shape)}, dtype={self.dtype}, tiles={len(self.tiles.tiled.tiles)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiledWeight:
-        tiles: Tiles = memo[id(self.tiles)]  # modules are copied before what stands for them
-        return TiledWeight.over(tiles)
+        if id(self) not in memo:
+            copied = memo[id(self)] = _stand_in(self.dtype, self.device, self.shape, self.requires_grad)
+            copied.tiles = copy.deepcopy(self.tiles, memo)
+        found: TiledWeight = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return TiledWeight.over, (self.tiles,)
+        return _stand_in, (self.dtype, self.device, self.shape, self.requires_grad), {"tiles": self.tiles}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _stand_in(dtype: torch.dtype, device: torch.device, shape: torch.Size, requires_grad: bool) -> TiledWeight:
+    made: Any = nn.Parameter(placeholder(dtype, device, shape), requires_grad=requires_grad)
+    made.__class__ = TiledWeight
+    found: TiledWeight = made
+    return found
 
 
 _SETTING_GRAD: tuple[Any, ...] = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -151,20 +170,10 @@ def _weights_in(arguments: Iterable[Any]) -> Iterator[TiledWeight]:
             yield from _weights_in(each)
 
 
-def _refused(weight: TiledWeight, function: Callable[..., Any]) -> UnsupportedModelError:
-    fqn = weight.tiles.tiled.fqn
-    return UnsupportedModelError(
-        f"{name_of(function)} needs the whole of '{fqn}', which is larger than infinity.tile_above and is used tile by "
-        "tile: linear and embedding can do that",
-        cure="Raise infinity.tile_above; to read or change values, take the tiles, one after the other: the parameters of "
-        f"the module's child {TILES}",
-        fqn=fqn,
-    )
-
-
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     if not isinstance(weight, TiledWeight) or isinstance(input, TiledWeight):
-        raise _refused(input if isinstance(input, TiledWeight) else bias, functional.linear)
+        wrong = input if isinstance(input, TiledWeight) else bias
+        raise wrong.tiles.tiled.refusal(name_of(functional.linear))
     return weight.tiles.linear(input, bias)
 
 
@@ -178,7 +187,7 @@ def _embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     if max_norm is not None or sparse:
-        raise _refused(weight, functional.embedding)
+        raise weight.tiles.tiled.refusal(name_of(functional.embedding))
     return weight.tiles.embedding(input, padding_idx, scale_grad_by_freq=scale_grad_by_freq)  # type: ignore[no-any-return]
 
 
@@ -236,12 +245,14 @@ class Tiling:
 
     def show(self) -> None:
         """Modules have something in place of their weights from now on."""
-        for module, _ in self._places:
-            module.__dict__["weight"] = TiledWeight.over(_tiles_of(module))
+        for module, parameter in self._places:
+            TiledWeight.become(parameter, _tiles_of(module))
+            module.__dict__["weight"] = parameter
 
     def undo(self) -> None:
         """Modules have their weights again, whole, if those are in memory: nobody holds them."""
         for tiled in self.groups.tiled if self._places else ():
+            TiledWeight.cease(tiled.original)
             values = [tile.detach() for tile in tiled.tiles]
             drives = drives_of(values[0])
             new = torch.empty if drives is None else drives.empty

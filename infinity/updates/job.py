@@ -66,17 +66,19 @@ class UpdateJob:
         *,
         is_held: bool = False,
         rank: int = 0,
+        is_share: bool = False,
     ) -> None:
         """
         Args:
             unit: what is updated.
-            chunks: all chunks of the unit.
+            chunks: all chunks of the unit that are updated here.
             gradients: its gradients; the job releases them.
             groups: slot index -> snapshot of its parameter group's hyperparameters. A parameter without is not updated.
             clip_coefficient: 0-dim fp32 tensor every gradient is multiplied with, or None.
             after: the gradients are complete at this point of the compute stream.
             is_held: wait with the job until somebody attaches a buffer or needs the unit, if one can be attached.
             rank: jobs of a lower one go first, those of one rank in the order of their submission.
+            is_share: other processes update other chunks, see `infinity.units.shares`.
         """
         self.unit = unit
         self.gradients = gradients
@@ -93,7 +95,8 @@ class UpdateJob:
         self.flat_is_current = unit.flat is not None
         """Whether ``flat`` holds the present weights (else the job fills it)."""
         segments = unit.layout.segments
-        self._covers_all = len(self.chunks) == len(chunks) and all(segment.is_trainable for segment in segments)
+        covers_trainable = len(self.chunks) == len(chunks) and not is_share
+        self._covers_all = covers_trainable and all(segment.is_trainable for segment in segments)
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._arriving = threading.Lock()
         """Of workers alone."""
@@ -131,6 +134,14 @@ class UpdateJob:
                 # That wait ordered this thread's stream; the copies run on streams of their own.
                 self.after = device.mark()
                 self.flat_arrival = None
+
+    def fetch_coefficient(self, device: ComputeDevice) -> None:
+        """Have the clipping coefficient in host memory. The thread's stream has waited for `after`."""
+        coefficient = self.clip_coefficient
+        if coefficient is not None and coefficient.device.type != "cpu":
+            here = torch.empty(1, dtype=coefficient.dtype, device="cpu")
+            device.synchronize(device.download(here, coefficient.reshape(1), device.mark()))
+            self.clip_coefficient = here[0]  # any worker: all of them find the same
 
     @property
     def accepts_buffer(self) -> bool:

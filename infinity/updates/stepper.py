@@ -14,6 +14,7 @@ it updated next in any case.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,15 +25,18 @@ from infinity.config import UpdateMode
 from infinity.device.compute import ComputeDevice
 from infinity.errors import PartialUpdateError
 from infinity.gradients.averaged_grads import AveragedGradients
-from infinity.gradients.main_grads import clip_coefficient, total_norm
+from infinity.gradients.norms import clip_coefficient, total_norm
 from infinity.gradients.sources import GradientSource
 from infinity.optim.groups import Groups
 from infinity.paging.pager import Pager
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
 from infinity.updates.job import UpdateJob
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stream import UpdateStream
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,16 @@ class Stepper:
         stream: UpdateStream,
         groups: StepGroups,
         gathered: GatheredWeights,
+        exchange: WeightExchange,
         before_updates: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             units: all units, by index.
-            chunks: of each unit.
+            chunks: of each unit, those that are updated here.
             rules: how a step goes.
             device, pager, gradients, stream, groups, gathered: whom it works with.
+            exchange: brings the weights that are updated elsewhere.
             before_updates: returns when what the step before wrote may be followed by what this one writes.
         """
         # All of it is touched by the thread that has the turn, and by no other. What is a step's is gone at its end: `_forget`.
@@ -101,6 +107,9 @@ class Stepper:
         self._stream = stream
         self._step_groups = groups
         self._gathered = gathered
+        self._exchange = exchange
+        self._is_divided = exchange.shares.is_divided
+        """Whether other ranks update parts of each unit."""
         self._before_updates = before_updates
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
@@ -111,6 +120,9 @@ class Stepper:
         self._groups: Groups | None = None
         """What the groups said at the present step's first update."""
         self._divisor = 1
+        self._are_kept_unclipped = False
+        """Whether gradients of the last step are still there, which clipped them on their way into the update."""
+        self._has_warned = False
         self.updated: set[int] = set()
         """Units whose update in the present step was asked for: in its backward, or in `apply`."""
         self.grad_norm: torch.Tensor | None = None
@@ -141,10 +153,21 @@ class Stepper:
         """
         self._residency.await_update(unit)  # an earlier one may still read the unit's gradient memory
         if not updates_now:
+            if self._are_kept_unclipped and not self._has_warned:
+                self._warn_of_unclipped(unit)
             self.gradients.add(unit, gradients)
             return
-        self._waiting.append((unit, gradients))
+        self._waiting.append((unit, self.gradients.send_ahead(unit, gradients)))
         self._update_waiting(only_settled=True)
+
+    def _warn_of_unclipped(self, unit: Unit) -> None:
+        if self.gradients.slots_with_gradient(unit):
+            self._has_warned = True
+            logger.warning(
+                "gradients are added to those of the step before, which gradient_clipping has clipped on their way into the "
+                "update, not in p.grad: the sum is another one than after torch.nn.utils.clip_grad_norm_. Call "
+                "optimizer.zero_grad() after each step, or take gradient_clipping out of the config and clip them yourself"
+            )
 
     def finish_backward(self, *, updates_now: bool) -> None:
         """Backward has ended: update what waited for it, and, if ``updates_now``, all else that has a gradient."""
@@ -161,7 +184,7 @@ class Stepper:
             self._pager.turn.be_alone()
         waiting, self._waiting = self._waiting, []
         for place, (unit, gradients) in enumerate(waiting):
-            if unit.settle() or not only_settled:
+            if not only_settled or (self.gradients.have_arrived(unit) and unit.settle()):
                 self._residency.await_update(unit)
                 source = self.gradients.hand_over(unit, gradients, self._norms)
                 gradients.clear()
@@ -199,6 +222,7 @@ class Stepper:
             self._device.mark(),
             is_held=is_held and not is_gathered,
             rank=rank,
+            is_share=self._is_divided,
         )
         unit.begin_update(job)
         try:
@@ -232,7 +256,10 @@ class Stepper:
             RankError: other ranks have other gradients, or are not there. Nothing has been updated.
         """
         was_in_backward = bool(self.updated)
-        self.gradients.average(step)  # what no backward did
+        if self._is_divided and not keeps:
+            self.gradients.average_to_owners(step)
+        else:
+            self.gradients.average(step)  # what no backward did
         self.gradients.check_all_held(self._step_groups.loose.present(), step)
         if not was_in_backward:
             self._groups = self._step_groups.read()
@@ -254,6 +281,7 @@ class Stepper:
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
+            self._are_kept_unclipped = keeps
         is_held = self._residency.fills and not was_in_backward and self.rules.update != "step"
         self._step_groups.update_loose(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
@@ -261,12 +289,24 @@ class Stepper:
             factor = self._factor(coefficient, self.gradients.scale_of(unit))
             self._submit(unit, self.gradients.source(unit, keeps=keeps), factor, is_held=is_held)
             self.updated.add(unit.index)
+        if self._is_divided:
+            self._gather_weights()
         self._forget()
         if self.rules.update == "step":
             with self._pager.clock.waiting("update"):
                 self._stream.drain()
         if not was_in_backward:
             self._residency.pump()
+
+    def _gather_weights(self) -> None:
+        """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
+        for unit in self.units:
+            if unit.index in self.updated:
+                self._residency.await_update(unit)
+                with self._pager.clock.waiting("ranks"):
+                    self._exchange.gather(unit)
+                if unit.gathered:
+                    self._gathered.note_updated(unit)
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
         """What gradients of that loss scale are multiplied with."""
@@ -315,6 +355,7 @@ class Stepper:
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget the present step and all gradients, but for those ``kept``, by (unit index, slot index)."""
+        self._are_kept_unclipped = False
         self._forget()
         self.gradients.clear(kept)
 

@@ -256,6 +256,8 @@ class UpdateStream:
             read.wait()
         self._device.compute_waits_for(item.job.after)
         item.job.await_flat(self._device)
+        if not self._records.is_on_device:
+            item.job.fetch_coefficient(self._device)
         begin = self._note_busy(1)
         flush_denormals(item.job.flushes_denormals)
         self._update_chunk(item)
@@ -364,7 +366,7 @@ class UpdateStream:
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
         flat = job.weights_of(chunk)
         if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
-            self._device.download(workspace.weight, flat, job.after)
+            self._device.synchronize(self._device.download(workspace.weight, flat, job.after))
         for piece in chunk.pieces:
             if piece.slot.index in job.slots:
                 self._update_piece(job, piece, workspace)
@@ -375,7 +377,7 @@ class UpdateStream:
             source = workspace.weight
             if source.device.type != "cpu":
                 source = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-                self._device.download(source, workspace.weight, self._device.mark())
+                self._device.synchronize(self._device.download(source, workspace.weight, self._device.mark()))
             handle = self._weights.write_chunk(job.unit, chunk, source)
             if handle is not None:
                 item.writes.append(handle)
@@ -396,8 +398,7 @@ class UpdateStream:
         for part, views in self._states_window.parts(stored, piece.numel, noise):
             place = slice(span.start + part.start, span.start + part.stop)
             present, scalars = update(job, group, workspace, place, gradient[part], views, state)
-        if piece.stop == piece.slot.numel:  # once per parameter
-            job.advanced[piece.slot.index] = present, scalars
+        job.advanced[piece.slot.index] = present, scalars  # of all pieces the same
 
     def _update_whole(
         self,
@@ -450,9 +451,9 @@ class UpdateStream:
         )
 
     def _update_empty(self, job: UpdateJob) -> None:
-        """Parameters without elements are in no chunk; their steps count all the same."""
+        """Parameters that have no elements, or none here, are in no chunk; their steps count all the same."""
         for slot in job.gradients.slots():
-            if slot.numel == 0 and slot.index in job.slots:
+            if slot.index in job.slots - job.advanced.keys():
                 state = self._states[job.unit.index, slot.index]
                 empty = torch.empty(0, dtype=torch.float32, device="cpu")
                 views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)

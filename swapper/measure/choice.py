@@ -6,10 +6,10 @@ import logging
 import os
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from swapper.backend import IOBackend
-from swapper.config import SwapperConfig
+from swapper.config import BackendName, SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError
 from swapper.measure.by_name import open_by_name
 from swapper.measure.io_setting import IOSetting, Workload
@@ -33,34 +33,74 @@ _compared: dict[tuple[object, ...], tuple[bool, str]] = {}
 """How comparisons ended in this process, by drives and settings."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which backend ``"auto"`` takes, and why.
+
+    Attributes:
+        backend: Its name in the config.
+        reason: In words; where it is worker threads, why not io_uring.
+        cure: What would make io_uring work, where it does not; else empty.
+        is_surprising: Whether somebody who has set io_uring up would want to know.
+    """
+
+    backend: BackendName
+    reason: str
+    cure: str = ""
+    is_surprising: bool = False
+
+    @classmethod
+    def without_uring(cls, error: BackendUnavailableError) -> Choice:
+        """Worker threads, since io_uring does not work."""
+        # Who has not installed it does not expect it.
+        is_surprising = not isinstance(error.__cause__, ModuleNotFoundError)
+        return cls("threads", error.reason, error.cure, is_surprising)
+
+    def __str__(self) -> str:
+        match self.backend:
+            case "aiofiles":
+                return f"aiofiles is used: {self.reason}"
+            case "uring":
+                return f"io_uring is used: {self.reason}"
+        cure = f"; to change that, {self.cure}" if self.cure else ""
+        return f"worker threads are used and not io_uring: {self.reason}{cure}"
+
+
+def choose(volume: Volume, config: SwapperConfig) -> Choice:
+    """Return which backend ``"auto"`` takes: io_uring where it works and is clearly faster in files of the same directories,
+    else worker threads. What lies in the volume stays as it is.
+    """
+    portable_because = _why_portable(volume, config)
+    if portable_because:
+        return Choice("aiofiles", portable_because)
+    try:
+        is_faster, reason = _compare(volume, config)
+    except BackendUnavailableError as error:
+        return Choice.without_uring(error)
+    return Choice("uring" if is_faster else "threads", reason)
+
+
 def open_backend(volume: Volume, config: SwapperConfig) -> IOBackend:
     """Return the backend that ``config`` asks for; it owns the volume from then on.
 
-    ``"auto"`` takes io_uring where it works and is clearly faster in files of the same directories, else worker threads;
-    one line in the log says why. What lies in the volume stays as it is, but until this returns nobody else may use it.
+    ``"auto"`` takes what `choose` says; one line in the log says why. What lies in the volume stays as it is, but until this
+    returns nobody else may use it.
 
     Raises:
         BackendUnavailableError: A backend that was asked for by name cannot work here. The volume is still the caller's.
     """
     if config.backend != "auto":
         return open_by_name(volume, config)
-    portable_because = _why_portable(volume, config)
-    if portable_because:
-        logger.info("aiofiles is used: %s", portable_because)
-        return open_by_name(volume, replace(config, backend="aiofiles"))
-    level = logging.INFO
-    try:
-        is_faster, reason = _compare(volume, config)
-        if is_faster:
+    choice = choose(volume, config)
+    if choice.backend == "uring":
+        try:
             backend = open_by_name(volume, replace(config, backend="uring"))
-            logger.info("io_uring is used: %s", reason)
+            logger.info("%s", choice)
             return backend
-    except BackendUnavailableError as error:
-        reason = f"{error.reason}; to change that, {error.cure}"
-        if not isinstance(error.__cause__, ModuleNotFoundError):  # who has not installed it does not expect it
-            level = logging.WARNING
-    logger.log(level, "worker threads are used and not io_uring: %s", reason)
-    return open_by_name(volume, replace(config, backend="threads"))
+        except BackendUnavailableError as error:
+            choice = Choice.without_uring(error)
+    logger.log(logging.WARNING if choice.is_surprising else logging.INFO, "%s", choice)
+    return open_by_name(volume, replace(config, backend=choice.backend))
 
 
 def _why_portable(volume: Volume, config: SwapperConfig) -> str:

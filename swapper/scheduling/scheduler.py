@@ -6,11 +6,9 @@ still move the bytes later. So a stalled operation stays among the active ones o
 of it: operations on the same bytes fail at once, the extent's space is not given to anybody else, and neither is its
 memory (see [Note: whose memory it is] in ``swapper.memory.held``).
 
-[Note: signals]
-A ``KeyboardInterrupt`` can surface between any two calls on the main thread, also in here. ``with`` gives the lock
-back, a half-made admission is undone, and transfers that were taken from a queue but not handed over go back. Only the
-single transfer that is being handed over at that very moment may be lost: then its deadline or ``close`` ends it. The same
-holds for whatever else a signal handler raises. What a handler may call, and what is refused, says [Note: coming in between] in
+A ``KeyboardInterrupt`` can surface between any two calls on the main thread, also in here: ``with`` gives the lock back, a
+half-made admission is undone, and nothing is handed over there (see [Note: signals] in
+``swapper.scheduling.hand_over``). What a signal handler may call, and what is refused, says [Note: coming in between] in
 ``swapper.sync.reentry``.
 """
 
@@ -30,6 +28,7 @@ from swapper.memory.held import hold
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
+from swapper.scheduling.hand_over import HandOver
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 from swapper.scheduling.pending import PendingErrors, observe
@@ -38,7 +37,7 @@ from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.scheduling.waiting import WaitingRoom, announce, call_back
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, Watchdog
-from swapper.sync.reentry import came_from_between, refuse_owned, refuse_reentry
+from swapper.sync.reentry import refuse_owned, refuse_reentry
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
@@ -78,6 +77,7 @@ class IOScheduler(Uncopyable):
         self.pending = PendingErrors()
         self._back_off = BackOff(self._try_again)
         self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
+        self._hander = HandOver(self._hand_ready_over)
         self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
 
     # -- submission --------------------------------------------------------------------------------------------------
@@ -94,22 +94,16 @@ class IOScheduler(Uncopyable):
         """
         refuse_owned(self._lock, "a read or a write")
         over: list[Operation] = []
-        taken: deque[Transfer] = deque()
-        try:
-            with self._lock:
-                ledger = self._ledgers.get(operation.extent) or Ledger(operation.extent)
-                self._check(operation, ledger)
-                try:
-                    self._ledgers[operation.extent] = ledger
-                    self._admit(operation, ledger, over)
-                except BaseException:
-                    self._forget(operation, ledger)
-                    raise
-                self._take(taken)
-            self._hand_over(taken)
-        except BaseException:
-            self._put_back(taken)
-            raise
+        with self._lock:
+            ledger = self._ledgers.get(operation.extent) or Ledger(operation.extent)
+            self._check(operation, ledger)
+            try:
+                self._ledgers[operation.extent] = ledger
+                self._admit(operation, ledger, over)
+            except BaseException:
+                self._forget(operation, ledger)
+                raise
+        self._pump()
         announce(over)
 
     def _check(self, operation: Operation, ledger: Ledger) -> None:
@@ -133,7 +127,7 @@ class IOScheduler(Uncopyable):
             self._finish(operation, over)
 
     def _forget(self, operation: Operation, ledger: Ledger) -> None:
-        """Undo a half-made admission; see [Note: signals]."""
+        """Undo a half-made admission."""
         for earlier in operation.blockers:
             if operation in earlier.dependents:
                 earlier.dependents.remove(operation)
@@ -164,20 +158,18 @@ class IOScheduler(Uncopyable):
     # -- hand-over ---------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Give the backend as much as it takes: nothing, unless an earlier hand-over was cut short, or a signal handler has
-        come into one on this thread."""
-        backlog: deque[Transfer] | None = getattr(self._thread, "backlog", None)
-        if backlog:
-            self._submit_all(backlog)
+        """Have the backend given as much as it takes; see [Note: signals] in ``swapper.scheduling.hand_over``."""
         if any(queue.has_room for queue in self.queues):  # a look without the lock may be wrong, but not for long
-            taken: deque[Transfer] = deque()
-            try:
-                with self._lock:
-                    self._take(taken)
-                self._hand_over(taken)
-            except BaseException:
-                self._put_back(taken)
-                raise
+            if threading.current_thread() is threading.main_thread():
+                self._hander.ring()
+            else:
+                self._hand_ready_over()
+
+    def _hand_ready_over(self) -> None:
+        taken: deque[Transfer] = deque()
+        with self._lock:
+            self._take(taken)
+        self._hand_over(taken)
 
     def _take(self, taken: deque[Transfer]) -> None:
         """Take from the queues what the backend has room for."""
@@ -186,7 +178,7 @@ class IOScheduler(Uncopyable):
                 taken.append(transfer)
 
     def _hand_over(self, taken: deque[Transfer]) -> None:
-        """Give transfers to the backend; ``taken`` is left with those that were not handed over.
+        """Give transfers to the backend.
 
         A backend may complete requests inside ``submit``, which comes back here with the next transfers: they are left
         to the outer call, so that the stack does not grow with their number.
@@ -199,40 +191,17 @@ class IOScheduler(Uncopyable):
             return
         self._thread.backlog = taken
         try:
-            self._submit_all(taken)
+            while taken:
+                self._submit(taken.popleft())
         finally:
             self._thread.backlog = None
-
-    def _submit_all(self, transfers: deque[Transfer]) -> None:
-        while transfers:
-            try:
-                transfer = transfers.popleft()
-            except IndexError:  # a signal handler came in between, and has done it
-                return
-            self._submit(transfer)
 
     def _submit(self, transfer: Transfer) -> None:
         try:
             self._backend.submit(transfer)
         except Exception as error:
-            if came_from_between(error):
-                raise  # nobody knows whether the backend has it: see [Note: signals]
             logger.exception("the backend raised instead of completing a transfer with an error")
             self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
-
-    def _put_back(self, transfers: Iterable[Transfer]) -> None:
-        """Give transfers that were not handed over back to their queues; see [Note: signals]."""
-        over: list[Operation] = []
-        with self._lock:
-            for transfer in transfers:
-                queue = self.queues[transfer.direction]
-                operation = transfer.operation
-                queue.give_back(transfer)
-                if operation.error is None:
-                    queue.enqueue_again(transfer)
-                elif not operation.outstanding:
-                    self._finish(operation, over)
-        announce(over)
 
     def _on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         """Take note of a completed transfer; called by the backend on any thread."""
@@ -467,6 +436,7 @@ class IOScheduler(Uncopyable):
         if patience_seconds is None:
             patience_seconds = self._config.deadline_seconds
         patience_seconds = bounded_seconds(patience_seconds)
+        self._hander.close(patience_seconds)
         is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
         if not is_ended:
             logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())
@@ -476,7 +446,7 @@ class IOScheduler(Uncopyable):
             logger.error("closed with an error that nobody has seen: %s", error)
 
     def _end_lost(self, is_ended: bool) -> None:
-        """End operations whose transfers no backend will ever complete; see [Note: signals]."""
+        """End operations whose transfers no backend will ever complete."""
         over: list[Operation] = []
         with self._lock:
             for operation in list(self._active):

@@ -63,7 +63,7 @@ class WaitingRoom:
             operation.num_observers += observes
         is_woken = False
         try:
-            is_woken = self._sleep(waiter, timeout_seconds)
+            is_woken = self._sleep(operation, waiter, timeout_seconds)
         finally:
             with self._lock:
                 operation.num_observers -= observes
@@ -77,15 +77,15 @@ class WaitingRoom:
             raise stall_error(operation, None, self._backend, detail)
 
     @resting
-    def _sleep(self, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
+    def _sleep(self, operation: Operation, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
         if timeout_seconds is not None:
             return waiter.acquire(timeout=max(0.0, bounded_seconds(timeout_seconds)))
         # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
         while num_idle < TICKS_PER_DEADLINE + 1:
             num_completions = self._num_completions
-            if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)):
-                return True
+            if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)) or _is_over(operation):
+                return True  # also if an interrupt kept somebody from waking this thread
             num_idle = num_idle + 1 if num_completions == self._num_completions else 0
         return False
 

@@ -27,7 +27,8 @@ from swapper.volumes.publish import make_directory, replacing, sync_directory
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_MAGIC = b"INFRUN"
+MAGIC = b"INFRUN"
+"""What the file of a commit begins with."""
 _HEAD = struct.Struct("<6sHQ")
 _PREFIX = "commit-"
 
@@ -92,7 +93,7 @@ class RunDirectory(Uncopyable):
         Raises:
             OSError: It cannot be written; all others are as they were.
         """
-        head = _HEAD.pack(_MAGIC, FORMAT, len(parts)) + b"".join(struct.pack("<Q", len(part)) for part in parts)
+        head = _HEAD.pack(MAGIC, FORMAT, len(parts)) + b"".join(struct.pack("<Q", len(part)) for part in parts)
         checksum = 0
         path = self._path(number)
         with replacing(path) as file:
@@ -118,7 +119,7 @@ class RunDirectory(Uncopyable):
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
             raise DamagedCommitError(path, "its checksum is not that of its bytes")
         magic, version, num_parts = _HEAD.unpack_from(data)
-        if magic != _MAGIC:
+        if magic != MAGIC:
             raise DamagedCommitError(path, "it is no commit")
         if version > FORMAT:
             raise NewerFormatError(path, version, FORMAT)

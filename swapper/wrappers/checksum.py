@@ -37,9 +37,12 @@ class Segment(NamedTuple):
     checksum: int | None
 
 
-def crc32c(*pieces: Bytes) -> int:
-    """Return the checksum of contiguous arrays, as if they were one. It holds the interpreter lock: keep them short."""
-    checksum = 0
+def crc32c(*pieces: Bytes, after: int = 0) -> int:
+    """Return the checksum of contiguous arrays, as if they were one. It holds the interpreter lock: keep them short.
+
+    ``after``: the checksum of what stands before them.
+    """
+    checksum = after
     for piece in pieces:
         checksum = google_crc32c.extend(checksum, piece)
     return checksum

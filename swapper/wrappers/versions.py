@@ -65,6 +65,12 @@ class VersionedBackend(BackendWrapper):
         self._free.add(0, self._num_slots)
         self._cursor = 0
 
+    @staticmethod
+    def memory_bytes(capacity_bytes: int, inner_bytes: int) -> int:
+        """What the map takes, with what :meth:`retain` takes for a moment; but for snapshots, which are small."""
+        num_blocks, num_slots = -(-capacity_bytes // ALIGNMENT), -(-inner_bytes // ALIGNMENT)
+        return 4 * num_blocks + 5 * num_slots
+
     # -- what a backend promises -------------------------------------------------------------------------------------
 
     @property
@@ -175,7 +181,9 @@ class VersionedBackend(BackendWrapper):
                 parts.append(((slot - 1) * ALIGNMENT + within, request.memory[low:high], request.address + low))
             else:
                 request.memory[low:high] = bytes(high - low)
-        _Parts(self.inner, Direction.READ, parts, request.complete, len(request.memory)).start()
+        whole = _Parts(self.inner, Direction.READ, parts, request.complete, len(request.memory))
+        parts.clear()  # it may be over before this thread is: who waits for it must find nobody looking at the memory
+        whole.start()
 
     def _write(self, request: IORequest) -> None:
         start, stop = request.offset, request.offset + len(request.memory)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import nn
 import infinity
 from infinity.errors import BatchSizeError, ConfigError, ConfigValueError, RankError
 from tests.ranks import run_ranks
+from tests.waiting import wait_until
 
 _CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -41,6 +45,38 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     first, second = run_ranks(2, train, tmp_path)
     assert "rank 1 has no more data" in second
     assert "RankError: rank 0, averaging gradients in step 1: another rank has ended" in first
+    assert "in time: rank 1 failed with ValueError: rank 1 has no more data. " in first
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine()
+        _step(engine)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _step(engine)
+
+    (tmp_path / "rank1").write_text("killed")
+    first, second, third = run_ranks(3, train, tmp_path)
+    assert second == "killed"
+    for error in (first, third):
+        assert re.search(r"the process of rank 1 \(\d+\) is gone without an error: killed", error)
+
+
+def test_what_followed_is_no_cause(tmp_path: Path) -> None:
+    """Rank 2 hears of rank 1's end long after rank 0 has ended of it."""
+
+    def train(rank: int) -> None:
+        engine = _engine()
+        _step(engine)
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        if rank == 2:
+            wait_until(lambda: (tmp_path / "rank0").exists())
+        _step(engine)
+
+    found = run_ranks(3, train, tmp_path)
+    assert all("rank 1 failed with OSError: [Errno 28] No space left on device" in error for error in found[::2])
 
 
 def test_a_rank_that_is_elsewhere_is_found_by_all(tmp_path: Path) -> None:

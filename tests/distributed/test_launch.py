@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from infinity.cli.hosts import chosen, read_hostfile
 from infinity.cli.main import main
 from infinity.errors import ConfigError
+from tests.waiting import wait_until
 
 _HOSTS = {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
 
@@ -80,6 +84,49 @@ def test_a_host_that_fails_ends_the_others(
     _fake_ssh(tmp_path, monkeypatch, '[ "$host" = worker-2 ] && exit 3; exec sleep 1000')
     assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 1
     assert "worker-2 ended with status 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("there", ["ends", "ignores it"])
+def test_a_signal_ends_all_hosts(
+    number: int, status: int, there: str, hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ssh runs starts a process of its own, as torchrun does. One that does not listen is killed at the second signal."""
+    start = "exec " if there == "ends" else "trap '' TERM; "
+    _fake_ssh(tmp_path, monkeypatch, f"sleep 1001 & echo $! $$ > {tmp_path}/$host.pids; {start}sleep 1002; wait")
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            try:
+                os._exit(main(["launch", "--hostfile", str(hostfile), "train.py"]))
+            except SystemExit as error:
+                os._exit(int(error.code or 0))
+        os._exit(99)
+    files = [tmp_path / f"{host}.pids" for host in _HOSTS]
+    wait_until(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files))
+    started = [int(pid) for file in files for pid in file.read_text().split()]
+    os.kill(child, number)
+    if there != "ends":
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        wait_until(lambda: not _is_running(started[0]))  # it was told once
+        os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    wait_until(lambda: not any(map(_is_running, started)))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_host_that_is_killed_is_named(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fake_ssh(tmp_path, monkeypatch, '[ "$host" = worker-1 ] && kill -9 $$; exec sleep 1000')
+    assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 1
+    assert "worker-1 ended by signal 9" in capsys.readouterr().err
 
 
 def test_one_host_needs_no_ssh(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.errors import ConfigError
 from tests.ranks import run_ranks
 
 _LITTLE = "360KiB"
@@ -173,14 +172,18 @@ def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_p
     _require(4, train, tmp_path)
 
 
-def test_all_skip_a_step_that_overflows_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+def test_all_skip_a_step_that_overflows_on_one(stage: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
         fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-        engine = _engine(rank, _config(tmp_path, {"gradient_accumulation_steps": 1, "fp16": fp16}))
+        engine = _engine(
+            rank,
+            _config(tmp_path, {"gradient_accumulation_steps": 1, "fp16": fp16, "zero_optimization": {"stage": stage}}),
+        )
         before = engine.module.state_dict()
         x, y = _batch(rank, 0)
         engine.backward(mse_loss(engine(x.half()).float(), y) * (1e30 if rank == 1 else 1))
-        if rank == 0:  # a look takes the loss scale out
+        if rank == 0 and stage == 0:  # a look takes the loss scale out
             assert engine.module.head.weight.grad is not None
         engine.step()
         assert not engine.was_step_applied()
@@ -188,7 +191,7 @@ def test_all_skip_a_step_that_overflows_on_one(tmp_path: Path) -> None:
         for name, value in engine.module.state_dict().items():
             assert torch.equal(value, before[name])
         engine.backward(mse_loss(engine(x.half()).float(), y))
-        if rank == 0:
+        if rank == 0 and stage == 0:
             assert engine.module.head.weight.grad is not None
         engine.step()
         assert engine.was_step_applied()
@@ -219,9 +222,6 @@ def test_sizes_samples_and_names(tmp_path: Path) -> None:
         for file in (tmp_path / "exported").glob("*.safetensors"):
             exported |= load_file(file)
         assert torch.equal(exported["head.bias"], engine.module.state_dict()["head.bias"])
-        for call in (engine.save_checkpoint, engine.load_checkpoint):
-            with pytest.raises(ConfigError, match="one process only"):
-                call(tmp_path / "checkpoint")
         engine.close()
 
     _require(2, look, tmp_path)

@@ -37,7 +37,7 @@ from swapper.scheduling.operation import Operation, OperationState, Transfer
 from swapper.scheduling.scheduler import IOScheduler
 from tests.exactness.faulty_drives import wrapped_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
-from tests.late_backend import LateBackend, is_kept, stall, waits
+from tests.late_backend import LateBackend, await_hand_over, is_kept, stall, waits
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,6 +58,7 @@ def _swapper() -> tuple[Swapper, ManualBackend, Any]:
     return swapper, backend, extent
 
 
+@pytest.mark.off_main_thread
 @pytest.mark.parametrize("direction", Direction)
 def test_a_page_is_lent_again_when_the_backend_has_let_go_of_it(direction: Direction) -> None:
     swapper, backend, extent = _swapper()
@@ -78,22 +79,22 @@ def test_a_page_is_lent_again_when_the_backend_has_let_go_of_it(direction: Direc
         arena.lease(0.0).release()
 
 
-def test_the_same_holds_where_no_handle_was_ever_seen() -> None:
+def test_the_same_holds_where_no_handle_was_ever_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt in the midst of a submission: some of its transfers are under way."""
+    real = IOScheduler._pump
 
-    class Interrupted(ManualBackend):
-        def submit(self, request: Any) -> None:
-            super().submit(request)
-            if len(self.submitted) == 2:
-                raise KeyboardInterrupt
+    def interrupted(self: IOScheduler) -> None:
+        real(self)
+        raise KeyboardInterrupt
 
-    backend = Interrupted(64 * _BLOCK)
+    backend = ManualBackend(64 * _BLOCK)
     with StagingArena(4 * _BLOCK, 1) as arena, Swapper(backend, _CONFIG) as swapper:
         extent = swapper.allocate(16 * _BLOCK, "x")
-        with pytest.raises(KeyboardInterrupt), arena.lease() as page:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), arena.lease() as page:
+            patch.setattr(IOScheduler, "_pump", interrupted)
             swapper.write(extent, page.tensor)
         assert arena.try_lease() is None
-        swapper._scheduler._pump()
+        await_hand_over(swapper._scheduler)
         backend.complete_all()
         assert arena.try_lease() is not None
 
@@ -108,6 +109,7 @@ def test_a_page_that_nobody_can_give_back_any_more_comes_back() -> None:
         arena.lease(0.0)
 
 
+@pytest.mark.off_main_thread
 @pytest.mark.parametrize("direction", Direction)
 def test_a_flat_buffer_is_handed_out_again_when_the_backend_has_let_go_of_it(direction: Direction) -> None:
     swapper, backend, extent = _swapper()
@@ -142,6 +144,7 @@ def test_a_flat_buffer_that_nobody_can_give_back_any_more_comes_back() -> None:
     assert pool.allocate(_BLOCK) is not None
 
 
+@pytest.mark.off_main_thread
 def test_memory_is_not_discarded_under_a_request_nor_where_it_is_registered() -> None:
     swapper, backend, extent = _swapper()
     with swapper:
@@ -155,6 +158,7 @@ def test_memory_is_not_discarded_under_a_request_nor_where_it_is_registered() ->
         assert region.discard(2 << 20) == 2 << 20
 
 
+@pytest.mark.off_main_thread
 @pytest.mark.parametrize("seed", range(4))
 def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
     """Whoever holds a page or a buffer finds in it what he has put there, whatever ends meanwhile."""

@@ -21,7 +21,6 @@ import swapper
 from infinity.errors import EngineBusyError, InfinityError
 from infinity.updates import stream as update_module
 from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
-from swapper.backend import IORequest
 from swapper.scheduling.transfer_queue import TransferQueue
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.interrupts import Visit, some_of
@@ -148,32 +147,6 @@ def test_true_signals_while_training(mode: str, tmp_path: Path) -> None:
     assert num_signals
 
 
-class Preempted(Exception):
-    """Raised by a handler, as clusters' launchers do."""
-
-
-def test_what_a_handler_raises_in_a_hand_over_is_no_error_of_the_drive() -> None:
-    """The transfer may be with the backend: its memory must not be given back as if it had failed."""
-
-    class Interrupted(ManualBackend):
-        def submit(self, request: IORequest) -> None:
-            super().submit(request)
-            if len(self.submitted) == 1:
-                signal.raise_signal(signal.SIGUSR1)
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        raise Preempted
-
-    backend = Interrupted(1 << 20)
-    with _handling(handler), Swapper(backend, SwapperConfig(deadline_seconds=60.0)) as opened:
-        extent = opened.allocate(4096, "x")
-        with pytest.raises(Preempted):
-            opened.write(extent, np.ones(4096, dtype=np.uint8))
-        assert opened.statistics().inflight_writes == 1
-        backend.complete_all()
-        opened.flush()
-
-
 # ------------------------------------------------------------------------------------------------- handlers in a swapper
 
 
@@ -243,6 +216,7 @@ def test_a_handler_that_comes_while_the_main_thread_only_waits_can_read_and_writ
         def handler(number: int, frame: FrameType | None) -> None:
             try:
                 written = opened.write(other, np.ones(4096, dtype=np.uint8))
+                wait_until(lambda: len(backend.open) == 2)
                 backend.complete(1)
                 written.wait()
                 opened.free(other)
@@ -255,7 +229,11 @@ def test_a_handler_that_comes_while_the_main_thread_only_waits_can_read_and_writ
             main = threading.main_thread().ident
 
             def send() -> None:
-                wait_until(lambda: sys._current_frames()[main or 0].f_code.co_name == "_sleep")
+                gc.disable()  # a collection within _current_frames waits for ever, before Python 3.11.8
+                try:
+                    wait_until(lambda: sys._current_frames()[main or 0].f_code.co_name == "_sleep")
+                finally:
+                    gc.enable()
                 signal.pthread_kill(main or 0, signal.SIGUSR1)
 
             sender = threading.Thread(target=send)

@@ -34,6 +34,8 @@ from swapper.volumes.volume import Volume
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.manual_backend import ManualBackend
 
+pytestmark = pytest.mark.off_main_thread
+
 _BLOCK = ALIGNMENT
 _CAPACITY = 64 * _BLOCK
 _CONFIG = SwapperConfig(request_bytes=4 * _BLOCK, deadline_seconds=20.0, max_retries=3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType
 
@@ -15,12 +17,13 @@ from swapper import (
     ALIGNMENT,
     BrokenExtentError,
     FreedExtentError,
+    Priority,
     StallError,
     Swapper,
-    SwapperClosedError,
     SwapperConfig,
 )
 from swapper.backend import IORequest
+from swapper.backends.memory import MemoryBackend
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.scheduling.waiting import WaitingRoom
 from tests.interrupts import Interrupt, is_cut_off
@@ -31,67 +34,60 @@ _BLOCK = ALIGNMENT
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=20.0)
 
 
-class _Interrupted(ManualBackend):
-    """Raises KeyboardInterrupt at the chosen submissions, counted from 1."""
-
-    def __init__(self, *numbers: int) -> None:
-        super().__init__(64 * _BLOCK, concurrency=4)
-        self._numbers = numbers
-        self._num_calls = 0
-
-    def submit(self, request: IORequest) -> None:
-        self._num_calls += 1
-        if self._num_calls in self._numbers:
-            raise KeyboardInterrupt
-        super().submit(request)
-
-
 def _bytes(num_blocks: int, value: int = 1) -> np.ndarray:
     return np.full(num_blocks * _BLOCK, value, dtype=np.uint8)
 
 
-def test_transfers_that_were_not_handed_over_go_back_to_the_queue() -> None:
-    backend = _Interrupted(2)
-    with Swapper(backend, _CONFIG) as swapper:
-        extent = swapper.allocate(8 * _BLOCK, "x")
-        with pytest.raises(KeyboardInterrupt):
-            swapper.write(extent, _bytes(4))
-        assert [offset // _BLOCK for _, offset, _ in backend.log] == [0]
-        other = swapper.write(extent, _bytes(1), offset=7 * _BLOCK)
-        assert sorted(offset // _BLOCK for _, offset, _ in backend.log[1:]) == [2, 3]
-        backend.complete_all()
-        other.wait()
-        assert sorted(offset // _BLOCK for _, offset, _ in backend.log) == [0, 2, 3, 7]
+class _Threads(MemoryBackend):
+    """Knows on which threads it was given requests, and completes them there."""
+
+    def __init__(self) -> None:
+        super().__init__(64 * _BLOCK)
+        self.concurrency = 2
+        self.threads: set[threading.Thread] = set()
+
+    def submit(self, request: IORequest) -> None:
+        self.threads.add(threading.current_thread())
+        super().submit(request)
 
 
-def test_a_wait_starts_what_an_interrupt_left_in_the_queue() -> None:
-    backend = _Interrupted(1)
-    with Swapper(backend, _CONFIG) as swapper:
-        extent = swapper.allocate(8 * _BLOCK, "x")
-        operations = swapper._scheduler._active
-        with pytest.raises(KeyboardInterrupt):
-            swapper.write(extent, _bytes(3))
-        (operation,) = operations
-        with pytest.raises(TimeoutError):
-            swapper._scheduler.wait(operation, 0.01)
-        assert len(backend.submitted) == 2
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(str(Path(swapper_package.__file__).parent))
 
 
-def test_close_ends_a_request_whose_transfer_was_lost() -> None:
-    backend = _Interrupted(2)
-    swapper = Swapper(backend, _CONFIG)
-    extent = swapper.allocate(8 * _BLOCK, "x")
-    waiting = []
-    with pytest.raises(KeyboardInterrupt):
-        waiting.append(swapper.write(extent, _bytes(2)))
-    behind = swapper.read(extent, _bytes(2))
-    assert not behind.done()
-    swapper.close()
-    with pytest.raises(SwapperClosedError):
-        behind.wait()
-    assert not swapper._scheduler._active
+def test_no_interrupt_can_lose_a_transfer() -> None:
+    """Wherever it comes: what was asked for is done or refused, and all that follows goes on at once."""
+    data, more = _bytes(8, 3), _bytes(8, 4)
+
+    def work(interrupt: Interrupt) -> None:
+        with interrupt:
+            handles = [swapper.write(extent, data), swapper.write(extent, more, offset=8 * _BLOCK)]
+            handles.append(swapper.read(extent, _bytes(2), offset=8 * _BLOCK))
+            for handle in handles:
+                handle.promote(Priority.DEMAND)
+            handles[-1].wait()
+            swapper.flush()
+            swapper.free(swapper.allocate(_BLOCK, "short"))
+
+    backend = _Threads()
+    with Swapper(backend, replace(_CONFIG, deadline_seconds=1000.0)) as swapper:  # no watchdog comes to help
+        extent = swapper.allocate(16 * _BLOCK, "x")
+        counted = Interrupt(_is_ours)
+        work(counted)
+        num_interrupts = 0
+        for point in counted.points:
+            interrupt = Interrupt(_is_ours, point)
+            num_interrupts += is_cut_off(functools.partial(work, interrupt), interrupt)
+            swapper.write(extent, _bytes(16, 5)).wait(60)
+            swapper.read(extent, copy := _bytes(16, 0)).wait(60)
+            swapper.flush()
+            assert (copy == 5).all(), interrupt.where
+            assert not swapper._scheduler._active, interrupt.where
+        assert num_interrupts > 50
+    assert threading.main_thread() not in backend.threads and backend.threads
 
 
+@pytest.mark.off_main_thread
 def test_a_write_that_was_never_queued_leaves_its_bytes_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -116,6 +112,7 @@ def test_a_write_that_was_never_queued_leaves_its_bytes_unreadable(monkeypatch: 
         swapper.free(extent)
 
 
+@pytest.mark.off_main_thread
 def test_an_interrupted_free_gives_the_space_back_when_the_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -139,10 +136,8 @@ def test_an_interrupted_free_gives_the_space_back_when_the_requests_end(monkeypa
             swapper.free(extents[0])
 
 
+@pytest.mark.off_main_thread
 def test_a_free_that_was_interrupted_anywhere_loses_no_space() -> None:
-    def is_ours(code: CodeType) -> bool:
-        return code.co_filename.startswith(str(Path(swapper_package.__file__).parent))
-
     def free(interrupt: Interrupt) -> None:
         with interrupt:
             swapper.free(extent)
@@ -150,11 +145,11 @@ def test_a_free_that_was_interrupted_anywhere_loses_no_space() -> None:
     backend = ManualBackend(64 * _BLOCK)
     with Swapper(backend, _CONFIG) as swapper:
         extent = swapper.allocate(8 * _BLOCK, "x")
-        counted = Interrupt(is_ours)
+        counted = Interrupt(_is_ours)
         free(counted)
         for point in counted.points:
             extent = swapper.allocate(8 * _BLOCK, "x")
-            interrupt = Interrupt(is_ours, point)
+            interrupt = Interrupt(_is_ours, point)
             if is_cut_off(functools.partial(free, interrupt), interrupt):
                 with contextlib.suppress(FreedExtentError):
                     swapper.free(extent)  # it may be repeated, if it has not come to its end
@@ -162,6 +157,7 @@ def test_a_free_that_was_interrupted_anywhere_loses_no_space() -> None:
     assert len(counted.points) > 10
 
 
+@pytest.mark.off_main_thread
 def test_the_space_of_a_hung_write_comes_back_when_it_has_ended() -> None:
     backend = ManualBackend(64 * _BLOCK)
     with Swapper(backend, _CONFIG) as swapper:

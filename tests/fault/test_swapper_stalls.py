@@ -22,6 +22,8 @@ from tests.manual_backend import ManualBackend
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.off_main_thread
+
 _BLOCK = ALIGNMENT
 _CAPACITY = 64 * _BLOCK
 # Time passes only while all that is under way hangs: what is only slow, because the machine is busy, is never late.

@@ -69,7 +69,7 @@ def test_a_download_runs_beside_the_computation(device: CudaDevice, arena: Stagi
         page.tensor.zero_()
         torch.cuda._sleep(_LONG_CYCLES)
         computed = device.mark()
-        device.download(page.tensor, source, after)
+        device.synchronize(device.download(page.tensor, source, after))
         assert not device.is_done(computed), "the copy waited for the computation"
         assert bool((page.tensor == 9).all())
 
@@ -120,7 +120,7 @@ def test_a_copy_between_two_places_of_the_gpu_follows_the_kernels_before_it(devi
     if direction == "upload":
         device.synchronize(device.upload(target, source, after))
     else:
-        device.download(target, source, after)
+        device.synchronize(device.download(target, source, after))
     assert bool((target == 5).all())
     assert not seen.any()
 

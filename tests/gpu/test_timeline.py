@@ -48,7 +48,7 @@ def test_copies_are_told_once_with_their_times(device: CudaDevice) -> None:
     torch.cuda.synchronize()
     begin = time.perf_counter()
     device.synchronize(device.upload(target, source, None))
-    device.download(source, target, None)
+    device.synchronize(device.download(source, target, None))
     end = time.perf_counter()
     taken = device.take_copies()
     assert [copy.name for copy, _, _ in taken] == ["upload", "download"]

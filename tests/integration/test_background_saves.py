@@ -166,6 +166,23 @@ def test_what_fails_is_raised_by_the_next_call(
     assert Checkpoint.open(saved).verify()
 
 
+def test_a_save_that_fails_cuts_no_step_off(held: _Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(saving: Saving) -> None:
+        raise OSError(28, "No space left on device")
+
+    with training(tmp_path / "one", BF16) as engine, training(tmp_path / "two", BF16) as other:
+        steps_of(engine, 0), steps_of(other, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Saving, "run", fails)
+            engine.save_checkpoint(tmp_path / "saved", blocking=False)
+            wait_until(lambda: engine._saving.is_over)
+        with pytest.raises(OSError, match="No space left"):
+            steps_of(engine, 1)
+        steps_of(other, 1)
+        assert steps_of(engine, 2, 3) == steps_of(other, 2, 3)
+        engine.save_checkpoint(tmp_path / "saved")
+
+
 def test_the_end_of_the_engine_waits_for_a_save(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)

@@ -41,7 +41,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "int8-states": {"bf16": {"enabled": True}, "infinity": {"state_dtype": "int8"}},
 }
 # Of 16 bytes per parameter, beyond the least: what stays in memory.
-_SHARES = {"few": 0.15, "some": 0.4, "most": 0.8, "all": 2.0}
+_SHARES = {"few": 0.15, "most": 0.8, "all": 2.0}
 _AXES = {
     "case": tuple(_CASES),
     "changes": tuple(_CHANGES),
@@ -50,15 +50,10 @@ _AXES = {
 }
 # Tight budgets are where predictions are hard: there, every combination with fetching ahead or not.
 _HARD = [
-    *(
-        {"changes": changes, "prefetch": prefetch, "budget": "tight"}
-        for changes in _CHANGES
-        for prefetch in (True, False)
-    ),
-    *({"changes": changes, "budget": share} for changes in _CHANGES for share in _SHARES),
+    {"changes": changes, "prefetch": prefetch, "budget": "tight"} for changes in _CHANGES for prefetch in (True, False)
 ]
 _ROWS = covering_rows(_AXES, [*pairs(_AXES), *_HARD])
-_WARM_UP, _MEASURED = 3, 50
+_WARM_UP, _MEASURED = 3, 30
 
 
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: "-".join(map(str, row.values())))
@@ -90,6 +85,6 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
         # An update may end in a later report than its own: what lags at either end is less than one step's bytes.
         # A view that lives an instant longer than expected changes what is evicted next,
         # more so without fetching ahead.
-        share = 0.02 if row["prefetch"] else 0.05
+        share = 0.02 if row["prefetch"] else 0.04
         tolerance = share * wanted + wanted / _MEASURED
         assert abs(got - wanted) <= tolerance, f"{name}: {got / _MEASURED} per step, predicted {wanted / _MEASURED}"

@@ -123,6 +123,42 @@ def test_a_flipped_bit_anywhere_is_found(saved: Path) -> None:
     Checkpoint.open(saved).verify()
 
 
+def test_a_flipped_bit_that_only_other_readers_would_see_is_found_by_a_load(saved: Path) -> None:
+    with _engine(saved.parents[1] / "drive") as engine:
+        for path in list(saved.rglob("zarr.json")):
+            data = path.read_bytes()
+            path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+            with pytest.raises(CheckpointError, match=r"zarr\.json"):
+                engine.load_checkpoint(saved.parent, tag="one")
+            path.write_bytes(data)
+        _step(engine)  # nothing has been changed
+        engine.load_checkpoint(saved.parent, tag="one")
+
+
+def test_a_file_that_may_not_be_read_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "training.json":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CheckpointError, match=r"training\.json.*cannot be read: Permission denied"):
+        Checkpoint.open(saved).rest()
+
+
+def test_a_name_that_no_file_system_has_is_no_tag(saved: Path) -> None:
+    (saved.parent / "latest").write_text("x" * 4000)
+    with _engine(saved.parents[1] / "drive") as engine:
+        with pytest.raises(CheckpointError, match="which is no checkpoint beside it"):
+            engine.load_checkpoint(saved.parent)
+        with pytest.raises(ValueError, match="must be the name of a directory"):
+            engine.save_checkpoint(saved.parent, tag="x" * 240)
+        engine.save_checkpoint(saved.parent, tag="x" * 229)
+        assert engine.load_checkpoint(saved.parent, tag="x" * 229)[0] is not None
+
+
 def test_a_damaged_checkpoint_is_refused_and_training_does_not_go_on_with_a_part_of_it(saved: Path) -> None:
     path = max((path for path in saved.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     whole = path.read_bytes()

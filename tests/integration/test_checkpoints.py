@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import saved as saved_files
+from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.cli.checkpoint_export import CheckpointExport
 from infinity.errors import CheckpointError, StorageError, UnsupportedModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
@@ -343,6 +344,14 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
         engine.load_checkpoint(tmp_path / "saved")
         assert steps_of(engine, 2, 3) == losses
         _require_equal(_everything(engine), expected)
+    with training(tmp_path / "drive", changes) as engine:  # with another one
+        with torch.no_grad():
+            engine.module.frozen.weight[0, 0] += 1
+        before = _everything(engine)
+        with pytest.raises(UnsupportedModelError, match=r"have other values now: 'frozen\.weight'\. Load the weights"):
+            engine.load_checkpoint(tmp_path / "saved")
+        _require_equal(_everything(engine), before)
+        assert engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)[0] is not None
     with pytest.raises(CheckpointError, match=r"without 'number' and 2 others.*engine\.save_pretrained"):
         CheckpointExport(found, tmp_path / "out")
     model = Model()
@@ -351,6 +360,28 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
     missing = pytest.raises(UnsupportedModelError, match=r"'frozen.weight' is missing; 'frozen.bias' is missing")
     with infinity.initialize(model=model, config=config)[0] as engine, missing:
         engine.load_checkpoint(tmp_path / "saved")
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path / "one", {}) as saving, training(tmp_path / "two", {}, seed=1) as loading:
+        steps_of(saving, 0)
+        saving.save_checkpoint(tmp_path / "saved", tag="same", client_state={"number": 1})
+        buffers, replaced = Loading.buffers, []
+
+        def replace(self: Loading, *args: Any) -> None:
+            if not replaced:
+                replaced.append(True)
+                steps_of(saving, 1)
+                saving.save_checkpoint(tmp_path / "saved", tag="same", client_state={"number": 2})
+            buffers(self, *args)
+
+        monkeypatch.setattr(Loading, "buffers", replace)
+        assert loading.load_checkpoint(tmp_path / "saved")[1] == {"number": 2}
+        assert "was replaced by another process" in caplog.text
+        _require_equal(_everything(loading), _everything(saving))
+        assert steps_of(loading, 2, 3) == steps_of(saving, 2, 3)
 
 
 def _itself() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,6 +123,44 @@ def test_two_backwards_before_each_step(mode: str, tmp_path: Path) -> None:
             both.engine.step()
             _end(both, step)
         both.require_equal()
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_backwards_whose_gradients_are_averaged_once_are_one_step(mode: str, tmp_path: Path) -> None:
+    """The first steps show one backward each, so that updates have begun in backward where they may."""
+    with _start(tmp_path, mode) as both:
+        for step, num_backwards in enumerate((1, 1, 3, 1)):
+            with both.engine.coalesce_grad_reduction():
+                for index in range(num_backwards):
+                    _micro_batch(both, step, index, both.engine.backward, calls="engine")
+                with pytest.raises(StepOrderError, match="nested"), both.engine.coalesce_grad_reduction():
+                    pass
+            both.engine.step()
+            _end(both, step)
+        for index in range(2):
+            with both.engine.no_sync() if index == 0 else contextlib.nullcontext():
+                _micro_batch(both, 4, index, both.engine.backward, calls="engine")
+        both.engine.step()
+        _end(both, 4)
+        both.require_equal()
+
+
+def test_gradients_are_averaged_once_only_with_zero_and_counted_micro_batches() -> None:
+    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = infinity.initialize(model=nn.Linear(2, 2), config={**config, "zero_optimization": {"stage": 0}})
+    with engine, pytest.raises(NotImplementedError, match="stage 0"), engine.coalesce_grad_reduction():
+        pass
+    engine, *_ = infinity.initialize(
+        model=nn.Linear(2, 2),
+        config={**config, "zero_optimization": {"stage": 1}, "managed_gradient_accumulation": False},
+    )
+    with engine:
+        with pytest.raises(StepOrderError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
+            pass
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+        assert engine.global_samples == 6  # of three backwards
 
 
 @pytest.mark.parametrize("mode", ["in_backward", "deferred_bf16"])
@@ -262,6 +301,10 @@ def test_no_sync_allows_all_but_a_step(tmp_path: Path) -> None:
         with both.engine.no_sync():
             _micro_batch(both, 0, 0, both.engine.backward, calls="engine")
             with pytest.raises(StepOrderError, match="no_sync"):
+                both.engine.step()
+            with pytest.raises(StepOrderError, match="reentry"), both.engine.no_sync():
+                pass
+            with pytest.raises(StepOrderError, match="no_sync"):  # it is the outer block still
                 both.engine.step()
         both.engine.step()
         _end(both, 0)

@@ -40,6 +40,9 @@ def test_the_optimizer_tells_of_the_loss_scale(tmp_path: Path) -> None:
     engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path, changes))
     with engine:
         assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (16.0, 16.0, True)
+        scaler = optimizer.loss_scaler
+        assert scaler is optimizer.loss_scale_config and optimizer.needs_scaler()
+        assert (scaler.cur_iter, scaler.scale_window, scaler.min_scale, scaler.cur_hysteresis) == (0, 1000, 1.0, 1)
         engine.backward(engine(torch.ones(2, 4, dtype=torch.half)).sum())
         engine.step()
         assert not optimizer.overflow and engine.was_step_applied()
@@ -48,11 +51,18 @@ def test_the_optimizer_tells_of_the_loss_scale(tmp_path: Path) -> None:
         engine.step()
         assert optimizer.overflow and not engine.was_step_applied()
         assert optimizer.cur_scale == 8.0 == engine.loss_scale()
+        assert (scaler.cur_scale, scaler.loss_scale, scaler.dynamic, scaler.cur_iter) == (8.0, 8.0, True, 2)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.half)).sum())
+        engine.step()
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert scaler.cur_iter == 2
         assert (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples) == (2, 1, 2, 2)
 
 
 def test_the_optimizer_that_deepspeed_wraps(engine: Any) -> None:
     assert (engine.optimizer.loss_scale, engine.optimizer.dynamic_loss_scale) == (1.0, False)
+    assert not engine.optimizer.needs_scaler() and engine.optimizer.loss_scaler.scale_window is None
     _step(engine)
     inner = engine.optimizer.optimizer
     assert inner.param_groups is engine.optimizer.param_groups
@@ -286,6 +296,8 @@ def test_what_a_module_with_a_file_lacks_is_explained() -> None:
 
 def test_a_checkpoint_needs_a_directory(engine: Any) -> None:
     with pytest.raises(ValueError, match="save_dir is empty"):
+        engine.save_checkpoint(None)
+    with pytest.raises(ValueError, match="save_dir is empty"):
         engine.save_checkpoint("")
 
 
@@ -410,6 +422,34 @@ def test_exchanges_of_one_process_with_itself() -> None:
     finally:
         dist.destroy_process_group()
     assert not dist.is_initialized()
+
+
+def test_a_frozen_parameter_has_no_main_weight(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=everything_on_nvme(tmp_path))
+    with engine:
+        assert infinity_of(model[0].weight) is None
+        assert torch.equal(infinity_of(model[1].weight), model[1].weight)
+
+
+def infinity_of(weight: nn.Parameter) -> Any:
+    """As scripts for DeepSpeed ask for it."""
+    from infinity.utils import safe_get_full_fp32_param
+
+    return safe_get_full_fp32_param(weight)
+
+
+def test_names_of_keys_are_those_keys() -> None:
+    from infinity.runtime.config import ADAM_OPTIMIZER
+    from infinity.runtime.lr_schedules import WARMUP_LR, WARMUP_MIN_LR, WARMUP_NUM_STEPS
+
+    optimizer = {"type": ADAM_OPTIMIZER, "params": {"lr": 0.5}}
+    scheduler = {"type": WARMUP_LR, "params": {WARMUP_MIN_LR: 0.25, WARMUP_NUM_STEPS: 4}}
+    config = {"train_batch_size": 1, "optimizer": optimizer, "scheduler": scheduler}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    with engine:
+        assert engine.get_lr() == [0.25]
 
 
 def test_local_parts_are_the_whole(tmp_path: Path) -> None:

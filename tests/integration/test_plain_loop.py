@@ -6,16 +6,18 @@ and no update happens earlier.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
-from infinity.errors import GradientNotResidentError, StepError
+from infinity.errors import GradientNotResidentError, StepError, StepOrderError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import BF16, Lockstep
+from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
 
 
 def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
@@ -258,3 +260,88 @@ def test_step_hooks_of_the_optimizer_run(tmp_path: Path) -> None:
         both.plain_step(0)
         both.require_equal()
     assert seen == ["pre", "post"]
+
+
+# ------------------------------------------------------------------------------------- the optimizer that was passed
+
+
+def _passed(directory: Path, changes: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = everything_on_nvme(directory, {"optimizer": None, **changes})
+    return model, optimizer, infinity.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("changes", [{}, {"infinity": {"tile_above": "1KiB"}}])
+def test_state_dicts_of_the_optimizer_that_was_passed_are_those_of_the_returned_one(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model, optimizer, engine = _passed(tmp_path, changes)
+    with engine:
+        _step(model, engine.optimizer, 0)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        saved = copy.deepcopy(optimizer.state_dict())
+        mine = engine.optimizer.state_dict()
+        assert saved["state"].keys() == mine["state"].keys() == set(range(4))
+        for key, entry in saved["state"].items():
+            assert all(torch.equal(value, mine["state"][key][name]) for name, value in entry.items())
+        expected = [_step(model, engine.optimizer, number) for number in (1, 2)]
+    model, optimizer, engine = _passed(tmp_path, changes)
+    with engine:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        assert [_step(model, engine.optimizer, number) for number in (1, 2)] == expected
+        with pytest.raises(StepOrderError, match=r"has no states.*the one that was returned"):
+            _step(model, optimizer, 3)
+
+
+def test_the_optimizer_that_was_passed_does_not_begin_anew_unnoticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, engine = _passed(tmp_path, {})
+    _step(model, engine.optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    engine.close()
+    with pytest.raises(StepOrderError, match="went with its engine"):
+        optimizer.state_dict()
+    with pytest.raises(StepOrderError, match="load what its state_dict"):
+        _step(model, optimizer, 1)
+    config = everything_on_nvme(tmp_path, {"optimizer": None})
+    infinity.initialize(model=model, optimizer=optimizer, config=config)[0].close()
+    assert "it begins anew" in caplog.text
+    optimizer.load_state_dict(saved)
+    model.zero_grad()
+    _step(model, optimizer, 1)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+def test_one_that_nobody_else_steps_is_an_ordinary_optimizer(tmp_path: Path) -> None:
+    model, optimizer, engine = _passed(tmp_path, {})
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    with engine:
+        assert [_step(model, optimizer, n) for n in range(3)] == [_step(twin, plain, n) for n in range(3)]
+        assert len(optimizer.state_dict()["state"]) == 4
+
+
+def test_gradients_that_are_added_to_clipped_ones_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _, engine = _passed(tmp_path, {"gradient_clipping": 0.01})
+    with engine:
+        for number in range(2):
+            _step(model, engine.optimizer, number)
+        assert "clip_grad_norm_" not in caplog.text
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            engine.optimizer.step()
+        assert caplog.text.count("gradients are added to those of the step before") == 1

@@ -57,10 +57,15 @@ def _run(directory: Path, own: dict[str, Any]) -> tuple[list[torch.Tensor], dict
         return losses, weights, engine.report
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["saving", "checkpointing"])
+def in_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Whether blocks are recomputed, and what comes out where activations stay in memory."""
+    return request.param, _run(tmp_path_factory.mktemp("memory"), {"activation_checkpointing": request.param})
+
+
 @pytest.mark.parametrize("budget", ["1MiB", "64MiB"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_losses_and_weights_are_the_same(budget: str, checkpointing: bool, tmp_path: Path) -> None:
-    expected, weights, before = _run(tmp_path, {"activation_checkpointing": checkpointing})
+def test_losses_and_weights_are_the_same(budget: str, in_memory: Any, tmp_path: Path) -> None:
+    checkpointing, (expected, weights, before) = in_memory
     own = {"activation_checkpointing": checkpointing, "activations": "nvme", "host_memory_budget": budget}
     losses, others, report = _run(tmp_path, own)
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
@@ -69,9 +74,8 @@ def test_losses_and_weights_are_the_same(budget: str, checkpointing: bool, tmp_p
         assert report.write_bytes > before.write_bytes
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_in_host_memory_losses_and_weights_are_the_same(checkpointing: bool, tmp_path: Path) -> None:
-    expected, weights, _ = _run(tmp_path, {"activation_checkpointing": checkpointing})
+def test_in_host_memory_losses_and_weights_are_the_same(in_memory: Any, tmp_path: Path) -> None:
+    checkpointing, (expected, weights, _) = in_memory
     own = {"activation_checkpointing": checkpointing, "activations": "cpu", "host_memory_budget": "256MiB"}
     losses, others, _ = _run(tmp_path, own)
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))

@@ -191,7 +191,7 @@ def test_bf16_skips_if_the_config_says_so(clipping: float, tmp_path: Path, monke
 def test_whoever_does_not_scale_is_told(tmp_path: Path) -> None:
     with (
         Lockstep.start(tmp_path, changes=_fp16(), loop="plain") as both,
-        pytest.raises(StepOrderError, match=r"with fp16 the loss has to be scaled.*Call engine\.backward\(loss\)"),
+        pytest.raises(StepOrderError, match=r"Loss scaling is required with fp16.*Call engine\.backward\(loss\)"),
     ):
         both.plain_backward(0)
 

@@ -216,6 +216,22 @@ def test_checkpoints_go_to_and_fro(names: tuple[str, str], is_frozen: bool, tmp_
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_what_a_checkpoint_leaves_out_is_known_by_its_values_in_tiles_and_whole(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        made = _Model(is_tied=False)
+        made.embed.requires_grad_(False)
+        return made
+
+    with _engine(tmp_path, _TILED, model()) as tiled, _engine(tmp_path, {}, model()) as whole:
+        tiled.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
+        for engine in (tiled, whole):
+            assert engine.load_checkpoint(tmp_path / "saved")[0] is not None
+            with torch.no_grad():
+                next(engine.module.embed.parameters())[0, 0] += 1
+            with pytest.raises(UnsupportedModelError, match=r"other values now: 'embed\.weight'"):
+                engine.load_checkpoint(tmp_path / "saved")
+
+
 def test_exports_have_whole_weights(tmp_path: Path) -> None:
     def llama() -> Any:
         torch.manual_seed(1)
@@ -272,8 +288,11 @@ def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
 
 
 def test_what_needs_the_whole_weight_is_refused_by_name(tmp_path: Path) -> None:
-    with _engine(tmp_path, _TILED) as engine:
+    model = _Model()
+    held = model.embed.weight  # before anything was tiled
+    with _engine(tmp_path, _TILED, model) as engine:
         weight = engine.module.head.weight
+        assert weight is held
         assert weight.shape == (_VOCABULARY, _WIDTH) and weight.dtype == torch.float32
         for use in (
             lambda: weight.sum(),
@@ -285,6 +304,13 @@ def test_what_needs_the_whole_weight_is_refused_by_name(tmp_path: Path) -> None:
             lambda: torch.autograd.grad(torch.ones((), requires_grad=True), [weight]),
             lambda: weight.register_hook(lambda gradient: gradient),
             lambda: weight.register_post_accumulate_grad_hook(lambda parameter: None),
+            lambda: weight.grad,
+            lambda: nn.utils.clip_grad_norm_([weight], 1.0),
+            lambda: infinity.GatheredParameters(weight).__enter__(),
+            lambda: infinity.GatheredParameters([model.small.weight, weight]).__enter__(),
+            lambda: engine.optimizer.state[weight],
+            lambda: engine.optimizer.state.get(weight),
+            lambda: engine.optimizer.state.update({weight: {}}),
         ):
             with pytest.raises(UnsupportedModelError, match=r"embed\.weight.*tile_above"):
                 use()
@@ -293,6 +319,35 @@ def test_what_needs_the_whole_weight_is_refused_by_name(tmp_path: Path) -> None:
             assert nn.functional.linear(x, weight).shape == (2, _VOCABULARY)
             with pytest.raises(IndexError):
                 engine.module.embed(torch.tensor([_VOCABULARY]))
+
+
+def test_a_tiled_weight_that_comes_into_the_groups_later_is_trained(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        made = _Model(is_tied=False)
+        made.head.requires_grad_(False)
+        return made
+
+    def train(changes: dict[str, Any]) -> tuple[list[Tensor], Any]:
+        made = model()
+        weight = made.head.weight
+        with _engine(tmp_path, changes, made) as engine:
+            losses = _train(engine, stop=1)
+            made.head.requires_grad_(True)
+            engine.optimizer.add_param_group({"params": [weight, made.head.bias], "lr": 1e-2})
+            return losses + _train(engine, 1, 3), engine.module.state_dict()
+
+    (whole, expected), (tiled, found) = train({}), train(_TILED)
+    torch.testing.assert_close(tiled, whole, rtol=1e-3, atol=1e-4)
+    assert not torch.equal(expected["head.weight"], model().state_dict()["head.weight"])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
+
+
+def test_a_model_with_tiles_can_be_pickled(tmp_path: Path) -> None:
+    with _engine(tmp_path, _TILED) as engine:
+        torch.save(engine.module, tmp_path / "model.pt")
+        twin = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert torch.equal(twin(_tokens(0)), engine(_tokens(0)))
 
 
 def test_what_is_used_in_other_ways_stays_whole() -> None:

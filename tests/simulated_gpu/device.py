@@ -84,6 +84,10 @@ class Order:
         for clock in (self._host, *self._clocks.values()):
             _advance(clock, event)
 
+    def host_knows(self, event: Event) -> bool:
+        """Whether the host has waited for it, or for something behind it."""
+        return all(self._host.get(stream, 0) >= time for stream, time in event.knows.items())
+
     def forget(self, address: int) -> None:
         """The memory at an address is another's from now on; the allocator sees to the order."""
         self._accesses.pop(address, None)
@@ -150,7 +154,7 @@ class SimulatedGpu(SeparateHostDevice):
         pools: those of engines, as `watch` was told of them.
         num_copies: how many there were.
         capacity_bytes: memory for flat buffers.
-        used_bytes, peak_bytes: of it, those allocated now, and the most so far.
+        used_bytes: of it, those allocated now.
     """
 
     def __init__(self, seed: int = 0, capacity_bytes: int = 1 << 40) -> None:
@@ -161,12 +165,14 @@ class SimulatedGpu(SeparateHostDevice):
         self._of_thread = threading.local()
         self._lock = threading.RLock()
         self._pending: dict[str, deque[tuple[int, Callable[[], None]]]] = {UPLOADS: deque(), DOWNLOADS: deque()}
+        self._kept: list[tuple[Event, torch.Tensor]] = []
+        """Sources of copies that nobody knows to be over, whatever becomes of them elsewhere."""
         self.order = Order()
         self.synchronisations: list[str] = []
         self.num_copies = 0
         self.pools: list[FlatPool] = []
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = self._peak_bytes = 0
         self.end = backend.watch(self._saw_kernel, self.synchronisations.append)
 
     def watch(self, pool: FlatPool) -> None:
@@ -186,7 +192,7 @@ class SimulatedGpu(SeparateHostDevice):
         if self.used_bytes + num_bytes > self.capacity_bytes:
             raise torch.OutOfMemoryError(f"simulated: {num_bytes} bytes beside {self.used_bytes} in use")
         self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._peak_bytes = max(self._peak_bytes, self.used_bytes)
 
         def released() -> None:
             self.used_bytes -= num_bytes
@@ -195,6 +201,9 @@ class SimulatedGpu(SeparateHostDevice):
 
     def free_bytes(self, model: nn.Module) -> int | None:
         return self.capacity_bytes - self.used_bytes
+
+    def peak_bytes(self) -> int | None:
+        return self._peak_bytes
 
     @property
     def stream(self) -> str:
@@ -227,14 +236,17 @@ class SimulatedGpu(SeparateHostDevice):
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
         with self._lock:
-            to = backend.on_host(target)
-            to.view(torch.uint8).fill_(_POISON) if to.is_contiguous() else to.fill_(float("nan"))
+            _poison(backend.on_host(target))
             return self._enqueue("upload", UPLOADS, target, source, after)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
         with self._lock:
+            if target.device.type != backend.NAME:  # else it comes in the order of streams
+                _poison(target)
             fence = self._enqueue("download", DOWNLOADS, target, source, after)
-        self.synchronize(fence)
+            # An allocator that is told of the copy hands the source's memory out again when the copy has run, not before.
+            self._kept.append((fence, source))
+            return fence
 
     def _enqueue(
         self,
@@ -283,8 +295,12 @@ class SimulatedGpu(SeparateHostDevice):
             queue = self._pending.get(fence.stream)
             if queue and queue[0][0] <= fence.number:
                 return False
-            self.order.host_waits(fence)
+            self._host_waits(fence)
             return True
+
+    def _host_waits(self, fence: Event) -> None:
+        self.order.host_waits(fence)
+        self._kept = [(event, source) for event, source in self._kept if not self.order.host_knows(event)]
 
     def synchronize(self, fence: Event | None) -> None:
         if fence is None:
@@ -292,7 +308,7 @@ class SimulatedGpu(SeparateHostDevice):
         self.synchronisations.append(f"synchronize in {threading.current_thread().name}")
         with self._lock:
             self._run_until(fence)
-            self.order.host_waits(fence)
+            self._host_waits(fence)
 
     def compute_waits_for(self, fence: Event | None) -> None:
         if fence is None:
@@ -304,6 +320,11 @@ class SimulatedGpu(SeparateHostDevice):
     def _saw_kernel(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         with self._lock:
             self.order.launch(name, self.stream, set(map(_range, read)), set(map(_range, written)))
+
+
+def _poison(target: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.view(torch.uint8).fill_(_POISON) if target.is_contiguous() else target.fill_(float("nan"))
 
 
 def _range(tensor: torch.Tensor) -> _Range:

@@ -1,7 +1,8 @@
 """Takes away one wait, fence or mark of the way to a GPU at a time, and sees whether a test fails.
 
-``python -m tests.simulated_gpu.mutations``: a table of all of them, and exit code 1 if the tests let one pass. It works on a
-copy of the tree and takes a minute for each. What trains there has 1, 2, 3 and 5 update workers.
+``python -m tests.simulated_gpu.mutations``: a table of all of them, or of those in files whose paths contain one of its
+arguments, and exit code 1 if the tests let one pass. It works on a copy of the tree and takes a minute for each. What trains
+there has 1, 2, 3 and 5 update workers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ TESTS = (
     "tests/unit/updates",
     "tests/unit/device",
 )
-_INSTEAD = {"mark": "None", "synchronize": "None", "compute_waits_for": "None", "is_done": "True"}
+_INSTEAD = {"mark": "None", "compute_waits_for": "None", "is_done": "True"}
+_ARGUMENT_ALONE = ("synchronize",)
+_READS_THE_CODE = "tests/unit/device/test_synchronisations.py"
+"""It would miss every wait that is taken away, whatever that does."""
+_EQUIVALENT = {
+    (
+        "infinity/tiers/weight_store.py",
+        "self._device.is_done(self._copying[0][1])",
+    ): "who takes a page back waits for its copy"
+}
+"""(path, what is replaced) -> why it changes nothing but who waits when."""
 _WITH_AFTER = ("upload", "download")
 _RECEIVERS = ("device", "pool")
 
@@ -81,6 +92,8 @@ def _replaced(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
         return
     if node.func.attr in _INSTEAD:
         yield node, _INSTEAD[node.func.attr]
+    if node.func.attr in _ARGUMENT_ALONE:
+        yield node, f"({ast.unparse(node.args[0])})"
     if node.func.attr in _WITH_AFTER and len(node.args) == 3 and not isinstance(node.args[2], ast.Call):
         yield node.args[2], "None"
 
@@ -102,6 +115,7 @@ def passes(tree: Path, tests: Iterable[str] = TESTS) -> bool:
     """Whether tests pass on a copy of the tree, if there are any."""
     given = list(tests)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "300", *given]
+    command.append(f"--ignore={_READS_THE_CODE}")
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     return (
         not given
@@ -119,7 +133,12 @@ def main() -> int:
         if not passes(tree):  # then it would seem that all mutations fail
             print(f"the tests do not pass without any: pytest {' '.join(TESTS)}")
             return 1
-        for mutation in mutations():
+        chosen = [each for each in mutations() if not sys.argv[1:] or any(name in each.path for name in sys.argv[1:])]
+        for mutation in chosen:
+            reason = _EQUIVALENT.get((mutation.path, mutation.what))
+            if reason is not None:
+                print(f"{'equivalent':13} {mutation.path}:{mutation.line} {mutation.what}: {reason}", flush=True)
+                continue
             lives = survives(mutation, tree)
             survivors += lives
             verdict = "SURVIVES" if lives else "fails a test"

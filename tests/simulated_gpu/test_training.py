@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.device.compute import gradient_norm
 from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
+from infinity.gradients import main_grads
 from infinity.planning import placement
 from infinity.planning.cost_model import best_placement
 from infinity.planning.inputs import Request, UnitSize
@@ -41,6 +43,7 @@ except backend.NoSimulation as missing:
 
 _CASES = {case.name: case for case in (*SHAPES, *FAMILIES)}
 _UPLOAD_PAGE_BYTES = 8192
+_ROOMY = 1 << 20
 MODELS = (
     "tied_weights",
     "frozen_middle",
@@ -179,7 +182,9 @@ def test_units_that_come_and_go_take_what_the_plan_says(tmp_path: Path, device: 
         for _ in range(3):
             engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
             engine.step()
-    assert 0 < device.peak_bytes - before <= device.pools[0].capacity_bytes
+    peak = device.peak_bytes()
+    assert peak is not None
+    assert 0 < peak - before <= device.pools[0].capacity_bytes
     assert device.used_bytes == before
 
 
@@ -217,19 +222,55 @@ def test_a_save_in_the_background_comes_behind_what_was_launched_before(tmp_path
     assert not device.order.races
 
 
-@pytest.mark.parametrize(("clipping", "num_allowed"), [(0.0, 0), (1.0, 8)], ids=["in_backward", "waiting"])
+@pytest.mark.parametrize(
+    ("clipping", "accumulation", "ring_bytes", "num_allowed"),
+    [(0.0, 1, _ROOMY, 0), (1.0, 1, _ROOMY, 0), (1.0, 2, _ROOMY, 0), (0.0, 2, _ROOMY, 0), (1.0, 1, 17000, 7)],
+    ids=["in_backward", "waiting", "summed", "summed_in_backward", "one_unit_arrives"],
+)
 def test_how_often_forward_and_backward_wait_for_the_device(
-    clipping: float, num_allowed: int, tmp_path: Path, device: SimulatedGpu
+    clipping: float,
+    accumulation: int,
+    ring_bytes: int,
+    num_allowed: int,
+    tmp_path: Path,
+    device: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gradients that wait for the step come in one copy for each of the eight units; nothing else waits."""
+    """Not at all, unless there is room for too few of the eight units' gradients, which have 16,640 bytes each.
+
+    Sums that are updated in backward are waited for when it has ended.
+    """
+    monkeypatch.setattr(placement, "_UNITS_LANDING", 1)
+    monkeypatch.setattr(placement, "_LANDING_GAP_BYTES", ring_bytes - 16640)
     batch = torch.randn(2, 64, device=backend.NAME)
-    with _engine(device, tmp_path, gradient_clipping=clipping) as engine:
+    with _engine(device, tmp_path, gradient_accumulation_steps=accumulation, gradient_clipping=clipping) as engine:
         for _ in range(3):
-            device.synchronisations.clear()
-            engine.backward(engine(batch).square().sum())
-            found = [each for each in list(device.synchronisations) if " in infinity-" not in each]
-            engine.step()
+            found = []
+            for _ in range(accumulation):
+                device.synchronisations.clear()
+                engine.backward(engine(batch).square().sum())
+                where = (" in infinity-", " in MainThread") if accumulation > 1 and not clipping else (" in infinity-",)
+                found += [each for each in list(device.synchronisations) if not any(place in each for place in where)]
+                engine.step()
     assert len(found) == num_allowed, found
+
+
+def test_clipping_takes_norms_on_the_device(
+    tmp_path: Path, device: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gradients that wait, and of what they are in all: no pass over host memory."""
+    taken: list[str] = []
+
+    def norm_of(gradient: torch.Tensor) -> torch.Tensor:
+        taken.append(gradient.device.type)
+        return gradient_norm(gradient)
+
+    monkeypatch.setattr(main_grads, "gradient_norm", norm_of)
+    with _engine(device, tmp_path, gradient_clipping=1.0) as engine:
+        engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
+        engine.step()
+        assert engine.get_global_grad_norm() > 1
+    assert taken == 16 * [backend.NAME]
 
 
 def test_an_update_on_the_device_asks_it_for_no_number(tmp_path: Path, device: SimulatedGpu) -> None:

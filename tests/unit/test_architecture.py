@@ -180,8 +180,8 @@ def streams_in_device(module: Module) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno} calls {node.attr}"
 
 
-_LANES = "infinity/vertical/baton.py"
-"""Threads that run the user's code, in what is set in the user's own thread: see `Ambient`."""
+_NOT_FOR_THE_DEVICE = ("infinity/vertical/baton.py", "infinity/distributed/agreement.py")
+"""Threads that run the user's code, in what is set in the user's own thread: see `Ambient`; and one that only talks."""
 
 
 def threads_enter_the_device(module: Module) -> Iterator[str]:
@@ -192,7 +192,7 @@ def threads_enter_the_device(module: Module) -> Iterator[str]:
             targets = [ast.unparse(each.value).rpartition(".")[2] for each in node.keywords if each.arg == "target"]
             begins = functions.get(targets[0]) if targets else None
             has_entered = begins is not None and ".background()" in ast.unparse(begins)
-            if module.path.startswith("infinity/") and module.path != _LANES and not has_entered:
+            if module.path.startswith("infinity/") and module.path not in _NOT_FOR_THE_DEVICE and not has_entered:
                 yield f"{module.path}:{node.lineno} starts a thread that does not enter the device"
 
 
@@ -269,6 +269,7 @@ _OF_OTHERS = {
     *("grad", "data", "training", "gradient_checkpointing"),  # of tensors and modules
     *("param_groups", "state", "defaults"),  # of torch's optimizers
     *("atexit", "restype", "argtypes", "value", "writeable"),  # of weakref, ctypes and numpy
+    "excepthook",  # of Python
 }
 """Attributes that torch and others want to be assigned."""
 _ASSIGNED = {

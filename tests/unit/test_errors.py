@@ -113,6 +113,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["peft is 0.1", "0.14 or newer", "pip install 'peft>=0.14'", "'hf'"],
     ),
     (errors.StandInError("too late", "accelerate"), ImportError, ["too late", "before accelerate", "first line"]),
+    (errors.RunLogError(Path("/y"), "is empty", cure="Look"), RuntimeError, ["/y", "is empty", "Look"]),
     (
         errors.RankError("step 3", "another rank has ended", rank=1, cure="Look there"),
         RuntimeError,

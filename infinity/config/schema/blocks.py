@@ -17,6 +17,7 @@ from infinity.config.schema.offload_blocks import AioBlock, ZeroBlock
 from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block
 from infinity.config.schema.quantities import (
     parse_bytes,
+    parse_choice,
     parse_count,
     parse_flag,
     parse_names,
@@ -35,7 +36,7 @@ _TORCH_CHECKPOINT = (
 )
 _CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
 _PROFILING = "no effect: there is no such profiler here; engine.report and torch.profiler tell where time goes"
-_MONITOR = "no effect: metrics are not sent anywhere; engine.report holds those of each step"
+_COMET = "no effect: nothing is sent to Comet"
 _LOGGING = "no effect: use Python's logging, e.g. logging.getLogger('infinity').setLevel(...)"
 _EAGER = "no effect: the model runs as it is, uncompiled"
 _ANY_OPTIMIZER = "no effect: every optimizer that treats each element by itself is accepted, and checked at start"
@@ -48,8 +49,8 @@ def _steps_per_print(value: object) -> object:
     return parse_count(value) or None
 
 
-def _lower(value: object) -> object:
-    return value.strip().lower() if isinstance(value, str) else value
+def _directory(value: object) -> str:
+    return "" if value in ("", None) else parse_path(value)
 
 
 def _autotune(value: object) -> bool:
@@ -158,7 +159,7 @@ class InfinityBlock(Block):
     """A read or write that takes longer is an error instead of a hang."""
     direct_io: Flag = True
     """Go past the page cache (O_DIRECT) where the file system can."""
-    io_backend: Annotated[BackendName, BeforeValidator(_lower)] = "auto"
+    io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
     """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
     I/O](../swapper/README.md#backends)."""
     autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
@@ -169,6 +170,9 @@ class InfinityBlock(Block):
     parameter, file and offset."""
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
     """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
+    run_log: Annotated[str | None, BeforeValidator(parse_path)] = None
+    """A directory for the [log of the run](../infinity/run_log/README.md): config, plan, every step and what happened, a line
+    of JSON each. A run that is resumed goes on behind what is there."""
 
 
 class ActivationCheckpointingBlock(Block):
@@ -226,6 +230,80 @@ class PipelineBlock(Block):
     use_reentrant: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT)] = True
 
 
+class ParallelWriteBlock(Block):
+    """`checkpoint.parallel_write`."""
+
+    pipeline_stage: Annotated[Flag, NoEffect(_CHECKPOINTS, silent=(False,))] = False
+
+
+class CheckpointBlock(Block):
+    """`checkpoint`: how DeepSpeed writes its own checkpoints."""
+
+    tag_validation: Annotated[
+        Literal["ignore", "warn", "fail"],
+        BeforeValidator(parse_choice),
+        NoEffect(_CHECKPOINTS, silent=("warn", "ignore")),
+    ] = "warn"
+    load_universal: Annotated[Flag, NoEffect(_CHECKPOINTS, silent=(False,))] = False
+    use_node_local_storage: Annotated[Flag, NoEffect(_CHECKPOINTS, silent=(False,))] = False
+    parallel_write: ParallelWriteBlock = ParallelWriteBlock()
+    checkpoint_serialization: Annotated[Flag, NoEffect(_CHECKPOINTS)] = False
+    writer: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
+    async_io: Annotated[Any, NoEffect(_CHECKPOINTS)] = None
+
+
+class TensorBoardBlock(Block):
+    """`tensorboard`: DeepSpeed's curves, by samples, for TensorBoard. Needs the package `tensorboard`."""
+
+    enabled: Flag = False
+    """Write `Train/Samples/train_loss`, `lr`, with fp16 `loss_scale`, with `wall_clock_breakdown` `elapsed_time_ms_forward`,
+    `_backward` and `_step` in each `engine.step()`, and what `engine.monitor.write_events` is given."""
+    output_path: Annotated[str, BeforeValidator(_directory)] = ""
+    """A directory; empty for the one in which the script was started."""
+    job_name: Annotated[str, BeforeValidator(parse_path)] = "DeepSpeedJobName"
+    """Of the directory in it for this run."""
+
+
+class CsvMonitorBlock(Block):
+    """`csv_monitor`: as `tensorboard`, each curve in a file of its own with samples and values."""
+
+    enabled: Flag = False
+    """Append to `Train_Samples_train_loss.csv` and so on."""
+    output_path: Annotated[str, BeforeValidator(_directory)] = ""
+    """A directory; empty for the one in which the script was started."""
+    job_name: Annotated[str, BeforeValidator(parse_path)] = "DeepSpeedJobName"
+    """Of the directory in it for this run."""
+
+
+class WandbBlock(Block):
+    """`wandb`: as `tensorboard`, for Weights & Biases, into the script's own run if it has begun one. Needs the package
+    `wandb`; with the environment variable `WANDB_MODE=offline` nothing is sent."""
+
+    enabled: Flag = False
+    """Write there."""
+    group: str | None = None
+    """Of runs."""
+    team: str | None = None
+    """The entity to which the project belongs."""
+    project: str = "deepspeed"
+    """Name of the project."""
+
+
+class CometBlock(Block):
+    """`comet`. Nothing is sent there, so a block that is switched on is an error."""
+
+    enabled: Flag = False
+    """Only `false`."""
+    samples_log_interval: Annotated[Any, NoEffect(_COMET)] = 100
+    project: Annotated[Any, NoEffect(_COMET)] = None
+    workspace: Annotated[Any, NoEffect(_COMET)] = None
+    api_key: Annotated[Any, NoEffect(_COMET)] = None
+    experiment_name: Annotated[Any, NoEffect(_COMET)] = None
+    experiment_key: Annotated[Any, NoEffect(_COMET)] = None
+    online: Annotated[Any, NoEffect(_COMET)] = None
+    mode: Annotated[Any, NoEffect(_COMET)] = None
+
+
 class RootBlock(Block):
     """The top level."""
 
@@ -263,6 +341,10 @@ class RootBlock(Block):
     """Log a line for each step that says where its time went."""
     dataloader_drop_last: Flag = False
     """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
+    tensorboard: TensorBoardBlock = TensorBoardBlock()
+    csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
+    wandb: WandbBlock = WandbBlock()
+    comet: CometBlock = CometBlock()
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers
@@ -300,14 +382,7 @@ class RootBlock(Block):
     # ---- speed, memory, logging
 
     activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
-    checkpoint: Annotated[
-        Untyped,
-        Keys.of(
-            "tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer "
-            "async_io"
-        ),
-        NoEffect(_CHECKPOINTS),
-    ] = None
+    checkpoint: CheckpointBlock = CheckpointBlock()
     nebula: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
     datastates_ckpt: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
     zero_allow_untested_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = True
@@ -344,11 +419,3 @@ class RootBlock(Block):
         Flag, NoEffect("no effect: Python's garbage collector is left alone", silent=(False,))
     ] = False
     vocabulary_size: Annotated[Count, NoEffect("no effect: DeepSpeed uses it for a hint about alignment")] = 0
-    tensorboard: Annotated[Untyped, Keys.of("enabled output_path job_name"), NoEffect(_MONITOR)] = None
-    csv_monitor: Annotated[Untyped, Keys.of("enabled output_path job_name"), NoEffect(_MONITOR)] = None
-    wandb: Annotated[Untyped, Keys.of("enabled group team project"), NoEffect(_MONITOR)] = None
-    comet: Annotated[
-        Untyped,
-        Keys.of("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
-        NoEffect(_MONITOR),
-    ] = None

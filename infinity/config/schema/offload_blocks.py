@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.schema.block import Block, Count, Elements, Flag, Keys, NoEffect, Number, Refused, Untyped
 from infinity.config.schema.directories import NamedDirectory, parse_directories
-from infinity.config.schema.quantities import parse_bytes, parse_count
+from infinity.config.schema.quantities import parse_bytes, parse_choice, parse_count
 
 _PROCESSES = "no effect: it tunes how DeepSpeed's processes communicate, and here each holds everything"
 _DERIVED = "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out"
@@ -23,14 +23,10 @@ _QUANTIZED = "quantized weights and gradients are not implemented"
 _BACKEND = "no effect: requests are handed out by threads of the engine"
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
 class OffloadBlock(Block):
     """`offload_param` and `offload_optimizer`. Each takes the other's keys too: files in the wild mix them up."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower)] = "none"
+    device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(parse_choice)] = "none"
     """Where these states rest: in the compute device's memory, in host memory, or on drives."""
     nvme_path: Annotated[tuple[NamedDirectory, ...], BeforeValidator(parse_directories)] = ()
     """The directory on the drive, or a list of them, one per drive, which are striped. Each may be an object that limits
@@ -70,7 +66,8 @@ class ZeroBlock(Block):
     }
 
     stage: Annotated[Count, Field(le=3)] = 3
-    """Taken as 3 whatever it says, with the same numbers."""
+    """What several processes divide among them: from 1 on main weights, optimizer states and their updates. The numbers
+    are the same with all of them, and one process takes it as 3. Model weights are not divided yet."""
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 

@@ -90,6 +90,11 @@ def parse_path(value: object) -> str:
     return str(value)
 
 
+def parse_choice(value: object) -> object:
+    """One of a few texts, in upper or lower case; which ones there are, the field's type says."""
+    return value.strip().lower() if isinstance(value, str) else value
+
+
 def is_auto(value: object) -> bool:
     """Whether the value is "auto": it is to be decided from elsewhere."""
     return isinstance(value, str) and value.strip().lower() == "auto"

@@ -24,6 +24,27 @@ from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 
 
+class LossScale(Protocol):
+    """What `infinity.gradients.loss_scaler.LossScaler` answers, by DeepSpeed's names."""
+
+    @property
+    def is_active(self) -> bool: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def cur_scale(self) -> float: ...
+    @property
+    def dynamic(self) -> bool: ...
+    @property
+    def cur_iter(self) -> int: ...
+    @property
+    def cur_hysteresis(self) -> int: ...
+    @property
+    def scale_window(self) -> int | None: ...
+    @property
+    def min_scale(self) -> float | None: ...
+
+
 class StepBackend(StateKeeper, Protocol):
     """Who holds weights, gradients and state, and runs the updates: the engine."""
 
@@ -49,12 +70,8 @@ class StepBackend(StateKeeper, Protocol):
         """Whether the last step changed nothing, because its gradients were not finite."""
         ...
 
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with."""
-        ...
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether that follows the steps."""
+    def loss_scaler(self) -> LossScale:
+        """What the next loss is multiplied with, and by which rule."""
         ...
 
     def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
@@ -179,7 +196,7 @@ class PagedOptimizer(Optimizer):
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
-        return self._backend.loss_scale()
+        return self.loss_scaler.loss_scale
 
     cur_scale = loss_scale
     """DeepSpeed's other name for it."""
@@ -187,7 +204,19 @@ class PagedOptimizer(Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the steps."""
-        return self._backend.dynamic_loss_scale()
+        return self.loss_scaler.dynamic
+
+    @property
+    def loss_scaler(self) -> LossScale:
+        """The loss scale and its rule, as they are after each step; to be read."""
+        return self._backend.loss_scaler()
+
+    loss_scale_config = loss_scaler
+    """DeepSpeed's name for it where there is no ZeRO."""
+
+    def needs_scaler(self) -> bool:
+        """Whether a ``loss.backward()`` of one's own needs ``engine.scale(loss)`` before."""
+        return self.loss_scaler.is_active
 
     @property
     def optimizer(self) -> Optimizer:
@@ -330,6 +359,9 @@ class PagedOptimizer(Optimizer):
             self._mains.load_main_weight(param, main)
 
     def _entry(self, param: Tensor) -> LazyEntry | None:
+        tiled = self._template.tiled.of(param)
+        if tiled is not None:
+            raise tiled.refusal("optimizer.state")
         if param not in self._template:
             return None
         access = _CopyAccess if self._gives_copies else _EntryAccess

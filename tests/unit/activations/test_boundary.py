@@ -15,7 +15,7 @@ from infinity.activations.spill_space import SpillSpace
 from infinity.telemetry.clock import StepClock
 from swapper import StallError, Swapper, SwapperConfig, TransferError
 from swapper.backends.memory import MemoryBackend
-from tests.late_backend import LateBackend, stall, waits
+from tests.late_backend import LateBackend, await_hand_over, stall, waits
 
 _NUMEL = 3 * 1024
 _BYTES = 3 * 4096
@@ -117,6 +117,7 @@ def test_what_is_dropped_while_it_is_being_written_is_counted_once(swapper: Swap
     backend.is_late = lambda request: True
     boundary, _ = _make(swapper, 0)
     one = boundary.keep(_tensor(0))
+    await_hand_over(swapper._scheduler)
     assert len(backend.kept) == 1
     with waits(lambda scheduler, operation: backend.answer_all()):
         boundary.release(one)

@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.checkpoint.state_access import StateAccess, in_memory_order
 from infinity.device.compute import ComputeDevice
+from infinity.distributed.collectives import Ranks
 from infinity.errors import BudgetTooSmallError
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.remainder import split_bits
@@ -18,10 +19,12 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.user_copies import UserCopies
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.torch_internals.names import as_plain
 from infinity.units.layout import CHUNK_GRANULE, Slot, UnitLayout
 from infinity.units.parameter import hold
+from infinity.units.shares import Shares
 from infinity.units.unit import Unit, spec_of
 from infinity.updates.job import ParameterState
 from swapper import StagingArena, Swapper
@@ -83,7 +86,10 @@ class _Bench:
             if slot.spec.is_trainable
         }
         self.copies = UserCopies()
-        self.access = StateAccess(hooks, self.pager, self.records, self.weights, self.states, chunks, form, self.copies)
+        exchange = WeightExchange(Ranks(), Shares(), self.weights, ComputeDevice())
+        self.access = StateAccess(
+            hooks, self.pager, self.records, self.weights, self.states, chunks, form, self.copies, exchange
+        )
         self.handler = ParameterHandler(hooks, self.pager)
         for unit in self.units:
             flat = self.pager.residency.pool.allocate(unit.num_bytes)

@@ -148,11 +148,17 @@ def test_lower_stages_are_noted(stage: int) -> None:
     assert load_config(BASE | {"zero_optimization": {"stage": 3}}).notices == ()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_several_processes_exchange_updates_in_the_step_from_stage_1_on(stage: int) -> None:
+    config = load_config(BASE | {"train_batch_size": 2, "zero_optimization": {"stage": stage}}, world_size=2)
+    assert config.infinity.update == ("deferred" if stage == 0 else "step")
+    assert any("stage 3 runs as stage 2" in notice for notice in config.notices) == (stage == 3)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing_enable"),
-        ({"wandb": {"enabled": True, "project": "x"}}, "engine.report"),
         ({"flops_profiler": {"enabled": True}}, "torch.profiler"),
         ({"compile": {"deepcompile": True}}, "uncompiled"),
         ({"bf16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}, "bf16.loss_scale, bf16.hysteresis"),

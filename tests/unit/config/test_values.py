@@ -23,7 +23,7 @@ def test_defaults() -> None:
     assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
     assert dataclasses.astuple(config.infinity) == (
         *(None, None, None, True, True, None, (), True),
-        *("deferred", "fp32", "fp32", False, "auto", "fp32", None, False, "memory", None, None, None, True),
+        *("deferred", "fp32", "fp32", False, "auto", "fp32", None, None, False, "memory", None, None, None, True),
     )
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last
@@ -218,6 +218,12 @@ def test_old_form_of_zero() -> None:
         ({"infinity": {"io_deadline_seconds": float("nan")}}, "infinity.io_deadline_seconds", "finite number"),
         ({"infinity": {"io_deadline_seconds": float("inf")}}, "infinity.io_deadline_seconds", "finite number"),
         ({"infinity": {"strict": "perhaps"}}, "infinity.strict", "true or false"),
+        ({"checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation", "'ignore', 'warn', 'fail'"),
+        (
+            {"checkpoint": {"parallel_write": {"pipeline_stage": "?"}}},
+            "checkpoint.parallel_write.pipeline_stage",
+            "true or",
+        ),
     ],
 )
 def test_wrong_values(config: dict[str, Any], key: str, words: str) -> None:

@@ -15,7 +15,7 @@ import infinity
 _PACKAGE = Path(infinity.__file__).parent
 _ROOMS = ("activations", "device", "gradients", "loop", "paging", "telemetry", "tiers", "units", "updates", "vertical")
 _MODULES = ("engine/train_batch.py", "engine/engine.py", "optim/remainder_updater.py")
-_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "download"}
+_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
 _FUNCTIONS = {"bool", "float", "int"}
 
 _BACKGROUND = "in a thread of the engine's own"
@@ -25,11 +25,16 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "activations/caches.py": {"bool(value.get_seq_length() == 0)": _NO_TENSOR},
     "activations/boundary.py": {"bool(top[0] == self._pack)": _NO_TENSOR},
     "device/compute.py": {
-        "self._copy(self._downloads, target, source, after).synchronize()": "the download that waits, see who calls it",
         "fence.synchronize()": "the one way to wait, see who calls it",
         "event.synchronize()": "a stream on which nothing else runs",
         "bool(fence.query())": "asks, and does not wait",
         "int(free)": _NO_TENSOR,
+        "int(torch.cuda.max_memory_allocated(self.torch_device))": _NO_TENSOR,
+    },
+    "device/landing.py": {
+        "self._device.synchronize(self._coming[0].fence)": "gradients that somebody asks for, or their ring is full",
+        "self._device.synchronize(fence)": "gradients that are larger than the ring in which they arrive",
+        "self._device.synchronize(self._last)": "at the end",
     },
     "device/host_memory.py": {
         "int(share * free)": _NO_TENSOR,
@@ -37,6 +42,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(limit)": _NO_TENSOR,
         "int((folder / usage_name).read_text())": _NO_TENSOR,
         "int(statistics[statistics.index(cache_key) + 1])": _NO_TENSOR,
+        "int(_STATM.read_text(encoding='ascii').split()[1])": _NO_TENSOR,
         "int(fields[1])": _NO_TENSOR,
         "int(fields[2])": _NO_TENSOR,
     },
@@ -45,6 +51,8 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "gradients/averaged_grads.py": {
         "int(norm.detach().cpu().float().view(torch.int32))": "once a step, where there are several ranks",
         "norm.detach().cpu()": "likewise",
+        "gradient_norm(buffer.view(slot)).detach().cpu()": _HOST,
+        "int(norm.view(torch.int32))": _HOST,
         "torch.tensor(of_ranks, dtype=torch.int32, device='cpu').view(torch.float32).tolist()": _HOST,
     },
     "gradients/collector.py": {"bool(self._fired)": _NO_TENSOR},
@@ -52,17 +60,27 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "float(state['scale'])": "of a checkpoint",
         "int(state['patience'])": "of a checkpoint",
         "int(state['num_finite'])": "of a checkpoint",
+        "int(state.get('num_steps', 0))": "of a checkpoint",
     },
     "gradients/sources.py": {
-        "device.download(landing, source, device.mark())": "in backward, once for each unit whose gradients wait for the step",
-        "self._device.download(scratch, source, self._after)": _BACKGROUND,
+        "self._device.synchronize(self._device.download(scratch, source, self._after))": _BACKGROUND,
         "self.flat.tensor().numpy()": _HOST,
     },
     "loop/grad_access.py": {
         "bool(num_owners(storage) > 2 or not storage.resizable())": _NO_TENSOR,
         "bool(tensor.requires_grad or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1)": _NO_TENSOR,
     },
-    "loop/loader.py": {"int(state['num_given'])": "of a checkpoint", "int(state['num_epochs'])": "of a checkpoint"},
+    "loop/loader.py": {
+        "int(state['num_given'])": "of a checkpoint",
+        "int(state['num_epochs'])": "of a checkpoint",
+        "int(state['num_samples'])": "of a checkpoint",
+        "int(getattr(self.sampler, 'num_replicas', 1))": _NO_TENSOR,
+    },
+    "loop/random_states.py": {
+        "each.cpu()": _HOST,
+        "each.cpu().numpy()": _HOST,
+        "keys.tolist()": "of NumPy's",
+    },
     "loop/style.py": {"float(self._num_micro_batches() if self.divides else 1)": _NO_TENSOR},
     "optim/remainder_updater.py": {"float(scale)": f"on the CPU, {_BACKGROUND}"},
     "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
@@ -84,6 +102,12 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "self._device.synchronize(self._fence)": f"before its memory is written to, {_BACKGROUND}"
     },
     "tiers/weight_store.py": {"self._device.synchronize(fence)": _BACKGROUND},
+    "tiers/weight_exchange.py": {
+        "self._device.synchronize(self._device.upload(flat[start:start + found.numel()], found, self._device.mark()))": (
+            "where several ranks exchange weights"
+        ),
+        "self._device.synchronize(self._device.download(target, source, self._device.mark()))": "likewise",
+    },
     "units/originals.py": {"value.cpu()": "in `initialize`", "bool(value.sum().isnan())": "in `initialize`"},
     "units/parameter.py": {
         "bool(kwargs.pop('materialize_grads', False))": _NO_TENSOR,
@@ -95,6 +119,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(flat.max())": "likewise",
         "((flat >= start) & (flat < stop)).nonzero()": "likewise",
     },
+    "updates/job.py": {"device.synchronize(device.download(here, coefficient.reshape(1), device.mark()))": _BACKGROUND},
     "updates/stepper.py": {
         "bool(unit.gathered)": _NO_TENSOR,
         "bool(self.updated)": _NO_TENSOR,
@@ -102,8 +127,8 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "bool(torch.isfinite(self.grad_norm))": "once a step, where one with overflows is to be skipped",
     },
     "updates/stream.py": {
-        "self._device.download(workspace.weight, flat, job.after)": _BACKGROUND,
-        "self._device.download(source, workspace.weight, self._device.mark())": _BACKGROUND,
+        "self._device.synchronize(self._device.download(workspace.weight, flat, job.after))": _BACKGROUND,
+        "self._device.synchronize(self._device.download(source, workspace.weight, self._device.mark()))": _BACKGROUND,
         "self._device.synchronize(item.upload)": _BACKGROUND,
         "self._device.synchronize(self._device.mark())": f"once for each unit, {_BACKGROUND}",
     },

@@ -11,7 +11,7 @@ from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients import sources as gradient_sources
 from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.main_grads import clip_coefficient, total_norm
+from infinity.gradients.norms import clip_coefficient, total_norm
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientSource, in_slot_order
 from infinity.telemetry.clock import StepClock

@@ -37,7 +37,11 @@ class _Stepper:
         self.updated: set[int] = set()
         self.rules = SimpleNamespace(updates_in_backward=True)
         self.gradients = SimpleNamespace(
-            has_any=False, slots_with_gradient=lambda unit: self.earlier, average=lambda step: None
+            has_any=False,
+            slots_with_gradient=lambda unit: self.earlier,
+            average=lambda step: None,
+            postpone_average=lambda step: None,
+            average_postponed=lambda: None,
         )
         self.earlier: list[Slot] = []
         self.scaler = SimpleNamespace(is_active=False, share_of=lambda loss, parts: loss.float() * 8 / parts)

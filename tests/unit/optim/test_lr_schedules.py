@@ -323,6 +323,8 @@ def test_parameters() -> None:
         ("WarmupLR", {"warmup_type": "cosine"}, r"warmup_type' = 'cosine'.*linear"),
         ("WarmupLR", {"warmup_num_steps": 1.5}, r"warmup_num_steps' = 1.5.*whole number"),
         ("WarmupLR", {"warmup_num_steps": -1}, r"warmup_num_steps' = -1"),
+        ("WarmupLR", {"warmup_num_steps": None}, r"warmup_num_steps' = None.*whole number"),
+        ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": None}, r"warmup_num_steps' = None"),
         ("WarmupLR", {"warmup_max_lr": [1e-3]}, r"warmup_max_lr.*1 values for 2 parameter groups"),
         ("WarmupCosineLR", {}, r"total_num_steps.*missing.*give a number"),
         ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps' = 0.*at least 1"),
@@ -335,3 +337,22 @@ def test_parameters() -> None:
 def test_bad_arguments(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigValueError, match=words):
         build_scheduler(SchedulerSection(name, params), two_groups())
+
+
+def test_what_deepspeeds_schedules_tell_of_the_present_step() -> None:
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.1)
+    cosine = WarmupCosineLR(optimizer, total_num_steps=10, warmup_num_steps=4, warmup_type="linear")
+    assert cosine.get_lr_ratio() == 0.0
+    optimizer.step()  # else torch warns
+    for batch in range(8):
+        cosine.step(batch)
+        assert optimizer.param_groups[0]["lr"] == 0.1 * cosine.get_lr_ratio()
+    cycle = OneCycle(optimizer, 0.01, 0.1, cycle_first_step_size=3, cycle_second_step_size=1)
+    assert cycle.step_ratio == 0.75
+    assert cycle.get_mom() == [(0.9, 0.99)]  # of the formula: the optimizer starts from the least
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    for _ in range(6):
+        cycle.step()
+        assert cycle.get_mom() == [optimizer.param_groups[0]["betas"]]
+    plain = OneCycle(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), 0.01, 0.1, cycle_momentum=False)
+    assert plain.get_mom() is None

@@ -124,6 +124,12 @@ def test_optimizers_that_mix_elements_are_refused_by_name(name: str) -> None:
         _resolve(name)
 
 
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_the_1_bit_ones_name_the_nearest(name: str) -> None:
+    with pytest.raises(OptimizerNotPageableError, match='The nearest is "Adam"'):
+        _resolve(name)
+
+
 def test_muon_is_refused_whether_torch_has_it_or_not() -> None:
     with pytest.raises(OptimizerNotPageableError, match=r"optimizer Muon cannot be paged: .+"):
         _resolve("muon")

@@ -83,6 +83,7 @@ def _host_bytes(placement: Placement, request: Request) -> int:
         + pages
         + placement.num_upload_pages * placement.upload_page_bytes
         + placement.gradient_bytes
+        + placement.landing_bytes
     )
 
 
@@ -211,6 +212,17 @@ def test_a_page_that_cannot_hold_one_chunk_is_refused_with_the_least() -> None:
     least = _FORMATS["bf16"].workspace_bytes(CHUNK_GRANULE, 2)
     assert str(least) in str(caught.value)
     place(_model(), _request(page_bytes=least))
+
+
+def test_the_map_of_a_durable_run_is_a_part_of_the_budget() -> None:
+    units = _model()
+    plain, durable = (place(units, _request(num_versions=number)) for number in (0, 3))
+    stored = sum(unit.weight_bytes + _request().record_bytes(unit) for unit in units)
+    most = _request(num_versions=3).map_bytes(units)
+    assert durable.minimum_bytes - plain.minimum_bytes == most
+    assert 0.99 * most < stored / 4096 * (4 + 5 * 3) < 1.01 * most
+    with pytest.raises(BudgetTooSmallError, match="for the map of the durable run"):
+        place(units, _request(num_versions=3, budget_bytes=plain.minimum_bytes))
 
 
 def test_what_the_budget_is_needed_for_is_said() -> None:

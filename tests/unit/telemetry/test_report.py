@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import infinity.telemetry.clock
 from infinity.device.compute import Copy
 from infinity.errors import ConfigValueError
-from infinity.telemetry import DriveCounters, Reporter, Sources, StepClock, StepReport
+from infinity.telemetry import DriveCounters, Reporter, Settings, Sources, StepClock, StepReport
 from infinity.telemetry.timeline import Row, Timeline
 
 
@@ -224,7 +225,13 @@ class _Engine:
         self.copies: list[tuple[Copy, float, float]] = []
         self.clock = StepClock()
         self.sources = Sources(
-            self.clock, lambda: self.counted, lambda: self.optimizer_seconds, lambda: (1, 2, 0.5), self._take
+            self.clock,
+            lambda: self.counted,
+            lambda: self.optimizer_seconds,
+            lambda: (1, 2, 0.5),
+            self._take,
+            lambda: (5, 7, None),
+            num_processes=2,
         )
 
     def _take(self) -> list[tuple[Copy, float, float]]:
@@ -249,6 +256,36 @@ def test_a_report_is_the_difference_of_two_moments() -> None:
     second = reporter.end_step(2, None)
     assert (second.read_bytes, second.drive_busy_seconds, second.copy_busy_seconds) == (0, 0, 0)
     assert (second.optimizer_seconds, second.compute_busy_seconds) == (0, 0)
+
+
+def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phases() -> None:
+    engine = _Engine()
+    reporter = Reporter(engine.sources, None, steps_per_print=None, prints_breakdown=False)
+    reporter.begin()
+    for phase in ("forward", "backward", "forward", "step"):
+        engine.clock.begin_compute(phase)
+    engine.clock.end_compute()
+    seconds = dict(engine.clock.phase_seconds)
+    for _ in range(2):
+        reporter.note_size(3, 12)
+    first = reporter.end_step(1, None, Settings((0.1, 0.2), 8.0))
+    assert (first.forward_seconds, first.backward_seconds, first.update_seconds) == tuple(seconds.values())
+    assert first.compute_busy_seconds == pytest.approx(sum(seconds.values())) and min(seconds.values()) > 0
+    assert (first.lr, first.loss_scale, first.num_samples, first.num_tokens) == ((0.1, 0.2), 8.0, 12, 48)
+    assert (first.host_bytes, first.host_peak_bytes, first.device_peak_bytes) == (5, 7, None)
+    reporter.note_size(3, None)
+    second = reporter.end_step(2, None, Settings(num_samples=100))
+    assert (second.num_samples, second.num_tokens, second.forward_seconds) == (100, None, 0)
+    third = reporter.end_step(3, None)
+    assert (third.num_samples, third.num_tokens) == (None, None)
+
+
+def test_batches_of_an_order_that_was_given_up_do_not_count() -> None:
+    reporter = Reporter(_Engine().sources, None, steps_per_print=None, prints_breakdown=False)
+    for _ in range(3):  # two of which the vertical schedule had begun with
+        reporter.note_size(1, 4)
+    reporter.note_loss(torch.tensor(1.0), 0)
+    assert reporter.end_step(1, None).num_tokens == 8, "on two processes"
 
 
 def test_the_breakdown_is_one_line_a_step(caplog: pytest.LogCaptureFixture) -> None:

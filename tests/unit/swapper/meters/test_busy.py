@@ -17,6 +17,8 @@ from swapper import ALIGNMENT, BusyTimes, Direction, Statistics, Swapper, Swappe
 from tests.manual_backend import ManualBackend
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.off_main_thread
+
 _CAPACITY = 256 * ALIGNMENT
 _WORKERS = ("a", "b", "c")
 

@@ -16,6 +16,8 @@ from swapper.scheduling.watchdog import TICKS_PER_DEADLINE
 from tests.manual_backend import ManualBackend
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.off_main_thread
+
 _CONFIG = SwapperConfig(request_bytes=ALIGNMENT, deadline_seconds=1000.0)
 
 

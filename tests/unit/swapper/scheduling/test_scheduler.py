@@ -13,6 +13,8 @@ from swapper import ALIGNMENT, Extent, Handle, Priority, Swapper, SwapperConfig
 from swapper.backend import Direction
 from tests.manual_backend import ManualBackend
 
+pytestmark = pytest.mark.off_main_thread
+
 _BLOCK = ALIGNMENT
 
 

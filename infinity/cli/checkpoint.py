@@ -1,0 +1,225 @@
+"""``infinity checkpoint``: look at one, verify it, export its weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.saved import WEIGHT, Checkpoint
+from infinity.cli.checkpoint_export import CheckpointExport
+from infinity.cli.output import Console, json_option, print_facts, print_json, table
+from infinity.cli.progress import bars
+from infinity.config.schema.quantities import parse_bytes
+from infinity.errors import CheckpointError, format_bytes
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SOURCE = click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+_TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
+
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(f"{value!r} {error}", param, ctx)
+
+
+SIZE = _Size()
+"""``8GB``, ``1.5GiB`` or a number of bytes."""
+
+
+def _opened(source: Path, tag: str | None) -> Checkpoint:
+    if not source.is_dir():
+        problem = "it is a file" if source.exists() else "it does not exist"
+        raise CheckpointError(source, problem, cure="Give a directory that engine.save_checkpoint has written to")
+    return Checkpoint.open(source, tag)
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at a checkpoint, verify it, or export its weights: without its model, and in little memory.
+
+    CHECKPOINT is the directory that engine.save_checkpoint was given, or the one of a single tag in it.
+    """
+
+
+@checkpoint.command(
+    epilog="""\b
+Examples:
+  infinity checkpoint inspect checkpoints
+  infinity checkpoint inspect checkpoints --tag global_step100 --tensors
+  infinity checkpoint inspect checkpoints --json | jq .counters"""
+)
+@_SOURCE
+@_TAG
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@json_option
+def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None:
+    """Say what is in a checkpoint. Reads its small files only."""
+    found = _opened(source, tag)
+    facts = _facts(found)
+    if as_json:
+        print_json({**facts, "tensors": [_tensor(each) for each in found.tensors]} if tensors else facts)
+        return
+    kinds = [
+        (f"  {kind}", f"{of['num_tensors']} tensors, {format_bytes(of['num_bytes'])}")
+        for kind, of in facts["kinds"].items()
+    ]
+    rows = [
+        ("checkpoint", str(found.folder)),
+        *(
+            (name.replace("_", " "), str(value))
+            for name, value in facts["counters"].items()
+            if not isinstance(value, dict)
+        ),
+        ("parameters", f"{facts['num_parameters']:,} elements in {facts['num_parameter_tensors']} tensors"),
+        ("bytes", format_bytes(facts["num_bytes"])),
+        *kinds,
+        ("added by the script", ", ".join(facts["client_state"]) or "nothing"),
+    ]
+    if facts["excluded"]:
+        rows.append(("left out", f"{len(facts['excluded'])} frozen parameters (exclude_frozen_parameters)"))
+    if facts["tied"]:
+        rows.append(("tied", ", ".join(f"{name} = {first}" for name, first in facts["tied"].items())))
+    if facts["other_tags"]:
+        rows.append(("others beside it", ", ".join(facts["other_tags"])))
+    if facts["problem"]:
+        rows.append(("cannot be told", facts["problem"]))
+    print_facts(rows)
+    if tensors:
+        listed = table("group", "kind", "shape", "dtype", "name")
+        for each in map(_tensor, found.tensors):
+            shape = "x".join(map(str, each["shape"])) or "scalar"
+            listed.add_row(each["group"], each["kind"], shape, each["dtype"], each["name"])
+        Console(highlight=False).print(listed, markup=False)
+
+
+def _facts(found: Checkpoint) -> dict[str, Any]:
+    kinds: dict[str, dict[str, int]] = defaultdict(lambda: {"num_tensors": 0, "num_bytes": 0})
+    for each in found.tensors:
+        name = "buffers" if each.group == "buffers" else "weights" if each.kind == WEIGHT else each.kind
+        kinds[name]["num_tensors"] += 1
+        kinds[name]["num_bytes"] += each.num_bytes
+    weights = found.of("parameters").values()
+    counters, client_state, problem = {}, [], None
+    try:
+        rest = found.rest()
+        counters, client_state = rest["counters"], sorted(map(str, rest["client_state"] or {}))
+    except CheckpointError as error:  # objects of classes that are not loaded unasked: the rest can be told
+        problem = str(error)
+    others = [path.parent.name for path in found.folder.parent.glob(f"*/{MANIFEST}") if path.parent != found.folder]
+    return {
+        "folder": str(found.folder.absolute()),
+        "counters": counters,
+        "num_parameters": sum(each.array.spec.numel for each in weights),
+        "num_parameter_tensors": len(weights),
+        "num_bytes": sum(each.num_bytes for each in found.tensors),
+        "kinds": dict(kinds),
+        "client_state": client_state,
+        "excluded": found.excluded,
+        "tied": found.tied,
+        "other_tags": sorted(others),
+        "problem": problem,
+    }
+
+
+def _tensor(each: Any) -> dict[str, Any]:
+    dtype = str(each.dtype).removeprefix("torch.")
+    return {"group": each.group, "name": each.fqn, "kind": each.kind, "shape": list(each.shape), "dtype": dtype}
+
+
+@checkpoint.command(
+    epilog="""\b
+Examples:
+  infinity checkpoint verify checkpoints
+  infinity checkpoint verify checkpoints --all"""
+)
+@_SOURCE
+@_TAG
+@click.option("--all", "takes_all", is_flag=True, help="Every checkpoint of the directory.")
+@json_option
+def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
+    """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged."""
+    if takes_all and source.is_dir():
+        folders = sorted(path.parent for path in source.glob(f"*/{MANIFEST}"))
+        folders = folders or [_opened(source, tag).folder]
+    else:
+        folders = [_opened(source, tag).folder]
+    console = Console(stderr=True)
+    results: list[dict[str, Any]] = []
+    for folder in folders:
+        try:
+            with console.status(f"reading {folder}"):
+                results.append({"folder": str(folder), "num_bytes": Checkpoint(folder).verify(), "problem": None})
+        except CheckpointError as error:
+            results.append({"folder": str(folder), "num_bytes": None, "problem": str(error)})
+    is_whole = all(each["problem"] is None for each in results)
+    if as_json:
+        print_json({"is_whole": is_whole, "checkpoints": results})
+    for each in [] if as_json else results:
+        told = (
+            f"every checksum is right, {format_bytes(each['num_bytes'])}"
+            if each["problem"] is None
+            else each["problem"]
+        )
+        Console(highlight=False, soft_wrap=True).print(f"{each['folder']}: {told}", markup=False)
+    return 0 if is_whole else 1
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  infinity checkpoint export checkpoints out --dtype bfloat16
+  infinity checkpoint export checkpoints out --config-from original-model --max-shard-size 5GB"""
+)
+@_SOURCE
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@_TAG
+@click.option(
+    "--dtype",
+    type=click.Choice(list(_DTYPES)),
+    help="Of all floating-point parameters, rounded to nearest; by default as they are: fp32 main weights.",
+)
+@click.option(
+    "--config-from",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A Hugging Face model's directory: its config and names are used.",
+)
+@click.option("--max-shard-size", type=SIZE, default="50GB", show_default=True, metavar="SIZE", help="Of a file.")
+@json_option
+def export(
+    source: Path,
+    directory: Path,
+    tag: str | None,
+    dtype: str | None,
+    config_from: Path | None,
+    max_shard_size: int,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint's weights to DIR as safetensors, tensor by tensor.
+
+    With --config-from, DIR is what transformers' from_pretrained loads. DIR is made if it is missing.
+    """
+    wanted = _DTYPES[dtype] if dtype else None
+    planned = CheckpointExport(_opened(source, tag), directory, dtype=wanted, config_from=config_from)
+    with bars(Console(stderr=True)) as progress:
+        planned.write(max_shard_size, lambda num_bytes: progress("export", num_bytes, planned.num_bytes))
+    if as_json:
+        print_json({"directory": str(directory.absolute()), "num_bytes": planned.num_bytes})
+        return
+    told = f"exported {planned.num_bytes:,} bytes to {directory}"
+    Console(stderr=True, highlight=False, soft_wrap=True).print(told, markup=False)
+
+
+checkpoint.add_command(export)
+
+__all__ = ["SIZE", "checkpoint", "export"]

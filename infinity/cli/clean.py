@@ -1,0 +1,76 @@
+"""``infinity clean DIR``: remove what durable runs and killed saves have left."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from infinity.cli.output import Console, json_option, path_type, print_json, table
+from infinity.machine.finding import size
+from swapper.volumes.left_runs import LeftRun, left_runs, left_saves, remove_abandoned
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  infinity clean /mnt/nvme
+  infinity clean /mnt/nvme0 /mnt/nvme1 --yes
+  infinity clean /mnt/nvme --json     (tells, and removes nothing)"""
+)
+@click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=path_type(is_dir=True))
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+@json_option
+def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> None:
+    """Remove what durable runs (infinity.durable) and killed saves have left in DIR, and in what lies below it.
+
+    Scratch files of other runs have no names and vanish with their process. What a process uses is left alone. A run that is
+    removed cannot be gone on with: it is asked for before, unless --yes is given.
+    """
+    runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
+    saves = [path for directory in directories for path in left_saves(directory)]
+    free = [run for run in runs if not run.is_in_use]
+    if not as_json:
+        _print(runs, saves)
+    if (free or saves) and not yes and not as_json:
+        if not sys.stdin.isatty():
+            raise click.UsageError("nobody can be asked here; pass --yes to remove it.")
+        click.confirm(f"Remove {size(sum(run.num_bytes for run in free))}, for good?", abort=True)
+    removed: list[LeftRun] = []
+    if yes or not as_json:
+        for run in free:
+            run.remove()
+            removed.append(run)
+        for directory in directories if saves else ():
+            remove_abandoned(directory)
+    if as_json:
+        print_json({"runs": [_as_json(run) for run in runs], "saves": saves, "removed": [run.path for run in removed]})
+    elif removed or saves:
+        gone = sum(run.num_bytes for run in removed)
+        Console(highlight=False).print(f"\nRemoved {len(removed)} runs, {size(gone)}.", markup=False)
+
+
+def _print(runs: list[LeftRun], saves: list[Path]) -> None:
+    console = Console(highlight=False)
+    if not runs and not saves:
+        console.print("Nothing is left here.", markup=False)
+        return
+    shown = table("bytes", "commits", "last written", "", "directory")
+    for run in runs:
+        when = datetime.fromtimestamp(run.changed_at).strftime("%Y-%m-%d %H:%M")
+        shown.add_row(size(run.num_bytes), str(run.num_commits), when, "in use" if run.is_in_use else "", str(run.path))
+    for path in saves:
+        shown.add_row("", "", "", "a save", str(path))
+    console.print(shown, markup=False)
+
+
+def _as_json(run: LeftRun) -> dict[str, object]:
+    return {
+        "path": run.path,
+        "num_bytes": run.num_bytes,
+        "num_commits": run.num_commits,
+        "changed_at": run.changed_at,
+        "is_in_use": run.is_in_use,
+    }

@@ -1,0 +1,127 @@
+"""``infinity config``: check one, show what it comes to, print its JSON schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infinity.cli.output import Console, json_option, print_json, table
+from infinity.config import InfinityConfig, load_config
+from infinity.config.schema.json_schema import json_schema
+from infinity.config.schema.reference import Key, keys
+from infinity.config.schema.vocabulary import known_keys, nearest
+from infinity.errors import ConfigSyntaxError
+
+_FILE = click.argument("file", type=click.Path(path_type=Path))
+_WORLD = click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="That train together."
+)
+
+
+def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfig:
+    if file.is_dir():
+        raise ConfigSyntaxError(f"config file '{file}'", "it is a directory", cure="Give the path of a JSON file in it")
+    return load_config(file, world_size=processes, check_storage=check_storage)
+
+
+@click.group()
+def config() -> None:
+    """Check a config, show what it comes to, or print its JSON schema."""
+
+
+@config.command(
+    epilog="""\b
+Examples:
+  infinity config check ds_config.json
+  infinity config check ds_config.json --no-storage --processes 8"""
+)
+@_FILE
+@click.option("--no-storage", is_flag=True, help="Do not look at the directories: the config is for another machine.")
+@_WORLD
+@json_option
+def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
+    """Load a config as infinity.initialize does. Exit status 1 with the first thing that is wrong."""
+    loaded = _loaded(file, processes, check_storage=not no_storage)
+    if as_json:
+        print_json({"file": str(file), "is_valid": True, "without_effect": list(loaded.notices)})
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{file}: valid", markup=False)
+    _print_notices(loaded, console)
+
+
+@config.command(
+    epilog="""\b
+Examples:
+  infinity config show ds_config.json
+  infinity config show ds_config.json --json | jq '.decisions[] | select(.key | test("infinity"))'
+  infinity config show --key host_memory_budget"""
+)
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--key", metavar="TEXT", help="What the keys with this in their name take and do. FILE is not needed.")
+@_WORLD
+@json_option
+def show(file: Path | None, key: str | None, processes: int, as_json: bool) -> None:
+    """Show every value that FILE comes to, and who decided it. Or, with --key, what keys do here."""
+    if key is not None:
+        _show_keys(key, as_json)
+        return
+    if file is None:
+        raise click.UsageError("a FILE is missing, or --key.")
+    loaded = _loaded(file, processes, check_storage=False)
+    if as_json:
+        decisions = [
+            {"key": each.key, "value": _plain(each.value), "decided_by": each.decided_by} for each in loaded.decisions
+        ]
+        print_json({"file": str(file), "decisions": decisions, "without_effect": list(loaded.notices)})
+        return
+    shown = table("key", "value", "decided by", keeps_first=True)
+    for each in loaded.decisions:
+        shown.add_row(each.key, str(each.value), each.decided_by)
+    console = Console(highlight=False)
+    console.print(shown, markup=False)
+    _print_notices(loaded, console)
+
+
+@config.command(
+    epilog="""\b
+Examples:
+  infinity config schema > infinity.schema.json
+Then begin a config with  "$schema": "./infinity.schema.json"  and the editor completes and checks it."""
+)
+def schema() -> None:
+    """Print the JSON schema of a config, for editors."""
+    print_json(json_schema())
+
+
+def _show_keys(wanted: str, as_json: bool) -> None:
+    found = [each for each in keys() if wanted.lower() in each.name.lower()]
+    if not found:
+        near = nearest(wanted, known_keys())
+        hint = f"did you mean '{near}'?" if near else "`infinity config schema` has them all."
+        raise click.UsageError(f"no key has {wanted!r} in its name; {hint}")
+    if as_json:
+        print_json({"keys": [each._asdict() for each in found]})
+        return
+    console = Console(highlight=False)
+    for each in found:
+        console.print(each.name, style="bold", markup=False)
+        console.print(f"  {_facts(each)}", markup=False)
+
+
+def _facts(key: Key) -> str:
+    told = f"{key.kind}; {key.default}. " if key.has_effect else ""
+    return f"{told}{key.text}".replace("`", "")
+
+
+def _print_notices(loaded: InfinityConfig, console: Console) -> None:
+    if loaded.notices:
+        console.print("\nwithout effect:", style="bold", markup=False)
+    for notice in loaded.notices:
+        console.print(f"  {notice}", markup=False)
+
+
+def _plain(value: object) -> Any:
+    return value if value is None or isinstance(value, bool | int | float) else str(value)

@@ -1,0 +1,79 @@
+"""``infinity doctor``: what this machine can do for a training, and what would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from infinity.cli.output import Console, json_option, print_json, table
+from infinity.config import load_config
+from infinity.machine.computing import computing_findings
+from infinity.machine.finding import Finding, Verdict
+from infinity.machine.storage import locked_memory, storage_findings
+
+_SIGNS = {
+    Verdict.GOOD: ("ok", "green"),
+    Verdict.NOTE: ("-", "dim"),
+    Verdict.POOR: ("!", "yellow"),
+    Verdict.BAD: ("X", "bold red"),
+}
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  infinity doctor
+  infinity doctor --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
+  infinity doctor --config ds_config.json --json"""
+)
+@click.option(
+    "--nvme-path",
+    "directories",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Where states would lie; once for each drive. By default the present directory.",
+)
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Take the directories of this config.")
+@click.option("--no-measure", is_flag=True, help="Do not compare I/O backends, which writes about 100 MB.")
+@json_option
+def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, as_json: bool) -> int:
+    """Say what this machine has for a training, and what would help.
+
+    Each line is good (ok), good to know (-), worth a change (!), or prevents a training (X): then the exit status is 1.
+    """
+    wanted = list(directories)
+    if file is not None:
+        wanted += load_config(file, world_size=1, check_storage=False).nvme_paths
+    findings = list(computing_findings())
+    findings.append(locked_memory())
+    with Console(stderr=True).status("looking at the drives"):
+        findings += storage_findings(list(dict.fromkeys(wanted or [Path.cwd()])), measures=not no_measure)
+    is_ready = all(finding.verdict is not Verdict.BAD for finding in findings)
+    if as_json:
+        print_json({"is_ready": is_ready, "findings": [finding.as_json() for finding in findings]})
+    else:
+        _print(findings, is_ready=is_ready)
+    return 0 if is_ready else 1
+
+
+def _print(findings: list[Finding], *, is_ready: bool) -> None:
+    shown = table("", "what", "found")
+    directory = ""
+    for finding in findings:
+        if finding.directory != directory:
+            directory = finding.directory
+            shown.add_row("", "", "")
+            shown.add_row("", "[bold]directory[/]", f"[bold]{_plain(directory)}[/]")
+        sign, style = _SIGNS[finding.verdict]
+        cure = f"\n-> {finding.cure}" if finding.cure else ""
+        shown.add_row(f"[{style}]{sign}[/]", _plain(finding.what), f"{_plain(finding.text)}{_plain(cure)}")
+    console = Console(highlight=False)
+    console.print(shown)
+    num_cures = sum(bool(finding.cure) for finding in findings)
+    told = "This machine can train." if is_ready else "This machine cannot train as it is: see the lines with an X."
+    console.print(f"\n{told} {f'{num_cures} things would help: the lines with ->.' if num_cures else ''}", markup=False)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,263 @@
+"""``infinity plan``: will a model train, with which offload, how fast, and what is the smallest change that makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infinity.cli.checkpoint import SIZE
+from infinity.cli.output import Console, json_option, print_facts, print_json, table
+from infinity.forecast.ladder import Ladder, Outcome
+from infinity.forecast.machine import Machine, glance
+from infinity.io_profile.machine import measure_flops_per_second
+from infinity.io_profile.model import ModelRefused, read_model
+from infinity.machine.finding import size
+from infinity.planning.bandwidth_cache import Bandwidth, now
+
+_TOKENS = 2048
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  infinity plan --params 7b
+  infinity plan path/to/config.json --nvme-path /mnt/nvme --tokens 8192
+  infinity plan model-directory --config ds_config.json --json
+  infinity plan --params 70b --ram 64GB --disk 2TB --drive-speed 6GB --gpu 24GB --tflops 150 --tbw 1200
+  infinity plan path/to/config.json --largest"""
+)
+@click.argument("model", required=False)
+@click.option("--params", metavar="NUMBER", help="A model of so many parameters in equal blocks: 7b, 374m, 1.2e9.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="What is planned for; else bf16 with AdamW.")
+@click.option(
+    "--nvme-path",
+    "directories",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Where states would lie; once for each drive. By default the config's, or the present directory.",
+)
+@click.option("--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Of an optimizer step.")
+@click.option("--ram", type=SIZE, metavar="SIZE", help="Free memory of a described machine, e.g. 64GB.")
+@click.option("--disk", type=SIZE, metavar="SIZE", help="Free space of its drives.")
+@click.option("--drive-speed", type=SIZE, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB.")
+@click.option("--gpu", type=SIZE, metavar="SIZE", help="Memory of its GPU.")
+@click.option(
+    "--tflops", type=click.FloatRange(min=0, min_open=True), help="10^12 operations per second that it reaches."
+)
+@click.option("--tbw", type=click.FloatRange(min=0, min_open=True), help="Terabytes that its drives are rated to take.")
+@click.option("--no-measure", is_flag=True, help="Do not try drive and compute for a second, which writes 32 MiB.")
+@click.option("--largest", is_flag=True, help="Also the largest model of this family that trains there.")
+@json_option
+def plan(
+    model: str | None,
+    params: str | None,
+    file: Path | None,
+    directories: tuple[Path, ...],
+    tokens: int,
+    ram: int | None,
+    disk: int | None,
+    drive_speed: int | None,
+    gpu: int | None,
+    tflops: float | None,
+    tbw: float | None,
+    no_measure: bool,
+    largest: bool,
+    as_json: bool,
+) -> int:
+    """Say whether MODEL trains here or on a described machine, for every offload choice: bytes of each tier, time of a step.
+
+    MODEL is a Hugging Face config.json or a directory with one; or give --params. Nothing is downloaded, and no weights are
+    made. Bytes are those of the engine's own plan. The time of a step is that of drives and compute alone, so a step takes at
+    least as long. Exit status 1 if it does not fit: then the smallest change that makes it fit is told.
+    """
+    if (model is None) == (params is None):
+        raise click.UsageError("give a MODEL (config.json or a directory with one) or --params, and not both.")
+    if model is not None and not Path(model).exists():
+        raise click.UsageError(f"{model}: no such file or directory; names on the hub are not looked up.")
+    if params is not None and Path(params).exists():
+        raise click.UsageError(f"--params {params}: it is a path. Give it without --params.")
+    try:
+        name, shapes = read_model(params or str(model))
+    except ModelRefused as error:
+        raise click.ClickException(str(error).replace("--model ", "", 1)) from error
+    paths = list(directories) or _paths_of(file)
+    machine = Machine.here(paths)
+    is_here = ram is None and disk is None and gpu is None
+    speed = tflops * 1e12 if tflops else None
+    source = "as given" if tflops else ""
+    if speed is None and is_here and not no_measure:
+        speed, device = measure_flops_per_second()
+        source = f"measured: {device}"
+    bandwidth = _bandwidth(drive_speed) or (machine.bandwidth if is_here else None)
+    if bandwidth is None and is_here and not no_measure:
+        bandwidth = glance(paths)
+    machine = dataclasses.replace(
+        machine,
+        host_free_bytes=ram or machine.host_free_bytes,
+        drive_free_bytes=disk or machine.drive_free_bytes,
+        device_free_bytes=gpu or (None if ram else machine.device_free_bytes),
+        bandwidth=bandwidth,
+        flops_per_second=speed,
+        drive_tbw=tbw,
+    )
+    nvme_path = [str(path) for path in paths]
+    ladder = Ladder(shapes, file, machine, nvme_path, tokens)
+    rungs = list(ladder.rungs())
+    given = ladder.given() if file is not None else next((each for each in rungs if each.fits), rungs[-1])
+    change = None if given.fits else ladder.smallest_change(given)
+    most = ladder.largest() if largest else None
+    if as_json:
+        print_json(
+            {
+                "model": name,
+                "num_parameters": sum(each.numel() for each in shapes.parameters()),
+                "fits": given.fits,
+                "machine": dataclasses.asdict(machine),
+                "chosen": _as_json(given),
+                "choices": [_as_json(each) for each in rungs],
+                "smallest_change": None if change is None else dict(change.change.beyond(given)),
+                "largest": None if most is None else {"num_layers": most[0], "num_parameters": most[1]},
+            }
+        )
+        return 0 if given.fits else 1
+    _print_machine(name, shapes, machine, source, tokens)
+    _print_rungs(rungs, given, machine, is_given=file is not None)
+    _print_verdict(given, change, machine, is_given=file is not None)
+    if largest:
+        told = "unknown: the model has no repeated layers, or does not fit with one" if most is None else _largest(most)
+        Console(highlight=False).print(f"\nThe largest of this family that trains there: {told}", markup=False)
+    return 0 if given.fits else 1
+
+
+def _paths_of(file: Path | None) -> list[Path]:
+    if file is not None:
+        from infinity.config import load_config
+
+        if found := list(load_config(file, world_size=1, check_storage=False).nvme_paths):
+            return found
+    return [Path.cwd()]
+
+
+def _bandwidth(speed: int | None) -> Bandwidth | None:
+    return None if speed is None else Bandwidth(speed, speed, speed, now())
+
+
+def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens: int) -> None:
+    count = sum(each.numel() for each in shapes.parameters())
+    drives = "no limit" if machine.drive_free_bytes is None else size(machine.drive_free_bytes)
+    speed = machine.bandwidth
+    at = "speed unknown: run `infinity profile DIR`, or give --drive-speed"
+    if speed is not None:
+        at = f"{size(speed.mixed_bytes_per_second)}/s both ways"
+    rows = [
+        ("model", f"{name.removesuffix(' parameters')}: {count:,} parameters"),
+        ("memory free", size(machine.host_free_bytes)),
+        ("drives free", f"{drives}, {at}"),
+        (
+            "device",
+            "the CPU" if machine.shares_host_memory else f"a GPU with {size(machine.device_free_bytes or 0)} free",
+        ),
+        ("step", f"{tokens:,} tokens"),
+    ]
+    if machine.flops_per_second:
+        rows.append(("compute", f"{machine.flops_per_second / 1e12:,.3g} TFLOP/s ({source})"))
+    print_facts(rows)
+
+
+def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_given: bool) -> None:
+    has_gpu = not machine.shares_host_memory
+    columns = [
+        "",
+        "weights",
+        "states",
+        "memory",
+        *["GPU"][:has_gpu],
+        "drives",
+        "moved",
+        "step",
+        "tokens/s",
+        "RAM at least",
+    ]
+    shown = table(*columns)
+    for each in rungs:
+        plan = each.plan
+        is_chosen = (each.param_tier, each.optimizer_tier) == (given.param_tier, given.optimizer_tier)
+        resting = plan.states_bytes if plan is not None else {}
+        moved = None if plan is None else plan.predicted_read_bytes_per_step + plan.predicted_write_bytes_per_step
+        cells = [
+            ("fits" if each.fits else "no") + (" *" if is_chosen else ""),
+            each.param_tier,
+            each.optimizer_tier,
+            _bytes(resting.get("host")),
+            *[_bytes(resting.get("device"))][:has_gpu],
+            _bytes(resting.get("nvme")),
+            _bytes(moved),
+            _seconds(each),
+            "-" if each.seconds is None else f"{each.tokens / each.seconds:,.3g}",
+            _bytes(each.minimum_bytes or None),
+        ]
+        shown.add_row(*cells)
+    console = Console(highlight=False)
+    console.print()
+    console.print(shown, markup=False)
+    star = "the config" if is_given else "taken"
+    console.print(
+        f"\nmemory, GPU, drives: what rests there. moved: read and written in a step. *: {star}.", markup=False
+    )
+
+
+def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, is_given: bool) -> None:
+    console = Console(highlight=False)
+    if given.plan is not None:
+        plan = given.plan
+        life = plan.predicted_drive_life_steps
+        written = plan.predicted_write_bytes_per_step
+        wear = f"{size(written)} written in a step" if written else "nothing is written in a step"
+        if life is not None:
+            wear += f": {life:,} steps until {machine.drive_tbw or plan.drive_tbw:g} TB are written"
+        elif written:
+            wear += "; --tbw says after how many steps the drives have taken what they are rated for"
+        console.print(f"wear: {wear}", markup=False)
+    if given.fits:
+        how = "as it is" if is_given else f"with weights on {given.param_tier}, states on {given.optimizer_tier}"
+        console.print(f"\nIt fits {how}. Activations come on top of what is shown.", markup=False)
+        return
+    console.print(f"\nIt does not fit: {given.problem}.", markup=False)
+    if change is None:
+        console.print("No change of the config helps: it takes more memory or more space on the drives.", markup=False)
+    else:
+        keys = ", ".join(f"{key} = {value}" for key, value in change.change.beyond(given).items())
+        console.print(f"The smallest change that makes it fit: {keys}", markup=False)
+
+
+def _seconds(each: Outcome) -> str:
+    seconds = each.seconds
+    return "-" if seconds is None else f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else size(num_bytes) if num_bytes else "0"
+
+
+def _largest(most: tuple[int, int]) -> str:
+    return f"{most[0]:,} layers, {most[1] / 1e9:,.2f}B parameters"
+
+
+def _as_json(each: Outcome) -> dict[str, Any]:
+    plan = each.plan
+    return {
+        "param_tier": each.param_tier,
+        "optimizer_tier": each.optimizer_tier,
+        "fits": each.fits,
+        "problem": each.problem,
+        "minimum_memory_bytes": each.minimum_bytes,
+        "resting_bytes": None if plan is None else plan.resting_bytes,
+        "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
+        "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
+        "step_seconds": each.seconds,
+        "tokens_per_second": None if each.seconds is None else each.tokens / each.seconds,
+        "drive_life_steps": None if plan is None else plan.predicted_drive_life_steps,
+    }

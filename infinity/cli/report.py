@@ -1,0 +1,64 @@
+"""``infinity report`` and ``infinity watch``: what the log of a run shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from infinity.cli.output import Console, json_option, print_json
+from infinity.run_log import read_run
+
+_RUN = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  infinity report runs/a
+  infinity report runs/a --out a.html
+  infinity report runs/a --json"""
+)
+@_RUN
+@click.option("--out", type=click.Path(path_type=Path), help="The page; by default report.html in RUN_DIR.")
+@json_option
+def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
+    """Write one HTML page about a run: loss, times, drives, memory, and what bound it.
+
+    RUN_DIR is the directory that the config's infinity.run_log names. The page needs no network and no script.
+    """
+    from infinity.reporting.page import run_report
+    from infinity.reporting.verdict import judge
+
+    path = run_report(run_dir, out)
+    verdict = judge(read_run(run_dir))
+    if as_json:
+        alternatives = [vars(each) for each in verdict.alternatives]
+        print_json(vars(verdict) | {"alternatives": alternatives, "page": path})
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(verdict.words, markup=False)
+    console.print(str(path), markup=False)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  infinity watch runs/a
+  infinity watch runs/a --once
+  infinity watch runs/a | tee steps.txt"""
+)
+@_RUN
+@click.option("--once", is_flag=True, help="Show it as it is now, and end.")
+def watch(run_dir: Path, once: bool) -> int:
+    """Show a run while it goes on. Ends with it, or with Ctrl-C.
+
+    Exit status 1 if the process of the run is gone without having closed its engine.
+    """
+    from infinity.reporting.live import watch as watch_run
+
+    has_ended = watch_run(run_dir, Console(), once=once)
+    return 0 if has_ended or once else 1
+
+
+__all__ = ["report", "watch"]

@@ -1,0 +1,31 @@
+"""Names of keys that scripts import from DeepSpeed in place of the texts themselves. Pure texts."""
+
+from __future__ import annotations
+
+_RANGE_TEST = ("min_lr", "step_rate", "step_size", "staircase")
+_CYCLE = ("first_step_size", "first_stair_count", "second_step_size", "second_stair_count", "min_lr", "max_lr")
+_DECAY = ("step_size", "lr_rate", "mom_rate")
+_WARMUP = ("min_lr", "max_lr", "num_steps", "type", "min_ratio")
+_SCHEDULE_KEYS = (
+    *(f"lr_range_test_{key}" for key in _RANGE_TEST),
+    *(f"cycle_{key}" for key in (*_CYCLE, "min_mom", "max_mom")),
+    *(f"decay_{key}" for key in _DECAY),
+    *(f"warmup_{key}" for key in _WARMUP),
+    "cos_min_ratio",
+    "total_num_steps",
+)
+
+LR_SCHEDULES = {
+    **{key.upper(): key for key in _SCHEDULE_KEYS},
+    "LR_RANGE_TEST": "LRRangeTest",
+    "ONE_CYCLE": "OneCycle",
+    "WARMUP_LR": "WarmupLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR",
+    "WARMUP_COSINE_LR": "WarmupCosineLR",
+    "WARMUP_LOG_RATE": "log",
+    "WARMUP_LINEAR_RATE": "linear",
+}
+"""Those of ``runtime.lr_schedules``."""
+
+OPTIMIZERS = {f"{name.upper()}_OPTIMIZER": name for name in ("adagrad", "adam", "adamw", "lion")}
+"""Those of ``runtime.config``: the names of optimizers that there are here as well."""

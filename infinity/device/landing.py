@@ -1,0 +1,161 @@
+"""Pinned host memory in which tensors arrive from a device while nobody waits.
+
+Knows bytes and copies; must not know what arrives or what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from infinity.device.compute import ComputeDevice, Fence
+from swapper import AlignedRegion
+
+_GRANULE = 64
+"""Bytes to which each tensor is aligned."""
+
+Purpose = TypeVar("Purpose")
+
+
+@dataclass(eq=False)
+class Download(Generic[Purpose]):
+    """Tensors on their way to the host."""
+
+    purpose: Purpose
+    values: list[torch.Tensor]
+    """1-D, of host memory: what the sources hold, once `Landing.is_first_done` or `Landing.await_first` says so."""
+    begin: int
+    end: int
+    """Their bytes of the ring."""
+    fence: Fence
+
+
+class Landing(Generic[Purpose]):
+    """A ring of memory: what is started first is taken first, and as much is on its way as there is room for.
+
+    All copies go on one stream of the device, so whatever is started later comes behind what was in its memory before.
+    """
+
+    def __init__(self, device: ComputeDevice, num_bytes: int) -> None:
+        """
+        Args:
+            device: where tensors come from.
+            num_bytes: of the ring; 0 where nothing will arrive, because the device computes in host memory.
+        """
+        self._device = device
+        self.num_bytes = num_bytes // _GRANULE * _GRANULE
+        self._region = AlignedRegion(self.num_bytes) if self.num_bytes else None
+        self._unpin: Callable[[], None] | None = None
+        if self._region is not None and device.pin is not None:
+            self._unpin = device.pin(self._region.address, self._region.num_bytes)
+        self._coming: deque[Download[Purpose]] = deque()
+        self._last: Fence = None
+        """Behind everything that was started."""
+
+    def coming(self) -> Sequence[Download[Purpose]]:
+        """All that was started and not taken out, in this order."""
+        return self._coming
+
+    def fits(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether there is room for them now."""
+        return self._place(_bytes_of(sources)) is not None
+
+    def start(self, sources: Sequence[torch.Tensor], purpose: Purpose) -> None:
+        """Copy 1-D tensors of the device, as the calling thread's stream leaves them, without waiting. They must fit.
+
+        Nothing may write to them any more. They may be freed: their memory is not handed out again before the copy has run.
+        """
+        begin = self._place(_bytes_of(sources))
+        if begin is None or self._region is None:
+            raise RuntimeError(f"no room for {_bytes_of(sources)} bytes in a ring of {self.num_bytes}")
+        offset, values, after = begin, [], self._device.mark()
+        for source in sources:
+            values.append(self._at(offset, source))
+            self._last = self._device.download(values[-1], source, after)
+            offset += _round_up(source.nbytes)
+        self._coming.append(Download(purpose, values, begin, max(offset, begin + _GRANULE), self._last))
+
+    def is_first_done(self) -> bool:
+        """Whether the first of those that come is there."""
+        return self._device.is_done(self._coming[0].fence)
+
+    def await_first(self) -> None:
+        """Return when it is there."""
+        self._device.synchronize(self._coming[0].fence)
+
+    def take_first(self) -> Download[Purpose]:
+        """Take it out, whether it is there or not. Its memory is that of whatever is started next."""
+        return self._coming.popleft()
+
+    def blocks(self, source: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Bring a 1-D tensor of the device here block by block, for what does not fit at once. Waits for each block.
+
+        Args:
+            source: nothing else may be on its way.
+            most_numel: elements of a block.
+
+        Yields:
+            The block's first element, and its values, which are there until the next one is asked for.
+        """
+        half = self.num_bytes // (2 * _GRANULE) * _GRANULE
+        step = min(half // source.element_size(), most_numel)
+        if step == 0 or self._coming:
+            raise RuntimeError(
+                f"a ring of {self.num_bytes} bytes, with {len(self._coming)} on their way, takes no block"
+            )
+        after = self._device.mark()
+        on_its_way: deque[tuple[int, torch.Tensor, Fence]] = deque()
+
+        def first() -> tuple[int, torch.Tensor]:
+            start, values, fence = on_its_way.popleft()
+            self._device.synchronize(fence)
+            return start, values
+
+        for number, start in enumerate(range(0, source.numel(), step)):
+            block = source[start : start + step]
+            values = self._at(half * (number % 2), block)
+            self._last = self._device.download(values, block, after)
+            on_its_way.append((start, values, self._last))
+            if len(on_its_way) == 2:  # the one is used while the other comes
+                yield first()
+        while on_its_way:
+            yield first()
+
+    def close(self) -> None:
+        """Give the memory back, when no copy writes to it any more."""
+        region, self._region = self._region, None
+        self._coming.clear()
+        if region is None:
+            return
+        self._device.synchronize(self._last)
+        if self._unpin is not None:
+            self._unpin()
+        region.release()
+
+    def _place(self, num_bytes: int) -> int | None:
+        """Where so many bytes would go."""
+        if not self._coming:
+            return 0 if num_bytes <= self.num_bytes else None
+        first, last = self._coming[0], self._coming[-1]
+        is_wrapped = last.begin < first.begin
+        if last.end + num_bytes <= (first.begin if is_wrapped else self.num_bytes):
+            return last.end
+        return 0 if not is_wrapped and num_bytes <= first.begin else None
+
+    def _at(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        if self._region is None:
+            raise RuntimeError("there is no memory to land in")
+        memory = torch.from_numpy(self._region.array())
+        return memory[offset : offset + like.nbytes].view(like.dtype)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _GRANULE) * _GRANULE
+
+
+def _bytes_of(sources: Sequence[torch.Tensor]) -> int:
+    return max(sum(_round_up(source.nbytes) for source in sources), _GRANULE)

@@ -1,0 +1,159 @@
+"""The first half of building an engine, which needs no data: units, sizes, placement and plan. For engines, and for forecasts.
+
+Knows a model's shapes, which may be all there is of it (the meta device); must not open files or move bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.checkpoint.adapters import is_adapted
+from infinity.config import InfinityConfig
+from infinity.device.host_memory import FreeShare
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.template import Template
+from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
+from infinity.planning.placement import Placement
+from infinity.planning.plan import Plan
+from infinity.planning.plan_tracker import PlanTracker, first_plan
+from infinity.planning.resting import resting_bytes
+from infinity.units.layout import Slot
+from infinity.units.shares import Shares
+from infinity.units.unit import Unit
+from infinity.vertical.eligibility import Suitability, place_for_schedule
+
+Place = tuple[Unit, Slot]
+"""Of a parameter."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is decided before anything is opened.
+
+    Attributes:
+        units: the model, cut.
+        updater: the optimizer, on pieces.
+        groups: for each parameter group, where its trained parameters lie.
+        names: for each unit's index, the names of the states that its records have room for.
+        with_room: (unit, slot) of every parameter with room for states.
+        spans: of each unit's trainable segment, the elements whose states this process has: from, to.
+        sizes: of the units.
+        request: what the config asks for.
+        guess: the order of need before the first micro-batch is recorded.
+    """
+
+    config: InfinityConfig
+    units: list[Unit]
+    updater: PieceUpdater
+    groups: list[list[Place]]
+    names: dict[int, dict[str, None]]
+    with_room: set[tuple[int, int]]
+    spans: list[tuple[int, int]]
+    sizes: list[UnitSize]
+    request: Request
+    guess: list[int]
+    budget_source: str
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        config: InfinityConfig,
+        template: Template,
+        share: FreeShare,
+        *,
+        shares_host_memory: bool,
+        device_free_bytes: int | None,
+        shares: Shares | None = None,
+    ) -> Draft:
+        """Cut a model, and take down what its placement has to know.
+
+        Args:
+            model, config, template: what is to be trained, how, and by which optimizer.
+            share: of the host's memory, what is taken where the config leaves that open.
+            shares_host_memory: whether the device computes in host memory.
+            device_free_bytes: of a device that has its own.
+            shares: which part of the states is this process's; None: all of them.
+        """
+        units = make_units(model, config, _with_room(model, template))
+        updater = PieceUpdater(template)
+        places = {
+            id(parameter): (unit, slot)
+            for unit in units
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+        }
+        groups = [
+            [
+                place
+                for place in map(places.get, map(id, group["params"]))
+                if place is not None and place[1].spec.is_trainable
+            ]
+            for group in template.param_groups
+        ]
+        names: dict[int, dict[str, None]] = {unit.index: {} for unit in units}
+        for index, group in enumerate(groups):
+            for unit, _ in group:
+                names[unit.index].update(dict.fromkeys(updater.state_names(index)))
+        with_room = {(unit.index, slot.index) for unit, slot in places.values() if slot.spec.is_trainable}
+        in_groups = {(unit.index, slot.index) for group in groups for unit, slot in group}
+        for place in with_room - in_groups:  # it has left its group, and may come into any
+            for index in range(len(groups)):
+                names[place[0]].update(dict.fromkeys(updater.state_names(index)))
+        spans = [(shares or Shares()).span(unit) for unit in units]
+        budget = config.infinity.host_memory_budget
+        request = Request.of(
+            config,
+            model,
+            units,
+            budget_bytes=budget if budget is not None else share.budget_bytes,
+            shares_host_memory=shares_host_memory,
+            device_free_bytes=device_free_bytes,
+            runs_in_parallel=updater.is_for_threads,
+        )
+        return cls(
+            config=config,
+            units=units,
+            updater=updater,
+            groups=groups,
+            names=names,
+            with_room=with_room,
+            spans=spans,
+            sizes=[
+                UnitSize.of(unit, len(names[unit.index]), stop - start)
+                for unit, (start, stop) in zip(units, spans, strict=True)
+            ],
+            request=request,
+            guess=guessed_order(len(units), is_trained=bool(template.param_groups)),
+            budget_source="from the config" if budget is not None else str(share),
+        )
+
+    def place(self) -> tuple[Placement, Suitability]:
+        """Divide the budgets.
+
+        Raises:
+            BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
+        """
+        return place_for_schedule(self.config.infinity.schedule, self.sizes, self.request, self.guess)
+
+    def tracker(self, placement: Placement, suitability: Suitability, durable_bytes: int = 0) -> PlanTracker:
+        """What keeps the plan of a placement; ``durable_bytes``: what a durable run has reserved."""
+        resting = resting_bytes(self.sizes, self.request, placement)
+        plan = first_plan(self.config, self.units, self.request, placement, resting, self.budget_source, durable_bytes)
+        return PlanTracker(plan, self.sizes, self.request, self.guess, expects_vertical=suitability.is_expected)
+
+    def plan(self) -> Plan:
+        """The plan that an engine would print at its start.
+
+        Raises:
+            BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
+        """
+        return self.tracker(*self.place()).first
+
+
+def _with_room(model: nn.Module, template: Template) -> Sequence[nn.Parameter]:
+    """What gets room for states. Adapters' base weights only if they require a gradient: with ``AdamW(model.parameters())``
+    they all are in a group, and nobody thaws them."""
+    return [p for p in template.with_room() if p.requires_grad or not is_adapted(model)]

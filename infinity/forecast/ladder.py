@@ -1,0 +1,282 @@
+"""Will a model train on a machine, with which offload, and what is the smallest change that makes it.
+
+Knows drafts and machines; every figure is that of the plan that an engine would make. The rungs are those of DeepSpeed's
+tutorials: from everything in memory to everything on drives, each one slower than the one before and needing less memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import InfinityConfig, load_config
+from infinity.config.load import ConfigSource
+from infinity.config.resolved import OptimizerSection
+from infinity.device.host_memory import free_share
+from infinity.errors import BudgetTooSmallError, format_bytes
+from infinity.forecast.draft import Draft
+from infinity.forecast.machine import Machine
+from infinity.optim.template import build_template
+from infinity.planning.inputs import UnitSize, guessed_order
+from infinity.planning.placement import HOST_KEY
+from infinity.planning.plan import Plan
+from infinity.planning.resting import resting_bytes
+from infinity.units.tiles import Tiling
+from infinity.vertical.eligibility import place_for_schedule
+
+FLOPS_PER_PARAMETER = 6
+"""Of a token's forward and backward; 8 where blocks are computed once more (activation checkpointing)."""
+PLAIN: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {}},
+    "zero_optimization": {"stage": 3},
+}
+"""What is planned for where nobody gives a config."""
+_ON_CPU = (("none", "none"), ("none", "nvme"), ("nvme", "nvme"))
+_ON_GPU = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("none", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
+_TILES = ("256MiB", "64MiB")
+_MOST_LAYERS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is written into a config: by dotted key. Empty for the config as it is."""
+
+    keys: Mapping[str, Any]
+
+    def beyond(self, given: Outcome) -> Mapping[str, Any]:
+        """The keys whose values are not those of the config that was given; paths aside."""
+        same = {
+            "zero_optimization.offload_param.device": given.param_tier,
+            "zero_optimization.offload_optimizer.device": given.optimizer_tier,
+        }
+        return {k: v for k, v in self.keys.items() if not k.endswith("nvme_path") and same.get(k) != v}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one config comes to on a machine.
+
+    Attributes:
+        param_tier, optimizer_tier: "none", "cpu" or "nvme".
+        change: what it differs in from the config that was given.
+        plan: the engine's; None if it would refuse.
+        minimum_bytes: the least host memory with which an engine begins; 0 where a GPU's is too small.
+        problem: why it does not fit; None if it does.
+        tokens: of a step.
+    """
+
+    param_tier: str
+    optimizer_tier: str
+    change: Change
+    plan: Plan | None
+    minimum_bytes: int
+    problem: str | None
+    tokens: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trains there."""
+        return self.problem is None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, at least; None if the drives' speed is unknown."""
+        seconds = None if self.plan is None else self.plan.predicted_step_seconds
+        return seconds or None
+
+
+class Ladder:
+    """All offload choices for one model on one machine."""
+
+    def __init__(
+        self, model: nn.Module, config: ConfigSource | None, machine: Machine, nvme_path: Any, tokens: int
+    ) -> None:
+        """
+        Args:
+            model: may lie on the meta device.
+            config: what is planned for; None: bf16 with AdamW.
+            machine: where.
+            nvme_path: for what is offloaded to drives.
+            tokens: of a step.
+        """
+        self._model = model
+        self._source: ConfigSource = PLAIN if config is None else config
+        self._machine = machine
+        self._nvme_path = nvme_path
+        self._tokens = tokens
+
+    def given(self) -> Outcome:
+        """The config as it is."""
+        return self.outcome({})
+
+    def rungs(self) -> Iterator[Outcome]:
+        """Each choice of tiers, with the rest of the config as it is."""
+        for param, optimizer in _ON_CPU if self._machine.shares_host_memory else _ON_GPU:
+            yield self.outcome(self._tiers(param, optimizer))
+
+    def _tiers(self, param: str, optimizer: str) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        for name, tier in (("offload_param", param), ("offload_optimizer", optimizer)):
+            keys[f"zero_optimization.{name}.device"] = tier
+            if tier == "nvme":
+                keys[f"zero_optimization.{name}.nvme_path"] = self._nvme_path
+        return keys
+
+    def smallest_change(self, given: Outcome) -> Outcome | None:
+        """The first that fits of: more of the memory that is free, the next rungs, large layers in tiles, narrower states."""
+        lowest = self._tiers("nvme", "nvme")
+        candidates: list[dict[str, Any]] = []
+        if given.minimum_bytes and given.minimum_bytes < 0.95 * self._machine.host_free_bytes:
+            candidates.append({HOST_KEY: given.minimum_bytes})
+        rungs = _ON_CPU if self._machine.shares_host_memory else _ON_GPU
+        present = (given.param_tier, given.optimizer_tier)
+        later = rungs[rungs.index(present) + 1 :] if present in rungs else rungs
+        candidates += [self._tiers(*tiers) for tiers in later]
+        candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
+        candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
+        return next((found for found in map(self.outcome, candidates) if found.fits), None)
+
+    def outcome(self, keys: Mapping[str, Any]) -> Outcome:
+        """What the config with these changes comes to."""
+        config = load_config(self._source, overrides=keys, world_size=1, check_storage=False)
+        draft = self._draft(config)
+        tiers = (config.offload_param.device, config.offload_optimizer.device)
+        try:
+            plan = draft.plan()
+        except BudgetTooSmallError as error:
+            least = error.minimum_bytes if error.key == HOST_KEY else 0
+            return Outcome(*tiers, Change(keys), None, least, _too_small(error), self._tokens)
+        machine = self._machine
+        speed = machine.flops_per_second
+        per_parameter = FLOPS_PER_PARAMETER + 2 * config.infinity.activation_checkpointing
+        plan = dataclasses.replace(
+            plan,
+            bandwidth=machine.bandwidth,
+            drive_tbw=machine.drive_tbw or plan.drive_tbw,
+            compute_seconds=None if not speed else per_parameter * plan.num_parameters * self._tokens / speed,
+        )
+        problem = None
+        needed = plan.states_bytes["nvme"]
+        if machine.drive_free_bytes is not None and needed > machine.drive_free_bytes:
+            problem = (
+                f"{format_bytes(needed)} on the drives, of which {format_bytes(machine.drive_free_bytes)} are free"
+            )
+        elif plan.host_budget_bytes > machine.host_free_bytes:
+            taken = plan.placement.host_bytes(draft.request)
+            if taken > machine.host_free_bytes:
+                free = format_bytes(machine.host_free_bytes)
+                problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
+        return Outcome(*tiers, Change(keys), plan, plan.minimum_budget_bytes, problem, self._tokens)
+
+    def _draft(self, config: InfinityConfig) -> Draft:
+        model, limit = self._model, config.infinity.tile_above
+        if limit is not None:
+            model = copy.deepcopy(model)  # without data: tiles are not taken back
+        tiling = Tiling(model, limit, config.compute_dtype.itemsize, ())
+        fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+        named = [(fqns[id(each)], each) for each in tiling.groups.with_tiles(model.parameters()) or ()]
+        source = config.optimizer or OptimizerSection("AdamW", {})
+        template = build_template(source, named, torch.device("cpu"), tiled=tiling.groups)
+        machine = self._machine
+        share = free_share(holds_activations=machine.shares_host_memory, all_bytes=machine.host_free_bytes)
+        return Draft.of(
+            model,
+            config,
+            template,
+            share,
+            shares_host_memory=machine.shares_host_memory,
+            device_free_bytes=machine.device_free_bytes,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- largest
+
+    def largest(self) -> tuple[int, int] | None:
+        """The most layers with which a model like this one trains here, everything on drives, and its parameters.
+
+        None if it has no repeated layers, or does not train with one of them.
+        """
+        config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
+        draft = self._draft(config)
+        layers = _Layers.of(draft)
+        if layers is None:
+            return None
+
+        def fits(count: int) -> bool:
+            sizes, together = layers.repeated(count)
+            request = dataclasses.replace(draft.request, used_together=together)
+            order = guessed_order(len(sizes))
+            try:
+                placement, _ = place_for_schedule(config.infinity.schedule, sizes, request, order)
+            except BudgetTooSmallError:
+                return False
+            free = self._machine.drive_free_bytes
+            return free is None or sum(resting_bytes(sizes, request, placement)["nvme"].values()) <= free
+
+        count = _last(fits)
+        return None if not count else (count, layers.num_parameters(count))
+
+
+def _too_small(error: BudgetTooSmallError) -> str:
+    memory = "memory" if error.key == HOST_KEY else "GPU memory"
+    return f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {format_bytes(error.budget_bytes)} are given"
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A model as layers that repeat, and the rest."""
+
+    sizes: Sequence[UnitSize]
+    used_together: tuple[frozenset[int], ...]
+    repeated_at: Sequence[int]
+    others_numel: int
+    layer_numel: int
+
+    @classmethod
+    def of(cls, draft: Draft) -> _Layers | None:
+        kinds = Counter((size.weight_bytes, size.trainable_numel) for size in draft.sizes)
+        kind, count = kinds.most_common(1)[0]
+        if count < 2:
+            return None
+        at = [i for i, size in enumerate(draft.sizes) if (size.weight_bytes, size.trainable_numel) == kind]
+        numels = [sum(slot.numel for slot in unit.layout.slots) for unit in draft.units]
+        layer = numels[at[0]]
+        return cls(draft.sizes, draft.request.used_together, at, sum(numels) - layer * count, layer)
+
+    def repeated(self, count: int) -> tuple[list[UnitSize], tuple[frozenset[int], ...]]:
+        """Sizes and what is used together, with so many layers."""
+        gone = set(self.repeated_at[count:])
+        kept = [index for index in range(len(self.sizes)) if index not in gone]
+        new_index = {old: new for new, old in enumerate(kept)}
+        sizes = [self.sizes[index] for index in kept]
+        sizes += [self.sizes[self.repeated_at[0]]] * (count - len(self.repeated_at))
+        together = tuple(frozenset(new_index[i] for i in each if i in new_index) for each in self.used_together)
+        return sizes, tuple(each for each in together if each)
+
+    def num_parameters(self, count: int) -> int:
+        return self.others_numel + count * self.layer_numel
+
+
+def _last(fits: Callable[[int], bool]) -> int:
+    """The largest number up to which it fits; 0 if not even one does."""
+    if not fits(1):
+        return 0
+    low = 1
+    while low < _MOST_LAYERS and fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > max(1, low // 128):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+__all__ = ["PLAIN", "Change", "Ladder", "Outcome"]

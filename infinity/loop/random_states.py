@@ -1,0 +1,60 @@
+"""The random generators of the process: python's, NumPy's, torch's, and those of the GPUs in use."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states() -> dict[str, Any]:
+    """Copies of their states."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Let them go on from these; of the GPUs, as many as there are."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        for index, state in enumerate(states.get("cuda", ())[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, index)
+
+
+def set_random_states_of(rank: int, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Let the generators of ``rank`` go on, where ``saved`` has the states of all ranks that there were.
+
+    A rank that was not there then goes on as all did, if they had the same states. Else it begins with a seed of its own, which
+    follows from the states of one of them and its number: no two ranks draw the same numbers that did not before.
+    """
+    if rank < len(saved):
+        set_random_states(saved[rank])
+        return
+    stamps = [_stamp(states) for states in saved]
+    if len(saved) > 1 and len(set(stamps)) == 1:
+        set_random_states(saved[0])
+        return
+    text = f"{stamps[rank % len(saved)]} {rank}"
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # of GPUs, too
+
+
+def _stamp(states: Mapping[str, Any]) -> str:
+    """Equal where states are."""
+    _, keys, *rest = states["numpy"]
+    text = repr((states["python"], keys.tolist(), rest)).encode()
+    tensors = [states["torch"], *states.get("cuda", ())]
+    return hashlib.sha256(text + b"".join(bytes(each.cpu().numpy()) for each in tensors)).hexdigest()
+
+
+__all__ = ["random_states", "set_random_states", "set_random_states_of"]

@@ -1,0 +1,52 @@
+"""One thing that was found about the machine, what it means, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    """What a finding means for a training."""
+
+    GOOD = "good"
+    NOTE = "note"
+    """Neither: good to know."""
+    POOR = "poor"
+    """It works, and more would be possible."""
+    BAD = "bad"
+    """It prevents a training."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One of them.
+
+    Attributes:
+        what: that it is about.
+        verdict: what it means.
+        text: what was found.
+        cure: what would help; empty where nothing is to be done.
+        facts: the same as plain values.
+        directory: which it is about; empty if it is about none.
+    """
+
+    what: str
+    verdict: Verdict
+    text: str
+    cure: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    directory: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "verdict": str(self.verdict)}
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in words, as people say them of memory and drives: ``"23.4 GB"`` (decimal)."""
+    for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {name}"
+    return f"{num_bytes:,.0f} bytes"

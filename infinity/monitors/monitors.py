@@ -1,0 +1,159 @@
+"""All monitors that a config names, as one: DeepSpeed's ``MonitorMaster``."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from infinity.config import FileMonitorSection, MonitorsSection, WandbSection
+from infinity.errors import ConfigValueError
+from infinity.monitors.csv_files import CsvFiles
+from infinity.telemetry.report import StepReport
+
+logger = logging.getLogger(__name__)
+
+Event = tuple[str, Any, int]
+"""Name, value, and where on the axis: the samples so far."""
+
+
+class Monitor(Protocol):
+    """Writes events somewhere."""
+
+    def write_events(self, events: Sequence[Event]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Monitors:
+    """Those that the config names; none on other ranks than the first."""
+
+    def __init__(self, section: MonitorsSection, *, is_first: bool = True) -> None:
+        """Open them.
+
+        Raises:
+            ConfigValueError: one cannot be opened; says why. Those that were are closed again.
+        """
+        self._monitors: dict[str, Monitor] = {}
+        self._has_warned = False
+        if not is_first:
+            return
+        try:
+            if section.csv is not None:
+                self._open("csv_monitor", "", CsvFiles, section.csv)
+            if section.tensorboard is not None:
+                self._open("tensorboard", "tensorboard", _TensorBoard, section.tensorboard)
+            if section.wandb is not None:
+                self._open("wandb", "wandb", _Wandb, section.wandb)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is written."""
+        return bool(self._monitors)
+
+    def _open(self, key: str, package: str, kind: Callable[[Any], Monitor], section: Any) -> None:
+        try:
+            if package:
+                importlib.import_module(package)
+            self._monitors[key] = kind(section)
+        except ImportError as error:
+            cure = f"pip install {package}, or set it to false"
+            raise ConfigValueError(
+                f"{key}.enabled", True, f"it needs the package {package}: {error}", cure=cure
+            ) from error
+        except Exception as error:
+            cure = "Set it to false, or see to that"
+            if key == "wandb":
+                cure = "Log in (wandb login), set the environment variable WANDB_MODE=offline, or set it to false"
+            problem = f"it cannot be written: {type(error).__name__}: {error}"
+            raise ConfigValueError(f"{key}.enabled", True, problem, cure=cure) from error
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write values of one's own.
+
+        A monitor that fails (a full disk) says so once and is left alone from then on: training goes on.
+
+        Args:
+            events: of each the name, the value, and where on the axis, which is the number of samples in DeepSpeed's.
+        """
+        for key, monitor in list(self._monitors.items()):
+            try:
+                monitor.write_events(events)
+            except Exception as error:
+                del self._monitors[key]
+                logger.warning("%s gets no more values: %s: %s. Training goes on", key, type(error).__name__, error)
+
+    def write_step(self, report: StepReport, lr: float | None, before: int, now: int, *, with_seconds: bool) -> None:
+        """What DeepSpeed writes of a step, under its names.
+
+        Args:
+            report: of the step.
+            lr: learning rate of the first group, for the next step; None without groups.
+            before, now: samples without and with this step.
+            with_seconds: whether the seconds of its phases are wanted as well.
+        """
+        if not self._monitors:
+            return
+        events: list[Event] = []
+        if report.loss is not None:  # DeepSpeed writes it in backward, when the step does not count yet
+            events.append(("Train/Samples/train_loss", report.loss, before))
+        if lr is not None:
+            events.append(("Train/Samples/lr", lr, now))
+        if report.loss_scale != 1:
+            events.append(("Train/Samples/loss_scale", report.loss_scale, now))
+        if with_seconds:
+            phases = {
+                "forward": report.forward_seconds,
+                "backward": report.backward_seconds,
+                "step": report.update_seconds,
+            }
+            events += [(f"Train/Samples/elapsed_time_ms_{name}", 1e3 * value, now) for name, value in phases.items()]
+        self.write_events(events)
+
+    def close(self) -> None:
+        """Write what is pending. May be called again."""
+        while self._monitors:
+            key, monitor = self._monitors.popitem()
+            try:
+                monitor.close()
+            except Exception as error:
+                logger.warning("%s could not be closed: %s: %s", key, type(error).__name__, error)
+
+
+class _TensorBoard:
+    """Events that ``tensorboard --logdir`` shows."""
+
+    def __init__(self, section: FileMonitorSection) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(section.directory))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases: the one that the script has begun, or one of its own."""
+
+    def __init__(self, section: WandbSection) -> None:
+        import wandb
+
+        self._is_own = wandb.run is None
+        self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            self._run.log({name: value}, step=samples)
+
+    def close(self) -> None:
+        if self._is_own:
+            self._run.finish()

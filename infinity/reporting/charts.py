@@ -1,0 +1,297 @@
+"""Charts of a run as SVG, drawn by matplotlib.
+
+[Note: colours] A page is light or dark as its reader's system is, and a chart is drawn once. So each colour is drawn as a
+number that stands for a name (`INKS`), and becomes a CSS variable of that name in the SVG. Texts stay texts.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.errors import LibraryVersionError
+from infinity.planning.plan import Plan
+from infinity.reporting.trace import StepTrace
+from infinity.run_log import Mark
+from infinity.telemetry.report import StepReport
+
+INKS = ("ink", "faint", "paper", "a", "b", "c", "d", "e", "f", "g", "bad")
+"""CSS variables, see the page's style."""
+_COLOURS = {name: f"#0102{place + 3:02x}" for place, name in enumerate(INKS)}
+WIDE, NARROW = (8.6, 3.0), (4.0, 2.9)
+"""Inches, for a screen and for a phone."""
+_MOST_POINTS = 600
+_MOST_BARS = 100
+_MARKED = {"spike": "bad", "skipped": "bad", "rollback": "e", "load": "e", "restart": "d", "lr": "c", "note": "ink"}
+_ROWS = {"compute": "a", "waiting": "bad", "reads": "b", "writes": "c", "optimizer": "d", "copies": "e"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        title: of it.
+        text: what it shows, for those who cannot see it.
+        wide, narrow: SVG elements.
+    """
+
+    title: str
+    text: str
+    wide: str
+    narrow: str
+
+
+def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
+    """Loss and learning rate, with the logbook's marks."""
+    known = [(step.step, step.loss) for step in steps if step.loss is not None and np.isfinite(step.loss)]
+    rates = [(step.step, step.lr[0]) for step in steps if step.lr]
+
+    def draw(figure: Any) -> None:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        x, y = _columns(known)
+        if len(x) > 20:
+            above.plot(*_thinned(x, y), color=_COLOURS["a"], linewidth=0.8, alpha=0.45)
+            y = _smoothed(y)
+        above.plot(*_thinned(x, y), color=_COLOURS["a"], linewidth=1.6)
+        above.set_ylabel("loss")
+        below.plot(*_thinned(*_columns(rates)), color=_COLOURS["c"], linewidth=1.4)
+        below.set_ylabel("lr")
+        below.set_xlabel("step")
+        for mark in marks:
+            if mark.kind in _MARKED:
+                above.axvline(mark.step, color=_COLOURS[_MARKED[mark.kind]], linewidth=0.9, linestyle=(0, (3, 2)))
+
+    text = "No loss is known: the engine sees it in engine.backward and engine.train_batch."
+    if known:
+        text = (
+            f"The loss goes from {known[0][1]:.4g} at step {known[0][0]} to {known[-1][1]:.4g} at step {known[-1][0]}."
+        )
+    if any(mark.kind in _MARKED for mark in marks):
+        text += " Dashed lines are marks of the logbook."
+    return _chart("Loss and learning rate", text, draw)
+
+
+def breakdown(steps: Sequence[StepReport]) -> Chart:
+    """Where the time of each step went."""
+    kinds: dict[str, tuple[str, Callable[[StepReport], float]]] = {
+        "forward": ("a", lambda step: step.forward_seconds),
+        "backward": ("b", lambda step: step.backward_seconds),
+        "step": ("g", lambda step: step.update_seconds),
+        "waits: reads": ("bad", lambda step: step.read_wait_seconds),
+        "waits: optimizer": ("d", lambda step: step.update_wait_seconds),
+        "waits: writes, commits": ("c", lambda step: step.write_wait_seconds + step.commit_seconds),
+        "other": ("faint", lambda step: step.other_seconds),
+    }
+    means = {name: np.mean([of(step) for step in steps]) for name, (_, of) in kinds.items()}
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        places, width, parts = _bars(steps)
+        bottom = np.zeros(len(parts))
+        for name, (ink, of) in kinds.items():
+            heights = np.array([np.mean([of(step) for step in part]) for part in parts])
+            if heights.max(initial=0) > 0:
+                axes.bar(places, heights, width, bottom, color=_COLOURS[ink], label=name, linewidth=0)
+            bottom += heights
+        axes.set_ylabel("seconds")
+        axes.set_xlabel("step")
+        _legend(figure, axes)
+
+    told = ", ".join(f"{name} {value:.3g} s" for name, value in means.items() if value > 0)
+    return _chart("Where a step's time went", f"On average: {told or 'nothing was measured'}.", draw)
+
+
+def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
+    """Gigabytes per second of the drives, against what they can do."""
+    speed = plan.bandwidth if plan is not None else None
+    rows = [(step.step, step.drive_bytes_per_second) for step in steps]
+    busy = [(number, value / 1e9) for number, value in rows if value is not None]
+    over = [(step.step, (step.read_bytes + step.write_bytes) / step.seconds / 1e9) for step in steps if step.seconds]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(*_thinned(*_columns(busy)), color=_COLOURS["b"], linewidth=1.4, label="while a drive was busy")
+        axes.plot(*_thinned(*_columns(over)), color=_COLOURS["a"], linewidth=1.4, label="over the whole step")
+        if speed is not None:
+            ceiling = speed.mixed_bytes_per_second / 1e9
+            axes.axhline(
+                ceiling, color=_COLOURS["bad"], linewidth=1.2, linestyle=(0, (5, 2)), label="ceiling, measured"
+            )
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("GB/s, both ways")
+        axes.set_xlabel("step")
+        _legend(figure, axes)
+
+    mean = np.mean([value for _, value in over]) if over else 0.0
+    text = f"Reads and writes together: {mean:.3g} GB/s over the steps."
+    if speed is not None:
+        text += f" The ceiling is {speed.mixed_bytes_per_second / 1e9:.3g} GB/s, measured on {speed.date}."
+    else:
+        text += " No ceiling is known: the drives were never measured here (infinity.autotune_io, tools/profile_io.py)."
+    return _chart("NVMe throughput", text, draw)
+
+
+def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
+    """Host memory, the GPU's peak, and the budget."""
+    host = [(step.step, step.host_bytes / 1e9) for step in steps if step.host_bytes]
+    device = [(step.step, step.device_peak_bytes / 1e9) for step in steps if step.device_peak_bytes is not None]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(*_thinned(*_columns(host)), color=_COLOURS["a"], linewidth=1.4, label="process")
+        if device:
+            axes.plot(*_thinned(*_columns(device)), color=_COLOURS["b"], linewidth=1.4, label="GPU, peak")
+        if plan is not None:
+            budget = plan.host_budget_bytes / 1e9
+            axes.axhline(budget, color=_COLOURS["c"], linewidth=1.2, linestyle=(0, (5, 2)), label="host memory budget")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("GB")
+        axes.set_xlabel("step")
+        _legend(figure, axes)
+
+    peak = max((step.host_peak_bytes for step in steps), default=0)
+    text = f"The process held at most {peak / 1e9:.3g} GB of host memory, Python, libraries and activations included."
+    if device:
+        text += f" torch held at most {max(value for _, value in device):.3g} GB of the GPU's."
+    return _chart("Memory", text, draw)
+
+
+def tiers(plan: Plan) -> Chart:
+    """What rests where."""
+    resting = {tier: kinds for tier, kinds in plan.resting_bytes.items() if any(kinds.values())}
+    kinds = list(dict.fromkeys(kind for found in resting.values() for kind in found))
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        left = np.zeros(len(resting))
+        for kind, ink in zip(kinds, "abcdefg", strict=False):
+            sizes = np.array([found.get(kind, 0) / 1e9 for found in resting.values()])
+            if sizes.max(initial=0) > 0:
+                axes.barh(range(len(resting)), sizes, 0.6, left, color=_COLOURS[ink], label=kind, linewidth=0)
+            left += sizes
+        axes.set_yticks(range(len(resting)), list(resting))
+        axes.invert_yaxis()
+        axes.set_xlabel("GB")
+        _legend(figure, axes)
+
+    told = "; ".join(
+        f"{tier}: " + ", ".join(f"{kind} {size / 1e9:.3g} GB" for kind, size in found.items() if size)
+        for tier, found in resting.items()
+    )
+    return _chart("What rests where", f"{told}." if told else "Nothing rests anywhere.", draw, height=0.75)
+
+
+def timeline(trace: StepTrace) -> Chart:
+    """Who was busy when in one step."""
+    rows = [row for row in _ROWS if trace.rows.get(row)]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for place, row in enumerate(rows):
+            spans = [(begin, end - begin) for begin, end in trace.rows[row]]
+            axes.broken_barh(spans, (place - 0.4, 0.8), color=_COLOURS[_ROWS[row]], linewidth=0)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.invert_yaxis()
+        axes.set_xlim(0, trace.seconds)
+        axes.set_xlabel("seconds of the step")
+
+    text = f"Step {trace.step}, as the trace has it: busy rows are {', '.join(rows) or 'none'}."
+    return _chart(f"Timeline of step {trace.step}", text, draw)
+
+
+# ------------------------------------------------------------------------------------------------------------- drawing
+
+
+def _chart(title: str, text: str, draw: Callable[[Any], None], height: float = 1.0) -> Chart:
+    wide, narrow = (_svg(draw, (size[0], size[1] * height), f"{title}{size}") for size in (WIDE, NARROW))
+    return Chart(title, text, wide, narrow)
+
+
+def _svg(draw: Callable[[Any], None], size: tuple[float, float], salt: str) -> str:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LibraryVersionError("matplotlib", found=None, least="3.8", extra="plot") from None
+    ink, faint = _COLOURS["ink"], _COLOURS["faint"]
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "font.size": 9,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": faint,
+        "axes.facecolor": "none",
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": faint,
+        "grid.linewidth": 0.4,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "legend.frameon": False,
+        "path.simplify": True,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.patch.set_alpha(0)
+        draw(figure)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _inlined(file.getvalue())
+
+
+def _inlined(svg: str) -> str:
+    """Only the element, in the page's colours, as wide as its place."""
+    svg = svg[svg.index("<svg") :]
+    for name, colour in _COLOURS.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="[a-z0-9.]+_[0-9]+"', "", svg)  # nothing refers to them, and other charts have the same
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 aria-hidden="true" focusable="false"', svg, count=1)
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        columns = 4 if figure.get_figwidth() > 6 else 2
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
+
+
+def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    found = np.array(pairs, dtype=float).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """At most so many points, which keep the lowest and the highest of each stretch: no spike is lost."""
+    if len(x) <= _MOST_POINTS:
+        return x, y
+    places: list[int] = []
+    for part in np.array_split(np.arange(len(x)), _MOST_POINTS // 2):
+        places += sorted({int(part[y[part].argmin()]), int(part[y[part].argmax()])})
+    return x[places], y[places]
+
+
+def _smoothed(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The mean over a few percent of the curve."""
+    width = max(3, len(y) // 40) | 1
+    padded = np.pad(y, width // 2, mode="edge")
+    smoothed: npt.NDArray[Any] = np.convolve(padded, np.ones(width) / width, mode="valid")
+    return smoothed
+
+
+def _bars(steps: Sequence[StepReport]) -> tuple[npt.NDArray[Any], float, list[list[StepReport]]]:
+    """Steps in at most so many groups: where each group is, how wide a bar is, and the groups."""
+    parts = [list(part) for part in np.array_split(np.array(steps, dtype=object), min(len(steps), _MOST_BARS))]
+    places = np.array([np.mean([step.step for step in part]) for part in parts])
+    return places, max(len(steps) / max(len(parts), 1), 1) * 0.9, parts

@@ -1,0 +1,153 @@
+"""A run as it is now, in a terminal, for as long as it goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from infinity.errors import RunLogError
+from infinity.reporting.verdict import judge, steady_steps
+from infinity.run_log import Run, RunReader
+from infinity.telemetry.report import StepReport
+
+_BETWEEN_SECONDS = 0.5
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 48
+_MOST_MARKS = 6
+_RECENT = 20
+_SPANS = (
+    ("computing", "blue"),
+    ("waiting for reads", "red"),
+    ("for the optimizer", "magenta"),
+    ("other", "bright_black"),
+)
+
+
+def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
+    """Show a run until it has ended; in a terminal all of it at one place, else a line for each step.
+
+    Args:
+        directory: of the run's log.
+        console: where to.
+        once: show it as it is now, and return.
+
+    Returns:
+        Whether the run has ended, by its engine being closed. False: its process is gone without that, or it goes on.
+
+    Raises:
+        RunLogError: there is no log, or it cannot be read.
+    """
+    reader = RunReader(directory)
+    reader.read_on()
+    if once or not console.is_terminal:
+        return _as_lines(reader, console, once=once)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            goes_on = reader.has_writer  # asked first: what was written before its end is read
+            reader.read_on()
+            _check(reader, goes_on=goes_on)
+            live.update(show(reader.run, goes_on=goes_on), refresh=True)
+            if not goes_on:
+                return reader.run.has_ended
+            _pause()
+
+
+def _as_lines(reader: RunReader, console: Console, *, once: bool) -> bool:
+    shown = 0
+    while True:
+        goes_on = reader.has_writer
+        reader.read_on()
+        _check(reader, goes_on=goes_on)
+        if once:
+            console.print(show(reader.run, goes_on=goes_on))
+            return reader.run.has_ended
+        for step in reader.run.steps:
+            if step.step > shown:
+                loss = "" if step.loss is None else f" | loss {step.loss:.4f}"
+                console.print(f"{step.describe()}{loss}", markup=False, highlight=False, soft_wrap=True)
+        shown = max(shown if goes_on else 0, reader.run.steps[-1].step if reader.run.steps else 0)
+        if not goes_on:
+            console.print(_state(reader.run, goes_on=False), markup=False, highlight=False)
+            return reader.run.has_ended
+        _pause()
+
+
+def _check(reader: RunReader, *, goes_on: bool) -> None:
+    if not reader.run.num_starts and not goes_on:
+        raise RunLogError(reader.run.directory, "its log has no start: it is empty, damaged, or no log of a run")
+
+
+def _pause() -> None:
+    threading.Event().wait(_BETWEEN_SECONDS)
+
+
+def show(run: Run, *, goes_on: bool) -> RenderableType:
+    """What a terminal shows of a run."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    facts.add_row("run", Text(str(run.directory.absolute()), overflow="fold"))
+    facts.add_row("state", _state(run, goes_on=goes_on))
+    if run.steps:
+        _add_steps(facts, run)
+    for mark in run.marks[-_MOST_MARKS:]:
+        style = "red" if mark.kind in ("spike", "skipped") else "yellow"
+        facts.add_row(Text(f"step {mark.step}", style=style), Text(f"{mark.kind}: {mark.text}"))
+    return Group(facts, Text(judge(run).words))
+
+
+def _add_steps(facts: Table, run: Run) -> None:
+    last, recent = run.steps[-1], run.steps[-_RECENT:]
+    seconds = sum(step.seconds for step in recent) / len(recent)
+    facts.add_row("step", f"{last.step}, {seconds:.3g} s each")
+    losses = [step.loss for step in run.steps[-_WIDTH:] if step.loss is not None]
+    if losses and last.loss is not None:
+        facts.add_row("loss", f"{last.loss:.4f}  {_sparkline(losses)}")
+    if last.lr:
+        facts.add_row("lr", f"{last.lr[0]:.4g}")
+    if last.tokens_per_second is not None:
+        facts.add_row("tokens", f"{last.tokens_per_second:,.0f} per second")
+    facts.add_row("time", _bar(steady_steps(recent)))
+    moved = f"{last.read_bytes / 1e9:.3g} GB read, {last.write_bytes / 1e9:.3g} GB written"
+    speed = last.drive_bytes_per_second
+    facts.add_row("drives", moved + ("" if speed is None else f", {speed / 1e9:.3g} GB/s while busy"))
+    device = "" if last.device_peak_bytes is None else f", GPU at most {last.device_peak_bytes / 1e9:.3g} GB"
+    facts.add_row("memory", f"{last.host_bytes / 1e9:.3g} GB, at most {last.host_peak_bytes / 1e9:.3g} GB{device}")
+
+
+def _state(run: Run, *, goes_on: bool) -> str:
+    if goes_on:
+        return "goes on"
+    return (
+        "has ended" if run.has_ended else "its process is gone, and the engine was not closed: it was killed, or failed"
+    )
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    finite = [value for value in values if abs(value) < float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] if abs(value) < float("inf") else "!" for value in values)
+
+
+def _bar(steps: Sequence[StepReport]) -> Text:
+    total = sum(step.seconds for step in steps) or 1.0
+    parts = (
+        sum(step.compute_busy_seconds for step in steps),
+        sum(step.read_wait_seconds for step in steps),
+        sum(step.update_wait_seconds for step in steps),
+    )
+    shares = [part / total for part in parts]
+    shares.append(max(0.0, 1 - sum(shares)))
+    bar, words = Text(), []
+    for share, (name, style) in zip(shares, _SPANS, strict=True):
+        bar.append("█" * round(share * _WIDTH), style=style)
+        if round(100 * share):
+            words.append(f"{name} {100 * share:.0f} %")
+    return bar.append(f"\n{', '.join(words)}")

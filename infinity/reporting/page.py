@@ -1,0 +1,153 @@
+"""The report of a run: one page of HTML that needs no network and no script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from infinity.planning.plan import Plan
+from infinity.planning.workload import of_record
+from infinity.reporting import charts
+from infinity.reporting.trace import last_step
+from infinity.reporting.verdict import Verdict, judge, steady_steps
+from infinity.run_log import Run, read_run
+from infinity.telemetry.report import StepReport
+from swapper.volumes.publish import replacing
+
+_TEMPLATE = "page.html.j2"
+_MOST_MARKS = 200
+_MOST_ROWS = 50
+
+
+def run_report(directory: Path, out: Path | None = None) -> Path:
+    """Write the report of a run, whether it has ended or not.
+
+    Args:
+        directory: of the run's log.
+        out: the page; None: ``report.html`` beside the log.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        RunLogError: there is no log, or it cannot be read.
+        LibraryVersionError: matplotlib is not installed.
+        OSError: the page cannot be written.
+    """
+    run = read_run(directory)
+    page = render(run)
+    path = out or run.directory / "report.html"
+    with replacing(path) as file:
+        file.write(page.encode())
+    return path
+
+
+def render(run: Run) -> str:
+    """The page as text."""
+    from jinja2 import Environment, PackageLoader
+
+    plan = _plan(run)
+    verdict = judge(run)
+    steps = run.steps
+    drawn = []
+    if steps:
+        drawn = [charts.losses(steps, run.marks), charts.breakdown(steps), charts.throughput(steps, plan)]
+        drawn.append(charts.memory(steps, plan))
+    if plan is not None:
+        drawn.append(charts.tiers(plan))
+    trace = last_step(Path(run.start["timeline"])) if run.start.get("timeline") else None
+    if trace is not None:
+        drawn.append(charts.timeline(trace))
+    environment = Environment(loader=PackageLoader("infinity.reporting", "."), autoescape=True, trim_blocks=True)
+    return environment.get_template(_TEMPLATE).render(
+        name=str(run.directory.absolute()),
+        verdict=verdict,
+        accuracy=_accuracy(verdict, run),
+        facts=_facts(run, plan),
+        charts=drawn,
+        marks=[_row_of(mark) for mark in run.marks[-_MOST_MARKS:]],
+        num_more_marks=max(0, len(run.marks) - _MOST_MARKS),
+        columns=("step", "loss", "lr", "norm", "seconds", "read MB", "written MB", "tokens/s"),
+        rows=[_numbers(step) for step in steps[-_MOST_ROWS:]],
+        plan=None if plan is None else str(plan),
+        config=_json(run.start.get("config")),
+        machine=_json(run.start.get("machine")),
+    )
+
+
+def _plan(run: Run) -> Plan | None:
+    try:
+        return of_record(run.plan)[1]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _accuracy(verdict: Verdict, run: Run) -> str:
+    measured = verdict.measured_seconds
+    if measured is None:
+        return ""
+    told = f"A step took {measured:.3g} s on average"
+    if verdict.predicted_seconds is not None:
+        told += f"; the plan predicts {verdict.predicted_seconds:.3g} s"
+    steps = steady_steps(run.steps)
+    moved = sum(step.read_bytes + step.write_bytes for step in steps)
+    predicted = sum(step.predicted_read_bytes + step.predicted_write_bytes for step in steps)
+    if moved and predicted:
+        told += f", and {(predicted / moved - 1):+.1%} of the bytes that were moved".replace("%", " %")
+    return f"{told}."
+
+
+def _facts(run: Run, plan: Plan | None) -> list[tuple[str, str]]:
+    steps = steady_steps(run.steps)
+    facts = [("steps", str(run.steps[-1].step if run.steps else 0))]
+    facts.append(("state", "ended" if run.has_ended else "not ended"))
+    if run.num_starts > 1:
+        facts.append(("starts", str(run.num_starts)))
+    if plan is not None:
+        facts.append(("parameters", f"{plan.num_parameters:,}"))
+    if steps:
+        seconds = sum(step.seconds for step in steps) or 1.0
+        facts.append(("step", f"{seconds / len(steps):.3g} s"))
+        if tokens := sum(step.num_tokens or 0 for step in steps):
+            facts.append(("tokens per second", f"{tokens / seconds:,.0f}"))
+        elif samples := sum(step.num_samples or 0 for step in steps):
+            facts.append(("samples per second", f"{samples / seconds:,.3g}"))
+        facts.append(("host memory, peak", f"{max(step.host_peak_bytes for step in run.steps) / 1e9:.3g} GB"))
+        device = [step.device_peak_bytes for step in run.steps if step.device_peak_bytes is not None]
+        if device:
+            facts.append(("GPU memory, peak", f"{max(device) / 1e9:.3g} GB"))
+        written = sum(step.write_bytes for step in run.steps)
+        facts.append(("written to drives", f"{written / 1e9:,.3g} GB"))
+    if plan is not None and plan.predicted_drive_life_steps is not None:
+        facts.append(("drive life", f"{plan.predicted_drive_life_steps:,} steps"))
+    if run.num_damaged:
+        facts.append(("damaged lines of the log", str(run.num_damaged)))
+    return facts
+
+
+def _row_of(mark: Any) -> dict[str, str]:
+    when = datetime.fromtimestamp(mark.seconds).strftime("%Y-%m-%d %H:%M:%S")
+    return {"step": str(mark.step), "when": when, "kind": mark.kind, "text": mark.text}
+
+
+def _numbers(step: StepReport) -> Sequence[str]:
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return (
+        f"{step.step}{' (skipped)' if step.is_skipped else ''}",
+        number(step.loss, ".4f"),
+        number(step.lr[0] if step.lr else None, ".3g"),
+        number(step.grad_norm, ".3g"),
+        number(step.seconds, ".3f"),
+        number(step.read_bytes / 1e6, ",.1f"),
+        number(step.write_bytes / 1e6, ",.1f"),
+        number(step.tokens_per_second, ",.0f"),
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False)

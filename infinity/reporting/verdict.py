@@ -1,0 +1,210 @@
+"""What bound a run, and what would have made it faster, by the cost model of the plan.
+
+Knows reports and plans; must not know how it is shown. It has no formula of its own: a plan is asked what it predicts with
+other means, as it was asked with those that were there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.planning.cost_model import Prediction
+from infinity.planning.plan import Plan
+from infinity.planning.workload import Workload, of_record
+from infinity.run_log import Run
+from infinity.telemetry.report import StepReport
+from infinity.vertical.eligibility import place_for_schedule
+
+_WARM_UP = 2
+"""Steps that say nothing of the others."""
+_WORTH = 1.05
+"""Less than this is no gain."""
+_SHARES = (0.25, 0.5, 1.0)
+"""Of what rests on drives, so much more memory is tried."""
+_GIGABYTE = 1e9
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What a step would take with other means.
+
+    Attributes:
+        means: in words.
+        seconds: of a step, as the plan predicts it.
+        gain: how many times faster than with those that were there.
+    """
+
+    means: str
+    seconds: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a run.
+
+    Attributes:
+        words: all of it, in a few sentences.
+        bound_by: "read", "write", "compute", "optimizer", "other", or empty without steps.
+        share: of a step's time, what that took.
+        predicted_seconds, measured_seconds: of a step; None where it is not known.
+        alternatives: what was tried, the best first.
+    """
+
+    words: str
+    bound_by: str = ""
+    share: float = 0.0
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+def steady_steps(steps: Sequence[StepReport]) -> list[StepReport]:
+    """Those that say how long the others will take: neither the first nor skipped ones, if there are others."""
+    return [step for step in steps[_WARM_UP:] if not step.is_skipped] or [*steps]
+
+
+def judge(run: Run) -> Verdict:
+    """The verdict on a run."""
+    steps = steady_steps(run.steps)
+    if not steps:
+        return Verdict("No step has ended yet.")
+    bound_by = Counter(step.bound_by for step in steps).most_common(1)[0][0]
+    total = sum(step.seconds for step in steps) or 1.0
+    share = sum(_busy_seconds(step, bound_by) for step in steps) / total
+    known = _known(run)
+    subject = _subject(bound_by, known)
+    words = [f"{subject} bound this run: {share:.0%} of the step.".replace("%", " %")]
+    measured = total / len(steps)
+    if known is None or len(run.steps) <= _WARM_UP:
+        words.append("There are too few steps to say what would make them faster.")
+        return Verdict(" ".join(words), bound_by, share, None, measured)
+    workload, plan = known
+    found = alternatives(workload, plan)
+    words.append(_in_words(found))
+    return Verdict(" ".join(words), bound_by, share, plan.predicted_step_seconds, measured, found)
+
+
+def alternatives(workload: Workload, plan: Plan) -> tuple[Alternative, ...]:
+    """What the plan predicts with other means, the fastest first; none as long as it does not know how long a step takes."""
+    now = plan.predicted_step_seconds
+    if not now or plan.compute_seconds is None:
+        return ()
+    tried: list[tuple[str, Plan]] = []
+    if plan.predicted_read_bytes_per_step + plan.predicted_write_bytes_per_step:
+        tried.append(("a second drive", _with_two_drives(plan)))
+        tried += _with_memory(workload, plan)
+    tried.append(("twice the speed of computing", dataclasses.replace(plan, compute_seconds=plan.compute_seconds / 2)))
+    timed = [(means, seconds) for means, other in tried if (seconds := other.predicted_step_seconds)]
+    found = [Alternative(means, seconds, now / seconds) for means, seconds in timed]
+    return tuple(sorted(found, key=lambda each: each.seconds))
+
+
+def _with_two_drives(plan: Plan) -> Plan:
+    """Stripes go to both, so each direction is twice as fast."""
+    seen, speed = plan.seen_bytes_per_second, plan.bandwidth
+    return dataclasses.replace(
+        plan,
+        seen_bytes_per_second=None if seen is None else 2 * seen,
+        bandwidth=None
+        if speed is None
+        else dataclasses.replace(
+            speed,
+            read_bytes_per_second=2 * speed.read_bytes_per_second,
+            write_bytes_per_second=2 * speed.write_bytes_per_second,
+            mixed_bytes_per_second=2 * speed.mixed_bytes_per_second,
+        ),
+    )
+
+
+def _with_memory(workload: Workload, plan: Plan) -> list[tuple[str, Plan]]:
+    """More of the budget; and what there is used, if the config leaves it unused."""
+    found: list[tuple[str, Plan]] = []
+    request = workload.request
+    resting = sum(plan.resting_bytes.get("nvme", {}).values())
+    keeping = dataclasses.replace(request, keeps_in_memory=True)
+    options = [(f"{_size(share * resting)} more RAM", round(share * resting)) for share in _SHARES]
+    if not request.keeps_in_memory:
+        options = [
+            ("infinity.keep_in_memory: true", 0),
+            *((f"{means} and keep_in_memory: true", more) for means, more in options),
+        ]
+    for means, more in options:
+        wanted = dataclasses.replace(keeping, budget_bytes=request.budget_bytes + more)
+        schedule = "vertical" if workload.traffic.is_vertical else "ordinary"
+        try:
+            placement, _ = place_for_schedule(schedule, workload.units, wanted, workload.order)
+        except (BudgetTooSmallError, ConfigValueError):
+            continue
+        other = dataclasses.replace(workload, request=wanted)
+        found.append(
+            (
+                means,
+                other.predicted(dataclasses.replace(plan, placement=placement, host_budget_bytes=wanted.budget_bytes)),
+            )
+        )
+    return found
+
+
+def _in_words(found: Sequence[Alternative]) -> str:
+    if not found:
+        return "What would make it faster is not known yet."
+    best: dict[str, Alternative] = {}
+    for each in found:  # of several amounts of memory, the least that gives nearly as much as the most
+        kind = "RAM" if "RAM" in each.means else each.means
+        known = best.get(kind)
+        if known is None or each.gain > 0.95 * known.gain:
+            best[kind] = each
+    worth = [each for each in best.values() if each.gain >= _WORTH]
+    if not worth:
+        return "Neither a second drive, nor more RAM, nor faster computing alone would make a step faster."
+    first, *others = sorted(worth, key=lambda each: -each.gain)
+    first_words = f"{first.means[0].upper()}{first.means[1:]} would give {first.gain:.1f}x"
+    return "; ".join([first_words, *(f"{each.means} {each.gain:.1f}x" for each in others)]) + "."
+
+
+def _known(run: Run) -> tuple[Workload, Plan] | None:
+    try:
+        return of_record(run.plan)
+    except (KeyError, TypeError, ValueError):  # of another version
+        return None
+
+
+def _subject(bound_by: str, known: tuple[Workload, Plan] | None) -> str:
+    if bound_by in ("read", "write"):
+        what = "Reads" if bound_by == "read" else "Writes"
+        if known is None:
+            return what
+        workload, plan = known
+        prediction: Prediction = workload.prediction(plan.placement)
+        kinds = prediction.kinds
+        column = 0 if bound_by == "read" else 1
+        kind = max(kinds, key=lambda name: kinds[name][column])
+        return f"{what} of {'the ' if kind == 'optimizer state' else ''}{kind}" if kinds[kind][column] else what
+    words = {
+        "compute": "Computing",
+        "optimizer": "The optimizer's updates",
+        "other": "Code outside of the model (a data loader, say, or the engine's paging)",
+    }
+    return words[bound_by]
+
+
+def _busy_seconds(step: StepReport, bound_by: str) -> float:
+    seconds = {
+        "read": step.read_busy_seconds,
+        "write": step.write_busy_seconds,
+        "compute": step.compute_busy_seconds,
+        "optimizer": step.optimizer_seconds,
+        "other": step.other_seconds,
+    }
+    return seconds[bound_by]
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes >= _GIGABYTE:
+        return f"{num_bytes / _GIGABYTE:.3g} GB"
+    return f"{num_bytes / 1e6:.3g} MB"

@@ -1,0 +1,191 @@
+"""Writes the log of a run, line by line. What each line holds: README.md.
+
+[Note: one call for a line]
+Each record is one line, given to the system in one call as soon as it is there. So a killed process loses nothing, a power cut
+at most the end of the file, and a reader that looks meanwhile sees whole lines, but for the last. A line that could be written
+in part only (a full disk) is closed by the next one, and readers leave it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigValueError
+from infinity.run_log.loss_spikes import LossSpikes
+from infinity.telemetry.report import StepReport
+from swapper.volumes.publish import make_directory
+
+logger = logging.getLogger(__name__)
+
+KEY = "infinity.run_log"
+FILE_NAME = "log.jsonl"
+FORMAT = 1
+_LOCK_ATTEMPTS = 20
+_BETWEEN_SECONDS = 0.05
+_SECRET = ("api_key", "password", "secret", "token")
+"""Ends of names whose values are nobody's business."""
+_DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(StepReport) if each.default is not MISSING}
+
+
+class RunLog:
+    """Knows the file and its lock; must not know where its records come from."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the log in ``directory``, which is made if it is missing, and go on behind what is there.
+
+        Raises:
+            ConfigValueError: it cannot be written, or somebody else writes it.
+        """
+        self.path = directory / FILE_NAME
+        self._pid = os.getpid()
+        self._is_torn = False
+        """Whether the last line has no end."""
+        self._has_warned = False
+        self._spikes = LossSpikes()
+        self._lr: tuple[float, ...] | None = None
+        self._is_new_directory = not directory.exists()
+        try:
+            make_directory(directory)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            cure = "Name a directory that may be written to, or set it to null"
+            problem = f"it cannot be written: {error.strerror or error}"
+            raise ConfigValueError(KEY, str(directory), problem, cure=cure) from error
+        if not self._is_locked():
+            self._file.close()
+            problem = "another engine or process writes the log there"
+            raise ConfigValueError(KEY, str(directory), problem, cure="Close that one, or name another directory")
+        if self._file.tell():
+            with self.path.open("rb") as written:
+                written.seek(-1, os.SEEK_END)
+                self._is_torn = written.read() != b"\n"
+
+    def _is_locked(self) -> bool:
+        for attempt in range(_LOCK_ATTEMPTS):  # a reader may try the lock for a moment
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    return True  # there are no locks on this file system
+            if attempt < _LOCK_ATTEMPTS - 1:
+                time.sleep(_BETWEEN_SECONDS)
+        return False
+
+    # ---------------------------------------------------------------------------------------------------------- records
+
+    def note_start(
+        self,
+        step: int,
+        config: Mapping[str, Any],
+        machine: Mapping[str, Any],
+        plan: Mapping[str, Any],
+        timeline: Path | None = None,
+    ) -> None:
+        """An engine is there, and goes on from ``step``. ``timeline``: where a trace will be."""
+        more = {"config": _without_secrets(config), "machine": machine, "plan": plan, "timeline": timeline}
+        self._write("start", step, format=FORMAT, **more)
+
+    def note_plan(self, step: int, plan: Mapping[str, Any]) -> None:
+        """The plan is another one, or is known better."""
+        self._write("plan", step, plan=plan)
+
+    def note_step(self, report: StepReport, scheduled_lr: Sequence[float] | None) -> None:
+        """A step has ended.
+
+        Args:
+            report: its report.
+            scheduled_lr: what the scheduler has set for it; None without a scheduler.
+        """
+        changed = self._lr is not None and report.lr != self._lr and report.lr != tuple(scheduled_lr or ())
+        if changed:
+            words = f"{_numbers(self._lr or ())} to {_numbers(report.lr)}"
+            self._write("lr", report.step, text=f"the learning rate was changed from {words}")
+        self._lr = report.lr
+        record = {name: value for name, value in vars(report).items() if value != _DEFAULTS.get(name, MISSING)}
+        self._write("step", record.pop("step"), **record)
+        if report.loss is not None and (words := self._spikes.note(report.loss)):
+            self._write("spike", report.step, text=words)
+
+    def note(self, kind: str, step: int, text: str, **more: Any) -> None:
+        """Anything else, in words: "note", "rollback", "load", "save"."""
+        self._write(kind, step, text=text, **more)
+
+    def close(self, step: int) -> None:
+        """The run ends, and others may write the log."""
+        self._write("end", step)
+        self.release()
+
+    def release(self) -> None:
+        """Others may write the log. May be called again."""
+        self._file.close()
+
+    def abandon(self) -> None:
+        """There was no run. What is empty goes."""
+        if not self._file.closed and not self._file.tell():
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+                if self._is_new_directory:
+                    self.path.parent.rmdir()
+        self.release()
+
+    def _write(self, kind: str, step: int, **record: Any) -> None:
+        if os.getpid() != self._pid or self._file.closed:  # a forked child is not the run
+            return
+        try:
+            line = _line({"kind": kind, "step": step, "time": round(time.time(), 3)} | record)
+            data = (b"\n" if self._is_torn else b"") + line
+            self._is_torn = self._file.write(data) != len(data)
+            problem = "the disk is full" if self._is_torn else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the log of the run, '%s', has gaps from step %d on: %s. Training goes on", self.path, step, problem
+            )
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    text = json.dumps(record, separators=(",", ":"), default=_plain)
+    if "NaN" in text or "Infinity" in text:  # which JSON does not have
+        text = json.dumps(_finite(record), separators=(",", ":"), default=_plain)
+    return text.encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            str(key): "(left out)" if item and str(key).endswith(_SECRET) else _without_secrets(item)
+            for key, item in value.items()
+        }
+    return [_without_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in dict.fromkeys(values)) or "none"

@@ -1,0 +1,70 @@
+"""Which rank keeps the optimizer state of which elements, and updates those: a share of every unit.
+
+Pure arithmetic: knows layouts and numbers of ranks; must not know processes, files or what an update is.
+
+    trainable segment of a unit, 4 ranks (elements); cuts lie at multiples of CHUNK_GRANULE
+    |     place 0     |     place 1     |     place 2     |     place 3     |
+    rank r has the place (r + index of the unit) modulo the number of ranks: so what cannot be divided evenly goes around
+
+A share follows from the model, its units and the number of ranks alone, never from budgets or drives: all ranks know those
+of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.units.layout import CHUNK_GRANULE, Slot
+from infinity.units.unit import Unit
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of ``num`` ranks, of which this process is ``index``. With one rank, or none that share, it has all."""
+
+    index: int = 0
+    num: int = 1
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are several shares."""
+        return self.num > 1
+
+    def span(self, unit: Unit, rank: int | None = None) -> tuple[int, int]:
+        """Elements [start, stop) of the unit's trainable segment, padding included. They may be none.
+
+        Args:
+            unit: whose.
+            rank: whose share; None: that of this process.
+        """
+        granules = unit.layout.trainable_numel // CHUNK_GRANULE
+        place = ((self.index if rank is None else rank) + unit.index) % self.num
+        return granules * place // self.num * CHUNK_GRANULE, granules * (place + 1) // self.num * CHUNK_GRANULE
+
+    def spans(self, unit: Unit) -> list[tuple[int, int]]:
+        """The share of each rank, as `span` gives it."""
+        return [self.span(unit, rank) for rank in range(self.num)]
+
+    def of_parameter(self, unit: Unit, slot: Slot, rank: int | None = None) -> tuple[int, int]:
+        """Elements [start, stop) of one trainable parameter of which a rank keeps main weight and states.
+
+        They count in the order in which the parameter lies in memory (C order for ordinary ones). Without any, start is stop.
+        All ranks together have each element once. What a parameter keeps once (its step count) all ranks keep.
+
+        Args:
+            unit: the parameter's.
+            slot: its place there.
+            rank: whose share; None: that of this process.
+        """
+        start, stop = clipped(self.span(unit, rank), slot.start, slot.stop)
+        return start - slot.start, stop - slot.start
+
+    def parts_of_parameter(self, unit: Unit, slot: Slot) -> list[tuple[int, int]]:
+        """Of each rank, what `of_parameter` gives."""
+        return [self.of_parameter(unit, slot, rank) for rank in range(self.num)]
+
+
+def clipped(span: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
+    """What of a span lies in [start, stop); where nothing does, both ends are ``start``."""
+    low, high = max(span[0], start), min(span[1], stop)
+    return (low, high) if low < high else (start, start)

@@ -1,0 +1,127 @@
+"""What durable runs and killed saves have left in a directory: looked at, and removed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from swapper.config import ALIGNMENT
+from swapper.errors import RunInUseError
+from swapper.volumes.publish import remove_abandoned
+from swapper.volumes.run_directory import MAGIC, RunDirectory
+
+_LOCK = "lock"
+_COMMIT = re.compile(r"commit-\d{10,}")
+_PART_OF_COMMIT = re.compile(r"\.commit-\d{10,}\.[0-9a-f]{16}")
+"""What a commit is called while it is written."""
+_STATES = re.compile(r"states-\d+-of-\d+")
+_DEPTH = 3
+"""A run lies in `durable` below a directory for states; with several processes, each has one of its own below that."""
+
+
+@dataclass(frozen=True)
+class LeftRun:
+    """A durable run's directory on one drive.
+
+    Attributes:
+        path: The directory.
+        num_bytes: What its files take on the drive.
+        num_commits: How many commits one could go on from; 0 also for what lies on a run's other drives.
+        changed_at: When the newest of its files was written, in seconds since 1970.
+        is_in_use: A process has it at the moment.
+    """
+
+    path: Path
+    num_bytes: int
+    num_commits: int
+    changed_at: float
+    is_in_use: bool
+
+    def remove(self) -> None:
+        """Remove its files, and the directory if nothing else is in it.
+
+        Raises:
+            RunInUseError: A process has it. Nothing has been removed.
+            OSError: Something cannot be removed.
+        """
+        run = RunDirectory(self.path) if (self.path / _LOCK).exists() else None
+        try:
+            # Commits first: where this is interrupted, what is left is no run.
+            for file in _files(self.path):
+                file.unlink(missing_ok=True)
+        finally:
+            if run is not None:
+                run.close()
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+
+def left_runs(directory: Path) -> list[LeftRun]:
+    """Those in a directory, and in what lies below it.
+
+    Raises:
+        OSError: It cannot be looked into.
+    """
+    found = []
+    for path in _folders(directory, _DEPTH):
+        files = list(_files(path))
+        if files:
+            found.append(_run(path, files))
+    return found
+
+
+def left_saves(directory: Path) -> list[Path]:
+    """What saves that were under way have in a directory; `remove_abandoned` removes those whose process is gone."""
+    return sorted(directory.glob(".*.saving-*"))
+
+
+def _run(path: Path, files: list[Path]) -> LeftRun:
+    states = [file.stat() for file in files]
+    is_in_use = False
+    if (path / _LOCK).exists():
+        try:
+            RunDirectory(path).close()
+        except RunInUseError:
+            is_in_use = True
+    return LeftRun(
+        path=path,
+        num_bytes=sum(each.st_blocks * 512 for each in states),
+        num_commits=sum(_COMMIT.fullmatch(file.name) is not None for file in files),
+        changed_at=max(each.st_mtime for each in states),
+        is_in_use=is_in_use,
+    )
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """A run's files, commits first and the lock last. Others may have files of such names: each is looked at."""
+    found = [file for file in sorted(path.iterdir()) if file.is_file() and not file.is_symlink() and _is_ours(file)]
+    yield from (file for file in found if _STATES.fullmatch(file.name) is None)
+    yield from (file for file in found if _STATES.fullmatch(file.name) is not None)
+    if found and (path / _LOCK).is_file():
+        yield path / _LOCK
+
+
+def _is_ours(file: Path) -> bool:
+    if _STATES.fullmatch(file.name):
+        return file.stat().st_size % ALIGNMENT == 0
+    if _PART_OF_COMMIT.fullmatch(file.name):
+        return True
+    if _COMMIT.fullmatch(file.name) is None or not os.access(file, os.R_OK):
+        return False
+    with file.open("rb") as commit:
+        return commit.read(len(MAGIC)) == MAGIC
+
+
+def _folders(directory: Path, depth: int) -> Iterator[Path]:
+    yield directory
+    with os.scandir(directory) as entries:
+        below = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False)) if depth else []
+    for path in below:
+        if os.access(path, os.R_OK | os.X_OK):
+            yield from _folders(Path(path), depth - 1)
+
+
+__all__ = ["LeftRun", "left_runs", "left_saves", "remove_abandoned"]

@@ -1,0 +1,294 @@
+"""A pytest plugin: DeepSpeed's tests in front of this engine, each in a process of its own, a single one.
+
+What it does with their harness: a test that asks for several processes runs in one; what they import of DeepSpeed's private
+parts is there as a name that nobody can use, so that a file's other tests run. Nothing of their checks is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+import _pytest.runner
+import pytest
+import torch
+
+import infinity.as_deepspeed
+from infinity.deepspeed_modules import why_absent
+from infinity.errors import InfinityError
+from tests.deepspeed_suite.suite import RESULTS_VARIABLE
+
+_LIMIT_SECONDS = 240.0
+
+
+class PrivateNameError(Exception):
+    """A test uses a name of DeepSpeed's that is not public, or that is refused."""
+
+
+class _Unusable(type):
+    """The class of the names below: whatever is done with one says that it is private."""
+
+    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
+        name = type.__getattribute__(cls, "private_name")  # of the base, where the tests make a class of their own
+        raise PrivateNameError(f"{name}: {why_absent(name)}")
+
+    def __getattr__(cls, name: str) -> Any:
+        whole = type.__getattribute__(cls, "private_name")
+        if name == "NAME":  # of a builder of operations: tests ask for it as they are imported
+            return whole
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _private(f"{whole}.{name}")
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return False
+
+    __call__ = __subclasscheck__ = __getitem__ = __iter__ = __len__ = __contains__ = _refuse  # type: ignore[assignment]
+    __setattr__ = __bool__ = __float__ = __int__ = __index__ = _refuse  # type: ignore[assignment]
+
+
+class _AnyOperation(dict[str, bool]):
+    """DeepSpeed's table of the operations that it can compile here."""
+
+    def __missing__(self, name: str) -> bool:
+        return True
+
+
+_HARMLESS: dict[str, Any] = {
+    "git_version_info.torch_info": {"version": torch.__version__, "nccl_version": "2.20", "cuda_version": "12.8"},
+    "accelerator.is_current_accelerator_supported": lambda: True,
+    "utils.torch.required_torch_version": lambda **_: True,
+    "moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda group: [group],
+    "runtime.swap_tensor.MIN_SWAPPABLE_BYTES": 1 << 20,
+}
+"""What their helpers ask for, and what they would hear from DeepSpeed where it can do all (and there are no experts)."""
+
+
+def _private(name: str) -> Any:
+    if name.endswith("__compatible_ops__"):
+        return _AnyOperation()
+    if name in _HARMLESS:
+        return _HARMLESS[name]
+    return _Unusable(name.rpartition(".")[2], (), {"private_name": name})
+
+
+class _PrivateModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of DeepSpeed that there are not, while tests are collected."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name.startswith(("deepspeed.", "op_builder")) and name not in sys.modules:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__getattr__"] = lambda name: _of_module(module, name)
+
+
+def _of_module(module: ModuleType, name: str) -> Any:
+    if name.startswith("__") and not name.endswith("ops__"):
+        raise AttributeError(name)
+    return _private(f"{module.__name__.partition('.')[2]}.{name}".lstrip("."))
+
+
+class Suite:
+    """The plugin itself."""
+
+    def __init__(self) -> None:
+        self._finder = _PrivateModules()
+        self._before: dict[str, Any] = {}
+
+    def pytest_collection(self) -> None:
+        """Private names can be imported from here on."""
+        importlib.import_module("deepspeed")
+        for name, module in list(sys.modules.items()):
+            if name == "deepspeed" or name.startswith("deepspeed."):
+                self._before[name] = vars(module).get("__getattr__")
+                module.__dict__["__getattr__"] = lambda wanted, module=module: _of_module(module, wanted)
+        sys.meta_path.insert(0, self._finder)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Not from here on: a test that looks whether there is something finds out."""
+        sys.meta_path.remove(self._finder)
+        for name, former in self._before.items():
+            if former is None:
+                del sys.modules[name].__dict__["__getattr__"]
+            else:
+                sys.modules[name].__dict__["__getattr__"] = former
+        for name in ("deepspeed.git_version_info", "deepspeed.moe.utils", "deepspeed.ops"):  # asked for inside of tests
+            module = sys.modules.setdefault(name, ModuleType(name))
+            for whole, value in {**_HARMLESS, "ops.__compatible_ops__": _AnyOperation()}.items():
+                if f"deepspeed.{whole}".rpartition(".")[0] == name:
+                    setattr(module, whole.rpartition(".")[2], value)
+        sys.modules["deepspeed"].initialize = _initialize  # type: ignore[attr-defined]
+        common = sys.modules.get("unit.common")
+        if common is not None:
+            common.DistributedExec._launch_with_file_store = _launch  # type: ignore[attr-defined]
+
+        _warm_up()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run the test in a child, and take over its reports."""
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports = _in_child(item)
+        _note(item, reports)
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+
+def _note(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> None:
+    path = os.environ.get(RESULTS_VARIABLE)
+    if path is None:
+        return
+    outcome, message = "passed", ""
+    for report in reports:
+        if report.outcome != "passed":
+            outcome, message = report.outcome, _message_of(report)
+            break
+    with open(path, "a") as file:
+        file.write(json.dumps([item.nodeid, outcome, message]) + "\n")
+
+
+def _message_of(report: pytest.TestReport) -> str:
+    """The last line of an error, as Python would print it."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(report.longrepr) if crash is None else str(crash.message)
+
+
+def _warm_up() -> None:
+    """What an engine imports as it first trains is imported once, before there are children."""
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(4, 4)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}, "fp16": {"enabled": True}}
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.backward(engine(torch.ones(1, 4).half()).float().sum())
+        engine.step()
+
+
+def _launch(self: Any, request: Any, world_size: Any) -> None:
+    """In place of DeepSpeed's own: the test, here and now, as the one process of a group."""
+    store = os.path.join(str(request.getfixturevalue("tmpdir")), "store")
+    message = self._dist_run(0, 1, "0", f"file://{store}")
+    if message:
+        pytest.skip(message)
+
+
+def _in_child(item: pytest.Item) -> list[pytest.TestReport]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _run_and_exit(item, writer)
+    os.close(writer)
+    try:
+        said = _read_all(reader, time.monotonic() + _LIMIT_SECONDS)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if said is None:
+        return [_failed(item, f"no answer in {_LIMIT_SECONDS:.0f} seconds")]
+    if not said:
+        return [_failed(item, f"its process died with {os.waitstatus_to_exitcode(status)}")]
+    reports = [
+        item.config.hook.pytest_report_from_serializable(config=item.config, data=data) for data in json.loads(said)
+    ]
+    for report in reports:
+        if isinstance(report.longrepr, list):  # a skip's, which JSON has no tuples for
+            report.longrepr = tuple(report.longrepr)
+    return reports
+
+
+def _run_and_exit(item: pytest.Item, writer: int) -> NoReturn:
+    try:
+        reports = _pytest.runner.runtestprotocol(item, nextitem=None, log=False)
+        hook = item.config.hook
+        data = [hook.pytest_report_to_serializable(config=item.config, report=report) for report in reports]
+        with os.fdopen(writer, "w") as file:
+            json.dump(data, file)
+    finally:
+        os._exit(0)
+
+
+def _read_all(reader: int, deadline: float) -> bytes | None:
+    said = b""
+    while select.select([reader], [], [], max(deadline - time.monotonic(), 0))[0]:
+        more = os.read(reader, 1 << 20)
+        if not more:
+            return said
+        said += more
+    return None
+
+
+def _failed(item: pytest.Item, what: str) -> pytest.TestReport:
+    return pytest.TestReport(item.nodeid, item.location, {}, "failed", what, "call")
+
+
+class _Raises:
+    """`pytest.raises` for which an error of ours is as good as a failed ``assert`` of DeepSpeed's; `match` stays."""
+
+    def __init__(self) -> None:
+        self._raises = pytest.raises
+
+    def __call__(self, expected: Any, *args: Any, **kwargs: Any) -> Any:
+        if expected is AssertionError:
+            expected = (AssertionError, InfinityError)
+        return self._raises(expected, *args, **kwargs)
+
+
+def _initialize(*args: Any, **kwargs: Any) -> Any:
+    """`infinity.initialize` after what DeepSpeed does first: weights are rounded to 16 bits, before main weights are made."""
+    model = kwargs.get("model", args[1] if len(args) > 1 else None)
+    config = (
+        kwargs.get("config") or kwargs.get("config_params") or getattr(kwargs.get("args"), "deepspeed_config", None)
+    )
+    with contextlib.suppress(InfinityError), torch.no_grad():
+        dtype = infinity.load_config(config).compute_dtype
+        for parameter in model.parameters() if isinstance(model, torch.nn.Module) and dtype is not None else ():
+            if parameter.dtype == torch.float32:
+                parameter.copy_(parameter.to(dtype))
+    return infinity.initialize(*args, **kwargs)
+
+
+class _OnAnyDevice(torch.nn.parallel.DistributedDataParallel):
+    """With what the tests compare: they name its device, which torch does not take of a CPU."""
+
+    def __init__(
+        self, module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, **others: Any
+    ) -> None:
+        super().__init__(module, **others)
+
+
+class _ScalerOnAnyDevice(torch.amp.GradScaler):
+    """With what the tests compare: by default torch's is for a GPU, and does nothing on a CPU."""
+
+    def __init__(self, device: str = "cpu", **others: Any) -> None:
+        super().__init__(device, **others)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Called by pytest for ``-p``."""
+    pytest.raises = _Raises()  # type: ignore[assignment]
+    torch.amp.GradScaler = _ScalerOnAnyDevice  # type: ignore[misc]
+    torch.nn.parallel.DistributedDataParallel = _OnAnyDevice  # type: ignore[misc]
+    infinity.as_deepspeed.install()
+    config.pluginmanager.register(Suite(), "deepspeed-suite")

@@ -1,0 +1,109 @@
+"""Runs DeepSpeed's own tests against this engine, and compares with the table of what passes.
+
+    python -m tests.deepspeed_suite.run                           # fetches the pinned revision
+    python -m tests.deepspeed_suite.run --copy DIR [FILE ...]     # of a local clone, or its unpacked files
+    python -m tests.deepspeed_suite.run --copy DIR --update       # writes the table anew
+
+Nothing of DeepSpeed's repository is kept here: its tests are unpacked into a temporary directory. Ends with 1 if a case is
+worse than ``results.tsv`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.deepspeed_suite import table
+from tests.deepspeed_suite.suite import FILES, RESULTS_VARIABLE, REVISION, Outcome, judge
+
+_SOURCE = "https://github.com/deepspeedai/DeepSpeed"
+_ROOT = Path(__file__).parents[2]
+
+
+def unpack(copy: Path | None, target: Path) -> None:
+    """Bring the folder ``tests`` of the pinned revision to ``target``.
+
+    ``copy``: a clone that has the revision, or a directory with its files; None: from the network.
+
+    Raises:
+        SystemExit: there is no such revision, or the files are of another one.
+    """
+    if copy is None:
+        copy = target / "clone"
+        _git("clone", "--quiet", "--filter=blob:none", "--no-checkout", _SOURCE, str(copy))
+    is_clone = (copy / ".git").exists() or (copy / "HEAD").exists()
+    if is_clone:
+        archive = target / "tests.tar"
+        with archive.open("wb") as file:
+            _git("-C", str(copy), "archive", REVISION, "tests", into=file)
+        shutil.unpack_archive(archive, target, filter="data")
+        archive.unlink()
+    else:
+        shutil.copytree(copy / "tests", target / "tests")
+        print(f"{copy} is no clone: its files are taken for those of {REVISION[:12]}")
+
+
+def _git(*words: str, into: object = None) -> None:
+    done = subprocess.run(["git", *words], stdout=into or sys.stderr, check=False)  # type: ignore[call-overload]
+    if done.returncode:
+        raise SystemExit(f"git {words[0]} failed: pass --copy with a clone that has {REVISION}")
+
+
+def run(folder: Path, files: Sequence[str], num_processes: int) -> dict[str, Outcome]:
+    """The outcome of each case of these files of ``folder``/tests, so many files at a time."""
+    found: dict[str, Outcome] = {}
+    started = [_start(folder, files[index::num_processes], index) for index in range(min(num_processes, len(files)))]
+    for process, log in started:
+        process.wait()
+        lines = log.read_text().splitlines() if log.exists() else []
+        for test, outcome, message in map(json.loads, lines):
+            found[test] = judge(test, outcome, message)
+    return found
+
+
+def _start(folder: Path, files: Sequence[str], index: int) -> tuple[subprocess.Popen[bytes], Path]:
+    log = folder / f"results-{index}.jsonl"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(_ROOT),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "HF_HUB_OFFLINE": "1",
+        RESULTS_VARIABLE: str(log),
+    }
+    words = ["-m", "pytest", "-p", "tests.deepspeed_suite.harness", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    words += ["--continue-on-collection-errors", f"--basetemp={folder}/temporary-{index}", *files]
+    return subprocess.Popen([sys.executable, *words], cwd=folder / "tests", env=environment), log
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="DeepSpeed's own tests against this engine")
+    parser.add_argument("files", nargs="*", default=list(FILES), help="below DeepSpeed's folder tests; default: all")
+    parser.add_argument("--copy", type=Path, help=f"a clone of DeepSpeed that has {REVISION[:12]}, or its files")
+    parser.add_argument("--processes", type=int, default=2, help="how many files at a time")
+    parser.add_argument("--update", action="store_true", help="write results.tsv anew")
+    options = parser.parse_args(arguments)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed-suite-")))
+        unpack(options.copy, folder)
+        outcomes = run(folder, options.files, options.processes)
+    print(table.summary(outcomes.values()))
+    text = table.RESULTS.read_text() if table.RESULTS.exists() else ""
+    if options.update:
+        table.RESULTS.write_text(table.merge(text, table.write(outcomes), options.files))
+        return 0
+    worse = table.regressions(table.read(text), outcomes)
+    print("\n".join(worse) or "nothing is worse than results.tsv says")
+    return 1 if worse or not outcomes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

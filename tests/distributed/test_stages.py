@@ -1,0 +1,224 @@
+"""ZeRO's stages: what each rank keeps, moves and sends, and the same bits as stage 0 where every rank keeps all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # which optimizers import at their first use: once here, not in each process
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import infinity
+from infinity.distributed.collectives import world
+from infinity.errors import GradientNotResidentError
+from tests.ranks import run_ranks
+
+_WIDTH = 96
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
+        self.head = nn.Linear(_WIDTH, 4)
+        self.rarely = nn.Linear(_WIDTH, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, *, is_rare: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.rarely(x) if is_rare else self.head(x)
+
+
+def _config(directory: Path, stage: int, optimizer: str, parameters: str, changes: dict[str, Any]) -> dict[str, Any]:
+    def device(name: str) -> dict[str, Any]:
+        return {"device": name} | ({"nvme_path": str(directory)} if name == "nvme" else {})
+
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.05,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": device(optimizer),
+            "offload_param": device(parameters),
+        },
+    } | changes
+
+
+def _batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randn(4, _WIDTH, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+def _backward(engine: Any, rank: int, number: int, *, is_rare: bool = False) -> torch.Tensor:
+    x, y = _batch(rank, number)
+    loss = mse_loss(engine(x.to(engine.config.compute_dtype), is_rare=is_rare).float(), y)
+    engine.backward(loss)
+    return loss.detach()
+
+
+def _train(engine: Any, rank: int, num_steps: int = 3) -> dict[str, torch.Tensor]:
+    """All that a training leaves behind, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for step in range(num_steps):
+        for part in range(2):
+            is_rare = part == 1 and step == rank  # on one rank only
+            found[f"loss {step} {part}"] = _backward(engine, rank, 2 * step + part, is_rare=is_rare)
+            engine.step()
+        found[f"norm {step}"] = torch.tensor(engine.get_global_grad_norm())
+    found |= {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for index, state in engine.optimizer.state_dict()["state"].items():
+        found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    return found
+
+
+def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
+    errors = run_ranks(num, function, directory)
+    assert not any(errors), "\n".join(errors)
+
+
+_BUDGET = {"infinity": {"host_memory_budget": "700KiB"}}
+"""Gradients are spilled as well, and units make room for each other."""
+
+
+@pytest.mark.parametrize(("precision", "num"), [("fp32", 2), ("fp16", 2), ("bf16", 3)])
+def test_all_stages_and_offloads_are_equal(precision: str, num: int, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+
+    def train(rank: int) -> None:
+        kinds = [(0, "none", "none", changes), (1, "nvme", "none", changes), (2, "cpu", "cpu", changes)]
+        kinds += [(3, "nvme", "nvme", changes | _BUDGET), (2, "none", "none", changes), (3, "cpu", "nvme", changes)]
+        expected: dict[str, torch.Tensor] = {}
+        for stage, optimizer, parameters, others in kinds:
+            config = _config(tmp_path, stage, optimizer, parameters, others)
+            with infinity.initialize(model=_Model(), config=config)[0] as engine:
+                found = _train(engine, rank)
+            expected = expected or found
+            _require_same(found, expected)
+
+    _require(num, train, tmp_path)
+
+
+def test_what_each_rank_keeps_moves_and_sends(tmp_path: Path) -> None:
+    numel = 2 * 512 * 512
+    measured: dict[int, list[dict[str, int]]] = {}
+    for num in (1, 2, 4):
+
+        def train(rank: int, num: int = num) -> None:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+            config = _config(tmp_path, 1, "nvme", "none", {"infinity": {"keep_in_memory": False}})
+            config |= {"gradient_accumulation_steps": 1, "bf16": {"enabled": True}}
+            engine = infinity.initialize(model=model, config=config)[0]
+            storage = engine._parts.storage
+            for _ in range(2):
+                before, sent = storage.counters(), world().sent_bytes.copy()
+                engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().square().mean())
+                engine.step()
+                engine.flush()
+                after = storage.counters()
+            found = {kind: world().sent_bytes[kind] - sent[kind] for kind in ("gradients", "norms", "weights")}
+            extents = [each.extent for each in storage.records._records.values() if each.extent is not None]
+            found["kept"] = sum(extent.num_bytes for extent in extents)
+            found["read"] = after.read_bytes - before.read_bytes
+            found["written"] = after.write_bytes - before.write_bytes
+            (tmp_path / f"measured {num} {rank}").write_text(json.dumps(found))
+            engine.close()
+
+        directory = tmp_path / str(num)
+        directory.mkdir()
+        _require(num, train, directory)
+        measured[num] = [json.loads((tmp_path / f"measured {num} {rank}").read_text()) for rank in range(num)]
+    for num, of_ranks in measured.items():
+        others = (num - 1) / num
+        for found in of_ranks:
+            # A remainder of 2 bytes and two states of 4 for each element, of which a rank keeps 1/num.
+            for kind in ("kept", "read", "written"):
+                assert found[kind] == pytest.approx(10 * numel / num, rel=0.02), (num, kind)
+            # Gradients of 4 bytes to their owners, weights of 2 bytes to all: the paper's two times the model.
+            assert found["gradients"] == pytest.approx(4 * numel * others, rel=0.02), num
+            assert found["weights"] == pytest.approx(2 * numel * others, rel=0.02), num
+        total = sum(found["norms"] for found in of_ranks) / num
+        assert total <= 4 * numel * others / num  # parts of parameters that lie in several shares
+        assert num == 1 or total > 0
+
+
+def test_what_is_read_and_replaced_together(tmp_path: Path) -> None:
+    def look(rank: int) -> None:
+        expected: dict[str, torch.Tensor] = {}
+        for stage in (0, 2):
+            changes = {"bf16": {"enabled": True}}
+            config = _config(tmp_path, stage, "nvme", "nvme", changes)
+            engine = infinity.initialize(model=_Model(), config=config)[0]
+            found = _train(engine, rank)
+            weight = engine.module.layers[0].weight
+            main = infinity.safe_get_full_fp32_param(weight)
+            assert main is not None
+            found["main"] = main
+            infinity.safe_set_full_fp32_param(weight, main * 1.5)
+            with torch.no_grad(), infinity.GatheredParameters(engine.module.head.parameters(), modifier_rank=1):
+                if rank == 1:
+                    engine.module.head.weight.mul_(2)
+            found |= {f"then {name}": value for name, value in _train(engine, rank, 1).items()}
+            engine.save_fp32_model(tmp_path / f"exported {stage}")
+            saved = engine.optimizer.state_dict()
+            engine.save_checkpoint(tmp_path / "saved", tag=stage)
+            engine.optimizer.load_state_dict(saved)
+            found |= {f"loaded {name}": value for name, value in _train(engine, rank, 1).items()}
+            for other in {0, stage}:
+                engine.load_checkpoint(tmp_path / "saved", tag=other)
+                _require_same(_train(engine, rank, 1), {k[7:]: v for k, v in found.items() if k.startswith("loaded ")})
+            infinity.comm.barrier()
+            found |= {f"file {k}": v for k, v in load_file(tmp_path / f"exported {stage}/model.safetensors").items()}
+            engine.close()
+            expected = expected or found
+            _require_same(found, expected)
+
+    _require(2, look, tmp_path)
+
+
+def test_gradients_before_a_step(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        expected: dict[str, torch.Tensor] = {}
+        for stage in (0, 2):
+            config = _config(tmp_path, stage, "cpu", "none", {"gradient_accumulation_steps": 1})
+            engine = infinity.initialize(model=_Model(), config=config)[0]
+            weight, found = engine.module.layers[1].weight, {}
+            _backward(engine, rank, 0)
+            if stage:
+                with pytest.raises(GradientNotResidentError, match=r"zero_optimization\.stage to 0"):
+                    _ = weight.grad
+            _backward(engine, rank, 1)  # with a mean that has been computed before
+            engine.step()
+            found |= {f"two {name}": value.clone() for name, value in engine.module.state_dict().items()}
+            with engine.no_sync():
+                _backward(engine, rank, 2)
+            found["own"] = weight.grad.clone()
+            _backward(engine, rank, 3)
+            engine.zero_grad()
+            x, y = _batch(rank, 4)
+            mse_loss(engine(x), y).backward()
+            found["whole"] = weight.grad.clone()
+            nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            found |= {name: value.clone() for name, value in engine.module.state_dict().items()}
+            engine.close()
+            expected = expected or found
+            _require_same(found, expected)
+
+    _require(2, train, tmp_path)

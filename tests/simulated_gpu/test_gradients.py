@@ -1,0 +1,227 @@
+"""Gradients that come from a GPU and wait: what is known of them while they arrive is what will be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infinity.device.compute import ComputeDevice, gradient_norm
+from infinity.device.flat_pool import FlatPool
+from infinity.gradients.arrivals import Arrivals
+from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.shown_grads import ShownGradients
+from infinity.telemetry.clock import StepClock
+from infinity.units.layout import CHUNK_GRANULE, Slot
+from infinity.units.unit import Unit
+from swapper import Swapper
+from tests.simulated_gpu import backend
+from tests.simulated_gpu.device import SimulatedGpu
+from tests.unit.stage import trainable_unit
+
+try:
+    backend.register()
+except backend.NoSimulation as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+_SHAPES = [(70, 40), (33,)]
+_UNIT_BYTES = 70 * 40 * 4 + 64 * 4
+_Gradients = dict[Slot, torch.Tensor]
+
+
+class _Store:
+    """Units whose gradients stay in RAM, or go to NVMe, and a ring of so many bytes."""
+
+    def __init__(self, swapper: Swapper, ring_bytes: int, *, stay: bool = True, dtype: torch.dtype = torch.float32):
+        self.device = SimulatedGpu()
+        self.units = [trainable_unit(index, _SHAPES, dtype) for index in range(3)]
+        numel = sum(unit.layout.trainable_numel for unit in self.units)
+        self.arrivals = Arrivals(self.device, ring_bytes)
+        self.grads = ShownGradients(
+            self.units,
+            self.device,
+            StepClock(),
+            in_memory=range(3) if stay else (),
+            open_swapper=lambda: swapper,
+            pool=FlatPool(ComputeDevice(), 2 * 4 * numel),
+            arrivals=self.arrivals,
+            waiting=MainGradDtype(dtype),
+        )
+        self.drawn = 0
+
+    def draw(self, unit: Unit) -> _Gradients:
+        self.drawn += 1
+        generator = torch.Generator().manual_seed(self.drawn)
+        return {
+            slot: torch.randn(slot.spec.shape, generator=generator).to(slot.spec.dtype) for slot in unit.layout.slots
+        }
+
+    def add(self, unit: Unit, gradients: _Gradients) -> None:
+        self.grads.add(unit, {slot: each.to(backend.NAME, non_blocking=True) for slot, each in gradients.items()})
+
+    def values(self, unit: Unit) -> _Gradients:
+        """What an update would get."""
+        found = {}
+        source = self.grads.source(unit)
+        (chunk,) = unit.layout.chunks(CHUNK_GRANULE * 64)
+        scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
+        if (handle := source.prepare(chunk, scratch)) is not None:
+            handle.wait()
+        for piece in chunk.pieces:
+            if piece.slot in source.slots():
+                part = source.piece(piece, scratch[piece.offset : piece.offset + piece.numel])
+                found[piece.slot] = part.clone().reshape(piece.slot.spec.shape)
+        source.release()
+        return found
+
+    def close(self) -> None:
+        self.grads.close()
+        self.arrivals.close()
+        self.device.end()
+        assert not self.device.order.races
+
+
+@pytest.fixture
+def swapper() -> Iterator[Swapper]:
+    with Swapper.in_memory(1 << 22) as opened:
+        yield opened
+
+
+def _require_equal(found: _Gradients, expected: _Gradients) -> None:
+    assert found.keys() == expected.keys()
+    for slot, values in expected.items():
+        assert torch.equal(found[slot].float(), values.float())
+
+
+@pytest.mark.parametrize("stay", [True, False], ids=["in_memory", "spilled"])
+@pytest.mark.parametrize("ring_bytes", [256, _UNIT_BYTES, 1 << 20], ids=["blocks", "one_unit", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_and_norms_are_those_of_what_came(
+    dtype: torch.dtype, ring_bytes: int, stay: bool, swapper: Swapper
+) -> None:
+    store = _Store(swapper, ring_bytes, stay=stay, dtype=dtype)
+    first, second, third = store.units
+    expected = {unit.index: store.draw(unit) for unit in store.units}
+    for unit in store.units:
+        store.add(unit, expected[unit.index])
+    again = store.draw(second)
+    store.add(second, again)
+    expected[1] = {slot: each.float() + again[slot].float() for slot, each in expected[1].items()}
+    for unit in store.units:
+        assert store.grads.slots_with_gradient(unit) == list(unit.layout.slots)
+        for slot in unit.layout.slots:
+            norm = store.grads.norm_of(unit, slot)
+            assert torch.equal(norm.cpu(), gradient_norm(expected[unit.index][slot]))
+            is_alone = unit is not second
+            assert (norm.device.type == backend.NAME) == is_alone, "of a sum it is taken where the sum is"
+    for unit in (third, first, second):
+        _require_equal(store.values(unit), expected[unit.index])
+    assert not store.grads.has_any
+    store.close()
+
+
+def test_nobody_waits_while_there_is_room(swapper: Swapper) -> None:
+    store = _Store(swapper, 1 << 20)
+    for unit in store.units:
+        store.add(unit, store.draw(unit))
+        assert store.grads.has_any
+        assert store.grads.slots_with_gradient(unit) == list(unit.layout.slots)
+        assert not store.grads.is_at_hand(unit)
+    assert not store.device.synchronisations
+    assert len(store.arrivals.coming()) == 3
+    store.grads.norm_of(store.units[0], store.units[0].layout.slots[0])
+    assert len(store.arrivals.coming()) == 2, "those of other units are not waited for"
+    store.close()
+
+
+def test_what_goes_into_an_update_in_backward_waits_for_nothing(swapper: Swapper) -> None:
+    store = _Store(swapper, 1 << 20)
+    unit = store.units[0]
+    gradients = store.draw(unit)
+    on_device = {slot: each.to(backend.NAME) for slot, each in gradients.items()}
+    assert store.grads.send_ahead(unit, on_device) is on_device, "there is nothing to add them to"
+    store.add(unit, gradients)
+    assert store.grads.send_ahead(unit, on_device) == {}
+    store.device.synchronisations.clear()
+    while not store.grads.have_arrived(unit):
+        pass
+    assert not store.device.synchronisations
+    norms: dict[tuple[int, int], torch.Tensor] = {}
+    source = store.grads.hand_over(unit, {}, norms)
+    (chunk,) = unit.layout.chunks(CHUNK_GRANULE * 64)
+    for piece in chunk.pieces:
+        expected = 2 * gradients[piece.slot]
+        assert torch.equal(norms[0, piece.slot.index].cpu(), gradient_norm(expected))
+        assert torch.equal(source.piece(piece, torch.empty(piece.numel)), expected.flatten())
+    source.release()
+    store.close()
+
+
+def test_a_norm_is_taken_again_where_somebody_has_looked(swapper: Swapper) -> None:
+    store = _Store(swapper, 1 << 20)
+    unit = store.units[0]
+    slot = unit.layout.slots[0]
+    store.add(unit, store.draw(unit))
+    store.grads.show(unit).view(slot).mul_(3)
+    store.grads.note_change(unit)
+    changed = store.grads.show(unit).view(slot).clone()
+    assert torch.equal(store.grads.norm_of(unit, slot).cpu(), gradient_norm(changed))
+    store.close()
+
+
+def test_a_gradient_that_is_set_is_what_it_was_then(swapper: Swapper) -> None:
+    store = _Store(swapper, 1 << 20)
+    unit = store.units[0]
+    slot, other = unit.layout.slots
+    came = store.draw(unit)
+    store.add(unit, came)
+    mine = torch.ones(slot.spec.shape, device=backend.NAME)
+    store.grads.set_gradient(unit, slot, mine)
+    mine.mul_(5)
+    assert torch.equal(store.grads.norm_of(unit, slot).cpu(), gradient_norm(torch.ones(slot.spec.shape)))
+    _require_equal(store.values(unit), {slot: torch.ones(slot.spec.shape), other: came[other]})
+    store.close()
+
+
+@pytest.mark.parametrize("kept", [(), ((0, 0),)], ids=["all", "all_but_one"])
+def test_what_is_on_its_way_is_forgotten_with_the_rest(kept: tuple[tuple[int, int], ...], swapper: Swapper) -> None:
+    store = _Store(swapper, 1 << 20)
+    unit, other, _ = store.units
+    came = store.draw(unit)
+    store.add(unit, came)
+    store.add(other, store.draw(other))
+    store.grads.clear(kept)
+    assert not store.arrivals.coming()
+    assert store.grads.slots_with_gradient(unit) == [slot for slot in unit.layout.slots if (0, slot.index) in kept]
+    assert not store.grads.slots_with_gradient(other)
+    _require_equal(store.values(unit), {slot: each for slot, each in came.items() if (0, slot.index) in kept})
+    after = store.draw(unit)
+    store.add(unit, after)  # into memory to which copies may still be on their way
+    _require_equal(store.values(unit), after)
+    store.close()
+
+
+def test_zeros_stand_for_what_was_on_its_way(swapper: Swapper) -> None:
+    store = _Store(swapper, 1 << 20)
+    unit = store.units[0]
+    store.add(unit, store.draw(unit))
+    store.grads.zero()
+    after = store.draw(unit)
+    slot, other = unit.layout.slots
+    store.add(unit, {slot: after[slot]})
+    _require_equal(store.values(unit), {slot: after[slot], other: torch.zeros(other.spec.shape)})
+    store.close()
+
+
+def test_an_update_fetches_gradients_behind_what_made_them(swapper: Swapper) -> None:
+    store = _Store(swapper, 1 << 20)
+    unit = store.units[0]
+    gradients = {slot: each.to(backend.NAME) * 2 for slot, each in store.draw(unit).items()}
+    expected = {slot: each.cpu() for slot, each in gradients.items()}
+    source = store.grads.hand_over(unit, gradients, {})
+    (chunk,) = unit.layout.chunks(CHUNK_GRANULE * 64)
+    for piece in chunk.pieces:
+        assert torch.equal(source.piece(piece, torch.empty(piece.numel)), expected[piece.slot].flatten())
+    source.release()
+    store.close()

@@ -1,0 +1,95 @@
+"""`infinity clean`: what durable runs have left is told, and removed when that is wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.cli.main import main
+
+
+def _config(path: Path) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": str(path)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        "infinity": {"durable": True},
+    }
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """A directory with a run of two steps, and a file of somebody else's."""
+    engine = _started(tmp_path)
+    with engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+    (tmp_path / "durable" / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+def _started(path: Path) -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return infinity.initialize(model=model, config=_config(path))[0]
+
+
+def _told(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Any:
+    capsys.readouterr()
+    assert main(["clean", str(path), "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_told_and_removed(left: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = _told(left, capsys)
+    (run,) = told["runs"]
+    assert run["path"] == str(left / "durable")
+    assert run["num_bytes"] > 0 and run["num_commits"] == 1 and not run["is_in_use"]
+    assert told["removed"] == []
+    assert main(["clean", str(left)]) == 2  # nobody to ask
+    assert "--yes" in capsys.readouterr().err
+    assert len(_told(left, capsys)["runs"]) == 1
+    assert main(["clean", str(left), "--yes"]) == 0
+    assert "Removed 1 runs" in capsys.readouterr().out
+    assert [path.name for path in (left / "durable").iterdir()] == ["notes.txt"]
+    assert _told(left, capsys)["runs"] == []
+    assert main(["clean", str(left)]) == 0
+    assert "Nothing is left" in capsys.readouterr().out
+
+
+def test_files_of_others_stay_whatever_they_are_called(left: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = left / ".git" / "hooks"
+    hooks.mkdir(parents=True)
+    theirs = [
+        hooks / "commit-msg.sample",
+        hooks / "commit-0000000001",
+        left / "states-list-of-matter",
+        left / "states-1-of-50",
+        left / "lock",
+    ]
+    for file in theirs:
+        file.write_text("mine")
+    assert [run["path"] for run in _told(left, capsys, "--yes")["runs"]] == [str(left / "durable")]
+    assert _told(left, capsys)["runs"] == []
+    assert [file for file in theirs if not file.exists()] == []
+
+
+def test_what_is_in_use_stays(left: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with _started(left):
+        (run,) = _told(left, capsys, "--yes")["runs"]
+        assert run["is_in_use"]
+    assert _started(left).global_steps == 2
+
+
+def test_saves_of_processes_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".tag.saving-0123456789abcdef").mkdir()
+    assert len(_told(tmp_path, capsys)["saves"]) == 1
+    assert main(["clean", str(tmp_path), "--yes"]) == 0
+    assert list(tmp_path.glob(".tag*")) == []

@@ -1,0 +1,139 @@
+"""What `doctor` and `checkpoint` say, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.checkpoint.arrays import ArraySpec
+from infinity.checkpoint.saved import write_checkpoint
+from infinity.cli.main import main
+from infinity.machine import computing, storage
+from infinity.machine.finding import Verdict
+
+Captured = pytest.CaptureFixture[str]
+
+
+def _json(arguments: list[str], capsys: Captured, status: int = 0) -> Any:
+    assert main([*arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoint
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with two checkpoints of a weight and its state."""
+    specs = [
+        ArraySpec.of("parameters", "block.weight", kind, (300, 7), torch.float32) for kind in ("weight", "exp_avg")
+    ]
+
+    def write(open_array: Any) -> None:
+        for spec in specs:
+            writer = open_array(spec)
+            writer.write(torch.arange(2100, dtype=torch.float32))
+            writer.finish()
+
+    rest = {"counters": {"global_steps": 7}, "client_state": {"epoch": 3}, "tied": {"head.weight": "block.weight"}}
+    for tag in ("first", "second"):
+        write_checkpoint(tmp_path / "saved", tag, specs, write, lambda: rest, is_latest=True)
+    return tmp_path / "saved"
+
+
+def test_a_checkpoint_is_told(saved: Path, capsys: Captured) -> None:
+    facts = _json(["checkpoint", "inspect", str(saved), "--tensors"], capsys)
+    assert Path(facts["folder"]).name == "second"
+    assert facts["counters"]["global_steps"] == 7
+    assert facts["num_parameters"] == 2100
+    assert facts["kinds"]["exp_avg"] == {"num_tensors": 1, "num_bytes": 8400}
+    assert (facts["client_state"], facts["other_tags"]) == (["epoch"], ["first"])
+    assert {each["name"] for each in facts["tensors"]} == {"block.weight"}
+    assert main(["checkpoint", "inspect", str(saved), "--tensors"]) == 0
+    out = capsys.readouterr().out
+    assert "300x7" in out and "head.weight = block.weight" in out
+
+
+def test_damage_is_found(saved: Path, capsys: Captured) -> None:
+    assert _json(["checkpoint", "verify", str(saved), "--all"], capsys)["is_whole"]
+    data = max((path for path in (saved / "first").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[-100] ^= 1
+    data.write_bytes(content)
+    assert _json(["checkpoint", "verify", str(saved)], capsys)["is_whole"]
+    found = _json(["checkpoint", "verify", str(saved), "--all"], capsys, status=1)
+    problems = {Path(each["folder"]).name: each["problem"] for each in found["checkpoints"]}
+    assert str(data) in problems["first"] and problems["second"] is None
+    assert main(["checkpoint", "verify", str(saved), "--tag", "first"]) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_a_machine_is_told(tmp_path: Path, capsys: Captured) -> None:
+    found = _json(["doctor", "--nvme-path", str(tmp_path), "--no-measure"], capsys)
+    assert found["is_ready"] is True
+    by_name = {finding["what"]: finding for finding in found["findings"]}
+    assert by_name["free space"]["facts"]["free_bytes"] > 0
+    assert by_name["processors"]["facts"]["usable"] > 0
+    assert {"memory", "GPU", "O_DIRECT", "backend", "drive", "speed", "memory that may be locked"} <= set(by_name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_prevents_a_training_is_an_exit_status(tmp_path: Path, capsys: Captured) -> None:
+    wrong = tmp_path / "not-there"
+    found = _json(["doctor", "--nvme-path", str(wrong), "--no-measure"], capsys, status=1)
+    bad = [finding for finding in found["findings"] if finding["verdict"] == "bad"]
+    assert len(bad) == 1 and str(wrong) in bad[0]["text"] and bad[0]["cure"]
+    assert main(["doctor", "--nvme-path", str(wrong), "--no-measure"]) == 1
+    assert "cannot train" in capsys.readouterr().out
+
+
+def test_directories_of_a_config(tmp_path: Path, capsys: Captured) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    (tmp_path / "c.json").write_text(
+        json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_optimizer": offload}})
+    )
+    found = _json(["doctor", "--config", str(tmp_path / "c.json"), "--no-measure"], capsys)
+    assert {finding["directory"] for finding in found["findings"]} == {"", str(tmp_path)}
+
+
+def test_a_group_without_memory_prevents_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computing, "free_bytes", lambda: 100_000_000)
+    memory = next(finding for finding in computing.computing_findings() if finding.what == "memory")
+    assert memory.verdict is Verdict.BAD and memory.cure
+
+
+def test_two_directories_on_one_drive(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    findings = list(storage.storage_findings(paths, measures=False))
+    assert findings[-1].verdict is Verdict.POOR and "one drive" in findings[-1].text
+
+
+# ------------------------------------------------------------------------------------------------------------- the program
+
+
+def test_nothing_loads_what_it_does_not_need() -> None:
+    """Neither `import infinity` the command line, nor the command line what trains."""
+    script = (
+        "import sys, infinity; early = 'click' in sys.modules; from infinity.cli.main import main; "
+        "status = main(['doctor', '--json', '--no-measure']); "
+        "sys.exit(10 * early + 20 * ('transformers' in sys.modules) + status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["is_ready"]
+
+
+def test_a_reader_that_goes_away() -> None:
+    command = f"{sys.executable} -m infinity config schema | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=150, check=False)
+    assert (done.stdout, done.stderr) == ("141\n", "")

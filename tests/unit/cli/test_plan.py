@@ -1,0 +1,176 @@
+"""`infinity plan`: its figures are the engine's own, and it says what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import infinity
+from infinity.cli.main import main
+from infinity.forecast import ladder as ladder_module
+from infinity.forecast.ladder import Ladder
+from infinity.forecast.machine import Machine
+from infinity.planning.bandwidth_cache import Bandwidth
+
+_SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)
+
+
+def _config(path: Path, **more: Any) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": str(path)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        **more,
+    }
+
+
+def _llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=128, num_hidden_layers=6, intermediate_size=320, num_attention_heads=4, vocab_size=1000
+        )
+    )
+
+
+def _gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=128, n_layer=5, n_head=4, vocab_size=900, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Embedding(700, 96), *[nn.Linear(96, 96) for _ in range(7)], nn.Linear(96, 700))
+
+
+def _train(engine: Any) -> None:
+    """Two steps: from then on, the engine's plan knows in which order units are needed."""
+    tokens = torch.arange(32).reshape(2, 16)
+    for _ in range(2 * engine.gradient_accumulation_steps()):
+        out = engine(tokens)
+        engine.backward((out if isinstance(out, torch.Tensor) else out.logits).float().square().mean())
+        engine.step()
+
+
+_CASES = {
+    "clipped": (_llama, {"infinity": {"host_memory_budget": "6MB"}}),
+    "int8": (_gpt2, {"infinity": {"host_memory_budget": "6MB", "state_dtype": "int8"}, "gradient_clipping": 0}),
+    "accumulated": (_llama, {"infinity": {"host_memory_budget": "20MB"}, "gradient_accumulation_steps": 3}),
+    "tiles": (_plain, {"infinity": {"host_memory_budget": "6MB", "tile_above": "64KiB"}}),
+}
+
+
+@pytest.mark.parametrize(("make", "changes"), _CASES.values(), ids=_CASES)
+def test_bytes_are_those_of_the_engine(make: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    config = _config(tmp_path, **changes)
+    with torch.device("meta"):
+        shapes = make()
+    told = Ladder(shapes, config, _SMALL, str(tmp_path), tokens=64).given().plan
+    assert told is not None
+    for builds_on_drives in (False, True):
+        if builds_on_drives:
+            with infinity.Init(config_dict_or_path=config):
+                model = make()
+        else:
+            model = make()
+        engine, *_ = infinity.initialize(model=model, config=config)
+        with engine:
+            assert told.resting_bytes == engine.plan.resting_bytes
+            assert told.minimum_budget_bytes == engine.plan.minimum_budget_bytes
+            assert told.placement == engine.plan.placement
+            _train(engine)
+            assert told.prediction[:2] == pytest.approx(engine.plan.prediction[:2], rel=0.01)
+
+
+def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int) -> Any:
+    assert main(["plan", *arguments, "--json", "--no-measure"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = ["--ram", "32GB", "--disk", "1TB", "--drive-speed", "2GB", "--tflops", "10", "--tbw", "600"]
+    found = _json(["--params", "7b", "--nvme-path", str(tmp_path), *described], capsys, 0)
+    chosen = found["chosen"]
+    assert (chosen["param_tier"], chosen["optimizer_tier"]) == ("none", "nvme")
+    moved = chosen["read_bytes_per_step"] + chosen["write_bytes_per_step"]
+    compute = 6 * 7e9 * 2048 / 10e12
+    assert chosen["step_seconds"] == pytest.approx(max(moved / 2e9, compute))
+    assert chosen["drive_life_steps"] == int(600e12 / chosen["write_bytes_per_step"])
+    assert [each["fits"] for each in found["choices"]] == [False, True, True]
+    rests = [size for kinds in chosen["resting_bytes"].values() for kind, size in kinds.items() if kind != "gradients"]
+    assert sum(rests) == pytest.approx(12 * 7e9, rel=0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--ram", "32GB", "--disk", "70GB", "--nvme-path", str(tmp_path)]
+    found = _json(["--params", "7b", *machine], capsys, 1)
+    assert found["chosen"]["problem"].endswith("are free")
+    assert found["smallest_change"] == {"infinity.state_dtype": "bf16"}
+    file = tmp_path / "config.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    file.write_text(json.dumps({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": zero}))
+    machine = ["--ram", "32GB", "--disk", "1TB", "--gpu", "24GB", "--nvme-path", str(tmp_path)]
+    found = _json(["--params", "7b", "--config", str(file), *machine], capsys, 1)
+    assert (
+        found["smallest_change"]
+        == {
+            "zero_optimization.offload_param.device": "nvme",
+            "zero_optimization.offload_optimizer.device": "nvme",
+        }
+        or found["smallest_change"]["zero_optimization.offload_optimizer.device"] == "nvme"
+    )
+    assert main(["plan", "--params", "7b", "--config", str(file), *machine, "--no-measure"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "It does not fit" in out and "zero_optimization.offload_optimizer.device = nvme" in out
+
+
+def test_the_change_that_is_told_fits(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        shapes = _llama()
+    given = Ladder(shapes, _config(tmp_path), _SMALL, str(tmp_path), 64).given()
+    assert given.fits
+    little = Machine(host_free_bytes=20_000_000, drive_free_bytes=10**12, device_free_bytes=None)
+    ladder = Ladder(shapes, {**_config(tmp_path), "zero_optimization": {"stage": 3}}, little, str(tmp_path), 64)
+    refused = ladder.given()
+    assert not refused.fits
+    change = ladder.smallest_change(refused)
+    assert change is not None and change.fits
+    assert ladder.outcome(change.change.keys).fits
+
+
+def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> None:
+    def shapes(num_layers: int) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(*[nn.Linear(512, 512) for _ in range(num_layers)])
+
+    machine = Machine(host_free_bytes=200_000_000, drive_free_bytes=400_000_000, device_free_bytes=None)
+    most = Ladder(shapes(4), None, machine, str(tmp_path), 64).largest()
+    assert most is not None
+    num_layers, num_parameters = most
+    assert num_parameters == num_layers * 512 * 513
+    for count, fits in ((num_layers, True), (num_layers + num_layers // 50, False)):
+        keys = {
+            f"zero_optimization.offload_{name}.{key}": value
+            for name in ("param", "optimizer")
+            for key, value in (("device", "nvme"), ("nvme_path", str(tmp_path)))
+        }
+        assert Ladder(shapes(count), None, machine, str(tmp_path), 64).outcome(keys).fits is fits
+
+
+def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        shapes = _plain()
+    config = _config(tmp_path, infinity={"host_memory_budget": "6MB"})
+    assert Ladder(shapes, config, _SMALL, str(tmp_path), 64).given().seconds is None
+    fast = Machine(4 * 10**9, 10**12, None, Bandwidth(1e9, 1e9, 1e9, "2026-01-01"), flops_per_second=1e9)
+    seconds = Ladder(shapes, config, fast, str(tmp_path), 64).given().seconds
+    count = sum(each.numel() for each in shapes.parameters())
+    assert seconds == pytest.approx(ladder_module.FLOPS_PER_PARAMETER * count * 64 / 1e9)

@@ -1,0 +1,39 @@
+"""The demo's own decisions: its config, its learning rates, its warm-up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.demo.train import DEFAULT_CONFIG, SIZES, make_config, parse_arguments, warm_up
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_config_is_the_one_that_stands_in_configs() -> None:
+    assert json.loads((_ROOT / "configs" / "zero3_nvme.json").read_text()) == DEFAULT_CONFIG
+
+
+def test_larger_models_learn_at_lower_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rates = [size.learning_rate for size in sorted(SIZES.values(), key=lambda size: size.hidden * size.num_layers)]
+    assert rates == sorted(rates, reverse=True)
+    for name, size in SIZES.items():
+        config = make_config(parse_arguments(["--model", name], "train"), size)
+        assert config.optimizer is not None and config.optimizer.params["lr"] == size.learning_rate
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rates"), [(None, [0.5, 1.0, 1.0]), (4, [0.25, 0.5, 0.75, 1.0, 1.0]), (0, [1.0, 1.0])]
+)
+def test_the_rate_rises_first(wanted: int | None, rates: list[float]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = warm_up(optimizer, 20, argparse.Namespace(warmup_steps=wanted))
+    for rate in rates:
+        assert optimizer.param_groups[0]["lr"] == rate
+        optimizer.step()
+        schedule.step()

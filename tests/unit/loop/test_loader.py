@@ -1,0 +1,42 @@
+"""The loader of ``training_data`` draws as torch's does with a DistributedSampler."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader, DistributedSampler
+
+from infinity.loop.loader import make_loader
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffles", [False, True])
+@pytest.mark.parametrize("num_samples", [3, 10, 12])
+def test_each_rank_gets_as_many_batches(num_samples: int, shuffles: bool, drop_last: bool) -> None:
+    """A number of samples that cannot be divided, and a last batch that is smaller, included."""
+    data = list(range(num_samples))
+    lengths = set()
+    for rank in range(4):
+        loader = make_loader(data, 2, collate_fn=None, drop_last=drop_last, shuffles=shuffles, rank=rank, num_ranks=4)
+        sampler: DistributedSampler[int] = DistributedSampler(data, 4, rank, shuffle=shuffles)  # type: ignore[arg-type]
+        expected = DataLoader(data, 2, sampler=sampler, drop_last=drop_last)  # type: ignore[arg-type]
+        for epoch in (0, 1):
+            loader.data_sampler.set_epoch(epoch)
+            sampler.set_epoch(epoch)
+            batches = [batch.tolist() for batch in loader]
+            assert batches == [batch.tolist() for batch in expected]
+            lengths.add(len(batches))
+    assert len(lengths) == 1
+
+
+def test_a_position_is_that_of_the_newest_iterator() -> None:
+    first = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    batches = iter(first)
+    next(batches), next(batches)
+    state = first.state_dict()
+    expected = [batch.tolist() for batch in batches]
+    second = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    second.load_state_dict(state)
+    iter(second)  # nobody asks it for a batch
+    assert len(list(second)) == 6
+    second.load_state_dict(state)
+    assert [batch.tolist() for batch in second] == expected

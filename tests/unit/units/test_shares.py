@@ -1,0 +1,60 @@
+"""Which rank keeps the states of which elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.units.layout import CHUNK_GRANULE, ParameterSpec, UnitLayout
+from infinity.units.shares import Shares
+from infinity.units.unit import Unit
+
+
+def _unit(index: int, sizes: list[int]) -> Unit:
+    specs = [ParameterSpec(f"p{i}", (size,), (1,), torch.float32, True) for i, size in enumerate(sizes)]
+    parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+    return Unit(index, f"unit {index}", parameters, UnitLayout(specs))
+
+
+@given(num=st.integers(1, 9), index=st.integers(0, 20), sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=6))
+def test_each_element_has_one_owner(num: int, index: int, sizes: list[int]) -> None:
+    unit, shares = _unit(index, sizes), Shares(0, num)
+    spans = sorted(span for span in shares.spans(unit) if span[0] < span[1])
+    assert [span[0] for span in spans] == [0, *(span[1] for span in spans)][: len(spans)]
+    assert spans[-1][1] == unit.layout.trainable_numel
+    assert all(bound % CHUNK_GRANULE == 0 for span in spans for bound in span)
+    lengths = [stop - start for start, stop in shares.spans(unit)]
+    assert max(lengths) - min(lengths) <= CHUNK_GRANULE
+    for slot in unit.layout.slots:
+        owned = [element for part in shares.parts_of_parameter(unit, slot) for element in range(*part)]
+        assert sorted(owned) == list(range(slot.numel))
+
+
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_chunks_of_all_shares_are_the_whole(num: int) -> None:
+    unit = _unit(3, [5000, 17, 40_000])
+    granule = CHUNK_GRANULE
+    for border in (0, 4 * granule):
+        found = [
+            chunk
+            for span in Shares(0, num).spans(unit)
+            for chunk in unit.layout.chunks(3 * granule, border=max(border, span[0]), span=span)
+        ]
+        pieces = [
+            (piece.slot.index, element)
+            for chunk in found
+            for piece in chunk.pieces
+            for element in range(piece.start, piece.stop)
+        ]
+        assert sorted(pieces) == [(slot.index, element) for slot in unit.layout.slots for element in range(slot.numel)]
+        assert not any(chunk.start < border < chunk.stop for chunk in found)
+
+
+def test_what_cannot_be_divided_goes_around() -> None:
+    owners = [
+        [rank for rank, (start, stop) in enumerate(Shares(0, 3).spans(_unit(index, [100]))) if start < stop]
+        for index in range(6)
+    ]
+    assert sorted(rank for (rank,) in owners) == [0, 0, 1, 1, 2, 2]
