@@ -9,20 +9,23 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from infinity.device.flat_pool import FlatPool
-from infinity.errors import BudgetTooSmallError, UnsupportedModelError, format_bytes
+from infinity.errors import BudgetTooSmallError, EngineBusyError, UnsupportedModelError, format_bytes
 from infinity.paging.listener import WeightWriter
 from infinity.paging.trace import Trace, wanted
 from infinity.telemetry.clock import StepClock
+from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import Turn
 from infinity.torch_internals.foreign_writes import plain_storage
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit
+from swapper import ReentryError
 
 if TYPE_CHECKING:
     from infinity.device.compute import FlatBuffer
@@ -90,6 +93,10 @@ class Residency:
         """Taken by any thread that uses the model or its weights; what has no other word is touched in a turn only."""
         self.lock = threading.RLock()
         """Held while units are moved, bound or unbound, also by guests of a turn; never while a turn is waited for."""
+        self._is_changing = False
+        """Whether a unit may be half way between two states, where a signal handler cannot go on. Under the lock, but it stays
+        while `_room` is waited for, and may after an interrupt: where it is set for nothing, that costs a look at the stack.
+        """
         self._room = threading.Condition(self.lock)
         self.lacks_room = False
         """Whether who has the turn waits for room. Guests look at it."""
@@ -136,11 +143,14 @@ class Residency:
         with self.lock:
             # A signal handler that comes while something is waited for uses units, too, and may take this one's buffer.
             while unit.flat is None or unit.arrival is not None or unit.update is not None:
-                if unit.flat is None and not self._attach(unit, is_demand=True):
-                    self.await_update(unit)
-                    flat = self._allocate_now(unit)
-                    if flat is not None:
-                        self._begin_fetch(unit, flat, is_demand=True)
+                if self._is_changing:
+                    refuse_in_between(f"using weights of {unit.name}")
+                with self._change():
+                    if unit.flat is None and not self._attach(unit, is_demand=True):
+                        self.await_update(unit)
+                        flat = self._allocate_now(unit)
+                        if flat is not None:
+                            self._begin_fetch(unit, flat, is_demand=True)
                 self._take_arrival(unit)
                 self.await_update(unit)
 
@@ -210,7 +220,7 @@ class Residency:
 
     def collect_all(self) -> None:
         """Take note of everything that has arrived."""
-        with self.lock:
+        with self.lock, self._change():
             for unit in self.units:
                 if not unit.num_active:  # what is in use is stored when that ends
                     self.store_changes(unit)
@@ -226,10 +236,23 @@ class Residency:
                 self.pool.give_back(unit.release())
         self._by_address.clear()
 
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Inside the ``with`` block units go from one state to the next."""
+        was_changing, self._is_changing = self._is_changing, True
+        try:
+            yield
+        finally:
+            self._is_changing = was_changing
+
     def _wait_for(self, awaited: Arrival | PendingUpdate, what: str) -> None:
         if not awaited.done():
             awaited.promote()
-        self.clock.wait_for(awaited, what)
+        try:
+            self.clock.wait_for(awaited, what)
+        except ReentryError:
+            refuse_in_between(f"waiting for an {what}" if what == "update" else f"waiting for a {what}")
+            raise
 
     def _take_arrival(self, unit: Unit) -> None:
         """Return when what is on its way into the unit's buffer is there."""
@@ -237,20 +260,24 @@ class Residency:
         if arrival is not None:
             try:
                 self._wait_for(arrival, "update" if arrival is unit.update else "read")
+            except EngineBusyError:
+                raise  # it is still on its way
             except Exception:
                 if arrival is unit.arrival and arrival is not unit.update:
                     self._displace(unit)  # what came is not the weights
                 raise
-            if arrival is unit.arrival:  # else a signal handler came while it was waited for, and has seen to that
-                unit.land()
+            with self._change():
+                if arrival is unit.arrival:  # else a signal handler came while it was waited for, and has seen to that
+                    unit.land()
 
     def await_update(self, unit: Unit) -> None:
         """Return when no update of ``unit`` is pending."""
         update = unit.update
         if update is not None:
             self._wait_for(update, "update")
-            if update is unit.update:  # see `_take_arrival`
-                unit.end_update()
+            with self._change():
+                if update is unit.update:  # see `_take_arrival`
+                    unit.end_update()
 
     def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
         """Let the pending update of ``unit`` fill a fresh flat buffer, which saves a read."""
@@ -272,7 +299,7 @@ class Residency:
         Args:
             only: consider this one, and no other.
         """
-        with self.lock:
+        with self.lock, self._change():
             targets = self.wanted()
             for unit in (self.units[index] for index in targets):
                 if unit.flat is None and unit.update is not None and only in (None, unit):
@@ -310,7 +337,7 @@ class Residency:
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
-        with self.lock:
+        with self.lock, self._change():
             targets = self.wanted()
             for unit in (self.units[index] for index in targets):
                 if unit.update is not None and unit.update.done():

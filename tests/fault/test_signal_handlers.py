@@ -88,6 +88,33 @@ def test_a_handler_anywhere_in_a_step_works_or_is_refused_and_training_goes_on(m
         both.require_equal()
 
 
+def _is_fetching(code: CodeType) -> bool:
+    return code.co_filename.endswith(("paging/residency.py", "tiers/weight_store.py"))
+
+
+def test_a_handler_in_the_midst_of_a_fetch_finds_the_unit_in_no_state_in_between(tmp_path: Path) -> None:
+    """It asks for the very weights that are being fetched: the trace would let it."""
+
+    def visit() -> None:
+        with torch.no_grad(), contextlib.suppress(EngineBusyError):
+            for parameter in both.model.parameters():
+                parameter.detach()
+
+    changes = {"infinity": {"update": "in_backward", "prefetch": False, "host_memory_budget": 172032}}  # the least
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        for step in range(2):
+            both.engine_step(step)
+        counted = Visit(_is_fetching, None)
+        with counted:
+            both.engine_step(2)
+        for step, point in enumerate(counted.points, 3):
+            visited = Visit(_is_fetching, point, visit)
+            with visited:
+                both.engine_step(step)
+            assert visited.error is None, visited.where
+        both.require_equal()
+
+
 def test_a_handler_in_the_users_own_code_may_do_everything(tmp_path: Path) -> None:
     seen: list[dict[str, torch.Tensor]] = []
 
