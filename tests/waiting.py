@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 
 
 def wait_until(condition: Callable[[], bool], what: str = "it") -> None:

@@ -288,7 +288,7 @@ _TRAIN = """
 def _run(directory: Path, end: str) -> subprocess.CompletedProcess[str]:
     code = textwrap.dedent(_TRAIN).format(end=end)
     command = [sys.executable, "-W", "error", "-c", code, str(directory)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=_REPOSITORY)
+    return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, cwd=_REPOSITORY)
 
 
 def test_a_process_that_ends_without_close(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _start(code: str, *arguments: object) -> subprocess.Popen[str]:
 def _run(code: str, *arguments: object) -> tuple[int, str, str]:
     process = _start(code, *arguments)
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=560)
     finally:
         process.kill()
         process.wait()
@@ -152,7 +152,7 @@ def test_two_processes_in_one_directory_never_meet(tmp_path: Path) -> None:
             process.stdin.write("go\n")
             process.stdin.flush()
         for process in processes:
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=560)
             results.append((process.returncode, err))
     finally:
         for process in processes:

@@ -23,7 +23,7 @@ def run(words: Sequence[str], *, fails: bool = False, **environment: str) -> str
     paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     values = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
-        [sys.executable, *words], cwd=_ROOT, env={**os.environ, **values}, capture_output=True, text=True, timeout=170
+        [sys.executable, *words], cwd=_ROOT, env={**os.environ, **values}, capture_output=True, text=True, timeout=560
     )
     assert (done.returncode != 0) is fails, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr

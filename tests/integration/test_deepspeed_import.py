@@ -67,7 +67,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Case]
     case = _WRITTEN_ANEW[name]
     command = [_PYTHON, str(_HERE / "write.py"), str(directory), json.dumps(dataclasses.asdict(case))]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, env=environment)
     if not (directory / "expected.pt").exists():
         pytest.fail(f"DeepSpeed could not write it: {done.stderr[-3000:]}")
     return directory, case

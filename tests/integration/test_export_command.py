@@ -91,7 +91,7 @@ def test_it_is_a_command_with_one_line_where_no_terminal_is(config: dict[str, An
     checkpoint = _saved("llama", config, tmp_path)
     command = [sys.executable, "-m", "infinity", "export", str(checkpoint), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=560, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r"exported [\d,]+ bytes to .*\n", ended.stderr)
     assert _read(tmp_path / "out")

@@ -38,7 +38,7 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -45,7 +45,7 @@ def start(*options: str | Path, environment: dict[str, str] | None = None) -> su
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and everything printed."""
     try:
-        output, _ = process.communicate(timeout=150)
+        output, _ = process.communicate(timeout=560)
     finally:
         process.kill()
     return process.returncode, output
@@ -254,7 +254,7 @@ def test_a_terminal_sees_the_time_left_and_that_there_is_no_fio(nvme_dir: Path, 
         while chunk := os.read(leader, 65536):
             seen += chunk
     os.close(leader)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=560) == 0
     text = seen.decode(errors="replace")
     assert re.search(r"\d+ s left", text)
     assert "sweep, round 1" in text

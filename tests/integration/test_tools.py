@@ -31,7 +31,7 @@ def start(directory: Path, script: str, *options: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and everything printed."""
     try:
-        output, _ = process.communicate(timeout=150)
+        output, _ = process.communicate(timeout=560)
     finally:
         process.kill()
     return process.returncode, output

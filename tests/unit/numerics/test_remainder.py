@@ -152,7 +152,7 @@ def test_it_works_with_compilation_switched_off() -> None:
     )
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(_REPOSITORY)}
     answer = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=560, check=False
     )
     assert answer.returncode == 0, answer.stderr
 
@@ -178,7 +178,7 @@ def test_a_package_that_cannot_be_written_to(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(tmp_path)}
     environment.pop("NUMBA_CACHE_DIR", None)
     answer = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=560, check=False
     )
     assert answer.returncode == 0, answer.stderr
     assert not list(home.iterdir())

@@ -217,6 +217,6 @@ def test_every_vector_width_of_torch(capability: str) -> None:
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(_REPOSITORY)}
     answer = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=560, check=False
     )
     assert answer.returncode == 0, answer.stderr

@@ -93,7 +93,7 @@ def test_ctrl_c_ends_it_without_a_traceback(log: RunLog) -> None:
     try:
         assert child.stdout is not None and "step 1:" in child.stdout.readline()
         child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=120)
+        _, err = child.communicate(timeout=560)
     finally:
         child.kill()
         child.wait()

@@ -178,7 +178,7 @@ def test_a_browser_shows_it(page: str, tmp_path: Path, width: int, is_dark: bool
     ]
     command += [f"--blink-settings=preferredColorScheme={int(not is_dark)}", "--virtual-time-budget=5000"]
     command += [f"--window-size={width + 60},900", "--dump-dom", probe.as_uri()]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=560, check=True)
     assert "CONSOLE" not in answer.stderr, answer.stderr
     found = json.loads(answer.stdout.partition("RESULT")[2].partition("END")[0])
     assert found["overflow"] <= 0, "nothing has to be scrolled sideways"

@@ -128,7 +128,7 @@ def test_nothing_is_checked_but_in_debug_mode() -> None:
             env={**os.environ, "INFINITY_DEBUG": value},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=560,
             check=True,
         )
         assert answer.stdout.strip() == str(is_checked)

@@ -197,7 +197,7 @@ def test_one_that_nobody_closes_ends_with_its_last_reference(tmp_path: Path) -> 
 def _run(code: str, *arguments: object) -> tuple[int, str, str]:
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
     result = subprocess.run(
-        command, cwd=_ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(_ROOT)}
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=560, env={**os.environ, "PYTHONPATH": str(_ROOT)}
     )
     return result.returncode, result.stdout, result.stderr
 

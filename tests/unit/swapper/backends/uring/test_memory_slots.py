@@ -139,7 +139,7 @@ def test_the_limit_on_locked_memory_of_an_ordinary_user(tmp_path: Path) -> None:
         print(backend.close(10.0))
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    answer = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=100, check=False)
+    answer = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert answer.stdout.split() == ["True", "1", "True", "1", "True"], answer.stderr
     assert "8388608 bytes of memory are not registered" in answer.stderr and "1048576 bytes)" in answer.stderr
 

@@ -222,7 +222,7 @@ def test_any_end_of_the_process_is_quiet_and_leaves_nothing(tmp_path: Path, endi
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=560,
         check=False,
     )
     assert (answer.returncode, answer.stderr) == (code, "")
