@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=500)
 """Nothing waits for as long, unless a test fails."""
 
 

@@ -95,7 +95,7 @@ def _act(engine: Any, chance: random.Random) -> None:
             engine.rollback(chance.randrange(min(kept, engine.global_steps)))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_drives", [1, 2])
 @pytest.mark.parametrize("mode", _MODES)
 def test_power_fails_at_any_moment(mode: str, num_drives: int, tmp_path: Path) -> None:
