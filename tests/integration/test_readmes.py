@@ -25,7 +25,7 @@ from infinity.config.schema.vocabulary import child_block
 from tests.unit.test_architecture import folder_graph, load_modules
 
 _ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("", "infinity", "infinity/cli", "swapper", "configs", "tools", "tests")
+_FOLDERS = ("", "infinity", "infinity/cli", "swapper", "configs", "tools", "tools/examples", "tests")
 _READMES = [_ROOT / folder / "README.md" for folder in _FOLDERS]
 _PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md"]
 _EACH_README = pytest.mark.parametrize("page", _READMES, ids=lambda page: page.parent.name or "root")
@@ -141,7 +141,7 @@ def _problem(command: list[str]) -> str:
             known_options = _help(f"-m {module}") if exists and rest else ""
         case ["python", script, *rest]:
             exists = (_ROOT / script).is_file()
-            known_options = _help(script) if exists else ""
+            known_options = _help(script) if exists and rest else ""
         case ["pip", "install", "-e", target, *rest]:
             extras = set(target.removeprefix(".[").removesuffix("]").split(","))
             known = re.findall(r"^(\w+) = \[", (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
