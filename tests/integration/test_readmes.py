@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import atexit
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import api_reference
 import config_reference
 import deepspeed_names
 import peer_chart
@@ -27,7 +29,7 @@ from tests.unit.test_architecture import folder_graph, load_modules
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("", "infinity", "infinity/cli", "swapper", "configs", "tools", "tools/examples", "tests")
 _READMES = [_ROOT / folder / "README.md" for folder in _FOLDERS]
-_PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md"]
+_PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md", api_reference.PAGE]
 _EACH_README = pytest.mark.parametrize("page", _READMES, ids=lambda page: page.parent.name or "root")
 _EACH_PAGE = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 
@@ -278,6 +280,26 @@ def test_the_reference_of_the_config_is_what_its_tool_prints() -> None:
 def test_the_table_of_deepspeeds_names_is_what_its_tool_prints() -> None:
     printed = deepspeed_names.between_marks(deepspeed_names.README.read_text())
     assert printed == deepspeed_names.table(), "run: python tools/deepspeed_names.py --write"
+
+
+def test_the_page_of_public_names_is_what_its_tool_prints() -> None:
+    """In a process of its own, which imports the libraries of the integrations. It ends with an error without a docstring."""
+    for library in ("transformers", "accelerate", "lightning"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    answer = subprocess.run(
+        [sys.executable, "tools/api_reference.py"], cwd=_ROOT, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert api_reference.PAGE.read_text() == answer.stdout, "run: python tools/api_reference.py --write"
+
+
+def test_a_public_name_without_a_docstring_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_reference, "INTEGRATIONS", {})
+    assert list(api_reference.undocumented()) == []
+    monkeypatch.setattr(infinity.load_config, "__doc__", None)
+    monkeypatch.setattr(infinity.Engine.step, "__doc__", "")
+    assert {"infinity.load_config", "infinity.Engine.step"} <= set(api_reference.undocumented())
 
 
 def test_every_key_with_an_effect_says_what_it_does() -> None:

@@ -1,0 +1,254 @@
+"""Prints every public name with its signature and what it is: infinity/API.md.
+
+    python tools/api_reference.py            # prints it
+    python tools/api_reference.py --write    # puts it into infinity/API.md
+
+Public are the names in `__all__` of infinity and swapper, and the classes of the integrations. What is said of each is the
+first paragraph of its docstring, of a record's field or a constant the text that stands under it in the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import enum
+import functools
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import infinity
+import swapper
+from infinity.config.schema.reference import texts_of
+from infinity.engine.deepspeed_names import DeepSpeedNames
+from infinity.engine.engine import Engine
+
+_ROOT = Path(__file__).resolve().parent.parent
+PAGE = _ROOT / "infinity" / "API.md"
+INTEGRATIONS = {
+    "transformers": ["InfinityTrainer", "InfinityTrainerMixin"],
+    "accelerate": ["InfinityAccelerator"],
+    "lightning": ["InfinityStrategy"],
+}
+PARTS_OF_THE_ENGINE = frozenset(
+    """
+    begin_notes build_by count_on counters forget_step gather gather_main_weight gather_state has_place has_state
+    load_main_weight load_state loose make_room not_held note_arguments note_passed note_untiling optimizer_step
+    optimizer_turn optimizer_zero_grad relay rest resume scatter state_of workload
+    """.split()  # noqa: SIM905 - read as a text
+)
+"""What other parts of an engine call on it: no part of what users call, although Python lets them."""
+_WIDTH = 118
+_BEGINNING = """\
+# Every public name
+
+<!-- printed by tools/api_reference.py: change the docstrings, not this -->
+
+What stands here is the first paragraph of each docstring; `help(infinity.initialize)` shows all of it: arguments,
+shapes, errors. Keys of the config: [configs](../configs/README.md). Errors: [what to do](README.md#troubleshooting).
+Examples: [tools/examples](../tools/examples/README.md).
+"""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    return f"{value.__name__}" if inspect.isclass(value) or inspect.isfunction(value) else repr(value)
+
+
+def _annotated(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def signature(name: str, value: Any) -> str:
+    """As one would write it, on one line. Without a signature of its own, the name."""
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return name
+    parts, kinds = [], inspect.Parameter
+    seen = [parameter for parameter in found.parameters.values() if parameter.name != "self"]
+    for place, parameter in enumerate(seen):
+        earlier = [other.kind for other in seen[:place]]
+        if parameter.kind is kinds.KEYWORD_ONLY and not {kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL} & set(earlier):
+            parts.append("*")
+        stars = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        kind = "" if parameter.annotation is kinds.empty else f": {_annotated(parameter.annotation)}"
+        default = "" if parameter.default is kinds.empty else f"{' = ' if kind else '='}{_shown(parameter.default)}"
+        parts.append(f"{stars}{parameter.name}{kind}{default}")
+    gives = found.return_annotation
+    result = "" if inspect.isclass(value) or gives is inspect.Signature.empty else f" -> {_annotated(gives)}"
+    return f"{name}({', '.join(parts)}){result}"
+
+
+def text_of(value: Any) -> str:
+    """The first paragraph of its docstring, as Markdown; empty without one."""
+    paragraph = (inspect.getdoc(value) or "").split("\n\n")[0]
+    plain = re.sub(r":\w+:`([^`]*)`", r"`\1`", " ".join(paragraph.split())).replace("``", "`")
+    return plain if plain.endswith((".", ":", "?")) or not plain else f"{plain}."
+
+
+@functools.cache
+def _constants(package: str) -> dict[str, str]:
+    """Name -> the text that stands under its assignment, in any file of a package."""
+    found: dict[str, str] = {}
+    for path in sorted((_ROOT / package).rglob("*.py")):
+        body = ast.parse(path.read_text()).body
+        for node, following in itertools.pairwise(body):
+            match node, following:
+                case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(text))):
+                    found[name] = " ".join(text.split()).replace("``", "`")
+    return found
+
+
+def members(cls: type) -> dict[str, Any]:
+    """The public methods and properties of a class that stand in these packages, by name; none of a library's own class."""
+    if cls.__module__.startswith("infinity.integrations"):
+        return {}
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] in ("infinity", "swapper"):
+            for name, value in vars(base).items():
+                found.setdefault(name, value)
+    callables = (property, functools.cached_property, classmethod, staticmethod)
+    found = {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, callables))
+    }
+    if issubclass(cls, Engine):
+        return {name: value for name, value in found.items() if name not in PARTS_OF_THE_ENGINE}
+    return found
+
+
+def _item(code: str, text: str) -> str:
+    # A signature may be broken where it has spaces: Markdown joins the lines of code again.
+    lines = textwrap.wrap(
+        f"- `{code}`: {text}", _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)
+
+
+def _member(name: str, value: Any) -> str:
+    if isinstance(value, property | functools.cached_property):
+        return _item(name, text_of(value))
+    return _item(
+        signature(name, getattr(value, "__func__", value)).replace("(cls, ", "(").replace("(cls)", "()"), text_of(value)
+    )
+
+
+def _class(cls: type) -> Iterator[str]:
+    if issubclass(cls, enum.Enum):
+        texts = texts_of(cls)  # type: ignore[arg-type]
+        yield ", ".join(f"`{member.name}`" for member in cls) + "." if not texts else ""
+    elif is_dataclass(cls):
+        texts = texts_of(cls)  # type: ignore[arg-type]
+        fields = [field for base in reversed(cls.__mro__) for field in vars(base).get("__annotations__", {})]
+        told = [_item(field, texts[field].replace("``", "`")) for field in fields if texts.get(field)]
+        untold = [f"`{field}`" for field in fields if not texts.get(field) and not field.startswith("_")]
+        yield "\n".join(told)
+        yield "\n".join(textwrap.wrap(f"Fields: {', '.join(untold)}.", _WIDTH)) if untold else ""
+    if not issubclass(cls, Exception):
+        found = members(cls)
+        names = (
+            [name for name in found if name in vars(DeepSpeedNames) and name not in vars(Engine)]
+            if cls is Engine
+            else []
+        )
+        yield "\n".join(_member(name, found[name]) for name in found if name not in names)
+        if names:
+            yield "Under DeepSpeed's names:"
+            yield "\n".join(_member(name, found[name]) for name in names)
+
+
+def _code(text: str) -> str:
+    if len(text) > 110:
+        head, _, rest = text.partition("(")
+        inside, _, gives = rest.rpartition(")")
+        parts = re.split(r", (?=\*{0,2}\w+(?:[:=,]|$)|\*,)(?![^\[]*\])", inside)
+        text = "\n".join([f"{head}(", *(f"    {part}," for part in parts), f"){gives}"])
+    return f"```text\n{text}\n```"
+
+
+def entry(package: str, name: str, value: Any) -> str:
+    """A section about one name."""
+    parts = [f"### `{name}`"]
+    if inspect.ismodule(value):
+        listed = getattr(value, "__all__", None) or [
+            each for each, what in vars(value).items()
+            if not each.startswith("_") and getattr(what, "__module__", "") == value.__name__
+        ]  # fmt: skip
+        names = ", ".join(f"`{each}`" for each in sorted(listed))
+        parts += [
+            "\n".join(textwrap.wrap(f"A module: {text_of(value)} It has {names}.", _WIDTH, break_on_hyphens=False))
+        ]
+    elif inspect.isclass(value) or inspect.isroutine(value):
+        alias = value.__name__ != name
+        is_record = inspect.isclass(value) and (is_dataclass(value) or issubclass(value, enum.Enum))
+        written = signature(name, value)
+        if written != name and not alias and not is_record and not getattr(value, "_is_protocol", False):
+            parts.append(_code(written))
+        text = f"`{value.__name__}`. {_constants(package)[name]}" if alias else text_of(value)
+        parts.append("\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False)))
+        parts += _class(value) if inspect.isclass(value) and not alias else []
+    else:
+        parts.append("\n".join(textwrap.wrap(_constants(package).get(name, ""), _WIDTH, break_on_hyphens=False)))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def names() -> Iterator[tuple[str, str, Any]]:
+    """Package or module, name and value of all that is public."""
+    for package in (infinity, swapper):
+        for name in package.__all__:
+            yield package.__name__, name, getattr(package, name)
+    for library, classes in INTEGRATIONS.items():
+        module = f"infinity.integrations.{library}"
+        for name in classes:
+            yield module, name, getattr(importlib.import_module(module), name)
+
+
+def undocumented() -> Iterator[str]:
+    """Public names, and members of public classes, of which nothing is said."""
+    for package, name, value in names():
+        is_described = inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
+        if not (text_of(value) if is_described else _constants(package.split(".")[0]).get(name)):
+            yield f"{package}.{name}"
+        if inspect.isclass(value):
+            yield from (f"{package}.{name}.{each}" for each, member in members(value).items() if not text_of(member))
+
+
+def reference() -> str:
+    """The whole page."""
+    parts, chapter = [_BEGINNING], ""
+    for package, name, value in names():
+        if package != chapter:
+            parts.append(f"## {package}\n")
+            chapter = package
+        parts.append(entry(package, name, value))
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put it into infinity/API.md")
+    is_written = parser.parse_args().write
+    if missing := ", ".join(undocumented()):
+        raise SystemExit(f"without a docstring: {missing}")
+    if is_written:
+        PAGE.write_text(reference())
+    else:
+        print(reference(), end="")
+
+
+if __name__ == "__main__":
+    main()
