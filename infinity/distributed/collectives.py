@@ -46,19 +46,6 @@ ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
 """torch's names of what is done with several tensors."""
 
 
-def check_single_process(what: str) -> None:
-    """Refuse ``what`` where several processes train together.
-
-    Raises:
-        ConfigError: they do.
-    """
-    if num_processes() > 1:
-        raise ConfigError(
-            f"{what} works in one process only, and {num_processes()} train together. Start one process, or use "
-            "infinity.initialize with a loop of your own"
-        )
-
-
 def num_processes() -> int:
     """How many train together: of ``torch.distributed``'s group, or as a launcher says that there will be."""
     if is_initialized():

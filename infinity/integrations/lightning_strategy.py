@@ -10,6 +10,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.config import ConfigSource, InfinityConfig, load_config
-from infinity.distributed.collectives import check_single_process
+from infinity.distributed.agreement import on_first
+from infinity.distributed.collectives import num_processes, world
 from infinity.engine.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
@@ -35,6 +37,21 @@ NAMES: dict[str, dict[str, Any]] = {
     "infinity_stage_3_nvme": {"stage": 3, "offload": "nvme"},
 }
 """Names for ``Trainer(strategy=...)``, and the arguments that they stand for."""
+_AS_DDP = (
+    "_get_process_group_backend",
+    "barrier",
+    "broadcast",
+    "determine_ddp_device_ids",
+    "distributed_sampler_kwargs",
+    "num_nodes",
+    "num_processes",
+    "reduce",
+    "root_device",
+    "set_world_ranks",
+    "setup_distributed",
+)
+"""What Lightning's ``DDPStrategy`` does between processes, and this one as well. Not a base: the loader of one process would be
+shuffled in another way."""
 
 
 class EngineOptimizer(Optimizer):
@@ -45,11 +62,12 @@ class EngineOptimizer(Optimizer):
         is_stepping: whether `step` has begun: a backward in its closure is the last one of the step.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """``engine`` trains: it has an optimizer."""
+    def __init__(self, engine: Engine, *, averages_always: bool = False) -> None:
+        """``engine`` trains: it has an optimizer. ``averages_always``: each backward may be the last one of a step."""
         # Not Optimizer.__init__: groups, states and hooks are those of the engine's.
         self.engine = engine
         self.is_stepping = False
+        self._averages_always = averages_always
         self._has_backward = False
         self._opt_called = True  # schedulers ask for it
 
@@ -103,7 +121,7 @@ class EngineOptimizer(Optimizer):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward of a micro-batch, whose loss is divided already."""
-        self.engine.set_gradient_accumulation_boundary(self.is_stepping)
+        self.engine.set_gradient_accumulation_boundary(self.is_stepping or self._averages_always)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._has_backward = True
 
@@ -128,20 +146,29 @@ class EngineOptimizer(Optimizer):
 
 
 class InfinityStrategyMixin:
-    """Stands before Lightning's ``SingleDeviceStrategy``: the engine holds the module from `setup` to `teardown`.
+    """Stands before Lightning's ``ParallelStrategy``: the engine holds the module from `setup` to `teardown`.
 
     ``Trainer(strategy=InfinityStrategy(config="ds_config.json"))``, or one of `NAMES`. Training, numbers and what hooks,
     callbacks and loggers see are those of Lightning without it. A checkpoint is a directory, streamed and whole or not
     there at all; ``ckpt_path=`` takes it. What ``configure_model`` makes is built on the drives. In `teardown` the trained
     weights go back into the module, if they take half of the free memory at most: else save them before.
 
+    With several devices there is a process for each, which a launcher has started (torchrun, Slurm), or Lightning does.
+    Loaders are sharded and seeds set as by ``DDPStrategy``; the engine averages gradients, and clips.
+
     Attributes:
         engine: None outside.
     """
 
     engine: Engine | None = None
-    parallel_devices: list[torch.device] | None = None
     # Lightning's:
+    _layer_sync: Any
+    cluster_environment: Any
+    broadcast: Callable[[Any], Any]
+    num_nodes: int
+    num_processes: int
+    root_device: torch.device
+    setup_distributed: Callable[[], None]
     model: Any
     lightning_module: Any
     lr_scheduler_configs: list[Any]
@@ -165,26 +192,55 @@ class InfinityStrategyMixin:
                 the arguments that follow.
             stage, offload: ZeRO stage, and "none", "cpu" or "nvme" for weights and states.
             nvme_path: where to, with "nvme". None: ``infinity`` in the Trainer's ``default_root_dir``.
-            kwargs: of Lightning's ``SingleDeviceStrategy``.
+            kwargs: of Lightning's ``ParallelStrategy``.
         """
         super().__init__(**kwargs)
+        self._num_nodes = 1
+        self._process_group_backend: str | None = None
+        self._timeout = timedelta(minutes=30)  # torch's
         self._config = config
         self._made_of = stage, offload, nvme_path
         self._directory: Path | None = None
         self._agreed: InfinityConfig | None = None
 
-    # ---------------------------------------------------------------------------------------------------------- the config
+    # ------------------------------------------------------------------------------------------------------- the processes
 
     @property
-    def root_device(self) -> torch.device:
-        """The one that the Trainer has chosen."""
-        devices = self.parallel_devices or [torch.device("cpu")]
-        if len(devices) > 1:
+    def is_distributed(self) -> bool:
+        """Whether several processes train together: loaders are sharded then."""
+        return self.num_nodes * self.num_processes > 1
+
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            self._launcher = self.script_launcher()(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def script_launcher(self) -> Any:
+        """The class of what starts the script once more for each further device, unless another launcher has."""
+        raise NotImplementedError
+
+    def setup_environment(self) -> None:
+        """As Lightning's; several processes come together.
+
+        Raises:
+            ConfigError: there are others than the Trainer counts.
+        """
+        if self.is_distributed:
+            self.setup_distributed()
+        counted = self.num_nodes * self.num_processes
+        if counted != num_processes():
             raise ConfigError(
-                f"Trainer(devices={len(devices)}): Lightning's strategy trains in one process. Set devices=1, or take "
-                "infinity.initialize with a loop of your own, under torchrun"
+                f"Trainer(devices=..., num_nodes=...) counts {counted} process(es), and {num_processes()} train together, so "
+                "each would get the same data. Set devices to the processes of a machine"
             )
-        return devices[0]
+        super().setup_environment()  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients of a backward inside stay this process's own until the next one outside."""
+        with self.engine.no_sync() if self.engine is not None else contextlib.nullcontext():
+            yield
+
+    # ---------------------------------------------------------------------------------------------------------- the config
 
     def infinity_config(self) -> InfinityConfig:
         """What the Trainer and the config have agreed on.
@@ -202,13 +258,18 @@ class InfinityStrategyMixin:
         source = self._config if self._config is not None else self._made(Path(trainer.default_root_dir))
         steps, precision = trainer.accumulate_grad_batches, str(self.precision_plugin.precision)
         narrow = {name: precision.startswith(prefix) for name, prefix in (("bf16", "bf16"), ("fp16", "16"))}
+        clip_val, is_by_value = float(trainer.gradient_clip_val or 0), trainer.gradient_clip_algorithm == "value"
+        # One of several processes may not have whole gradients.
+        clipped = clip_val if self.is_distributed and not is_by_value else 0.0
         settings = [
             Setting("train_micro_batch_size_per_gpu", "auto", "the loader", True, must_match=False),
             Setting("gradient_accumulation_steps", steps, "accumulate_grad_batches", True, must_match=steps > 1),
-            Setting("gradient_clipping", 0.0, "gradient_clip_val", True, must_match=bool(trainer.gradient_clip_val)),
+            Setting("gradient_clipping", clipped, "gradient_clip_val", True, must_match=bool(clip_val)),
             *(Setting(f"{name}.enabled", on, "precision", must_match=False) for name, on in narrow.items()),
         ]
         config = agreed(source, settings, drops=["managed_gradient_accumulation"])
+        if self.is_distributed:
+            self._check_several(config, is_clipped_by_value=bool(clip_val) and is_by_value)
         if config.compute_dtype is torch.float32:
             if precision not in ("32-true", "bf16-mixed"):
                 raise ConfigError(
@@ -219,6 +280,19 @@ class InfinityStrategyMixin:
             return config
         block = "bf16" if config.compute_dtype is torch.bfloat16 else "fp16"
         return load_config(dict(config), overrides={f"{block}.auto_cast": True})
+
+    def _check_several(self, config: InfinityConfig, *, is_clipped_by_value: bool) -> None:
+        if is_clipped_by_value and config.zero_stage:
+            raise ConfigError(
+                f'Trainer(gradient_clip_algorithm="value") with stage {config.zero_stage} on several processes: each has part of '
+                'the gradients. Take "norm", or stage 0',
+                key="zero_optimization.stage",
+            )
+        if self._layer_sync is not None:
+            raise ConfigError(
+                "Trainer(sync_batchnorm=True) does not go with an engine: its layers would exchange data beside the engine. "
+                "Leave it out, or take layers that need no statistics of the batch (GroupNorm)"
+            )
 
     def _made(self, root: Path) -> dict[str, Any]:
         stage, offload, nvme_path = self._made_of
@@ -279,12 +353,15 @@ class InfinityStrategyMixin:
         config = self.infinity_config()
         if optimizer is None and config.optimizer is not None:  # nothing is trained now
             config = load_config(dict(config), overrides={"optimizer": None, "scheduler": None})
-        check_single_process("Lightning's strategy")
         self.engine, *_ = initialize(
             model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
         )
         if optimizer is not None:
-            own = EngineOptimizer.named_as(optimizer)(self.engine)
+            is_manual = not self.lightning_module.automatic_optimization
+            own = EngineOptimizer.named_as(optimizer)(self.engine, averages_always=is_manual and self.is_distributed)
+            if self.is_distributed:
+                plugin = self.precision_plugin
+                vars(plugin)["clip_gradients"] = functools.partial(self._clip, plugin.clip_gradients)
             self.optimizers = [own]
             for each in self.lr_scheduler_configs:  # callbacks tell by identity which optimizer is whose
                 vars(each.scheduler)["optimizer"] = own
@@ -317,6 +394,20 @@ class InfinityStrategyMixin:
         """``LightningModule.backward``."""
         raise NotImplementedError
 
+    def _clip(
+        self, clip: Callable[..., None], optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        config, is_by_norm = self.infinity_config(), gradient_clip_algorithm in (None, "norm")
+        if clip_val <= 0 or (is_by_norm and clip_val == config.gradient_clipping):
+            return  # the engine clips in the step
+        if config.zero_stage:
+            raise ConfigError(
+                f"gradients are clipped to {clip_val}, and with stage {config.zero_stage} each of several processes has part of "
+                "them. Pass gradient_clip_val to the Trainer, or set the key",
+                key="gradient_clipping",
+            )
+        clip(optimizer, clip_val, gradient_clip_algorithm)
+
     # -------------------------------------------------------------------------------------------------------- checkpoints
 
     @property
@@ -339,19 +430,26 @@ class InfinityStrategyMixin:
         if self.engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
-        path = Path(filepath)
+        path = Path(self.broadcast(os.fspath(filepath)))
         part, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
-        for left in (part, old):
-            shutil.rmtree(left, ignore_errors=True)
-        part.mkdir(parents=True)
+
+        def begin() -> None:
+            for left in (part, old):
+                shutil.rmtree(left, ignore_errors=True)
+            part.mkdir(parents=True)
+
+        def publish() -> None:
+            self.checkpoint_io.save_checkpoint(checkpoint, part / _REST)
+            if path.is_dir():
+                path.rename(old)
+            elif path.exists():
+                path.unlink()
+            part.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+
+        on_first(world(), f"saving {path}", begin)
         save_engine(self.engine, part)
-        self.checkpoint_io.save_checkpoint(checkpoint, part / _REST)
-        if path.is_dir():
-            path.rename(old)
-        elif path.exists():
-            path.unlink()
-        part.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
+        on_first(world(), f"publishing {path}", publish)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What `save_checkpoint` wrote, without weights; or a file of Lightning's own."""
@@ -386,9 +484,13 @@ def strategy_for(pytorch: Any) -> Any:
     def plain_backward(self: Any) -> Any:
         return pytorch.LightningModule.backward
 
-    methods = {"neutral_precision": neutral_precision, "plain_backward": plain_backward}
-    methods |= {"__doc__": InfinityStrategyMixin.__doc__}  # type: ignore[dict-item]
-    bases = (InfinityStrategyMixin, pytorch.strategies.SingleDeviceStrategy)
+    def script_launcher(self: Any) -> Any:
+        return pytorch.strategies.launchers._SubprocessScriptLauncher
+
+    methods: dict[str, Any] = {each.__name__: each for each in (neutral_precision, plain_backward, script_launcher)}
+    methods |= {name: vars(pytorch.strategies.DDPStrategy)[name] for name in _AS_DDP}
+    methods |= {"__doc__": InfinityStrategyMixin.__doc__}
+    bases = (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy)
     made = type("InfinityStrategy", bases, {**methods, "strategy_name": "infinity"})
     for name, options in NAMES.items():
         pytorch.strategies.StrategyRegistry.register(name, made, description=str(options), override=True, **options)

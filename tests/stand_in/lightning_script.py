@@ -32,6 +32,8 @@ class OnCPU(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
+        if self.world_size > 1:
+            self._init_deepspeed_distributed()  # as its own setup_distributed, which looks for the numbers of GPUs
 
 
 class Classifier(lightning.LightningModule):

@@ -1,0 +1,53 @@
+"""Lightning's DeepSpeedStrategy with two devices, the bits of its DDP. Under torchrun, as DeepSpeed, with a directory."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+from tests.stand_in.lightning_script import Classifier, OnCPU, loader
+
+
+def fit(directory: Path, strategy: Any, epochs: int, resumes: Path | None = None) -> Any:
+    lightning.seed_everything(0, verbose=False)
+    model = Classifier()
+    trainer = lightning.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        gradient_clip_val=0.1,
+        default_root_dir=directory,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(model, loader(32), ckpt_path=resumes)
+    return model, trainer
+
+
+def main(directory: Path) -> None:
+    expected, _ = fit(directory, "ddp", 2)
+    for stage in (2, 3):
+        zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+        config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+        losses = []
+        for epochs, resumes in ((1, None), (2, directory / f"stage{stage}")):
+            model, trainer = fit(directory, OnCPU(config=dict(config)), epochs, resumes)
+            trainer.save_checkpoint(directory / f"stage{stage}", weights_only=False)
+            trainer.strategy.deepspeed_engine.close()
+            losses += model.losses
+        assert losses == expected.losses, (losses, expected.losses)
+        weights = model.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in expected.state_dict().items())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
