@@ -20,7 +20,7 @@ import torch
 from infinity import checkpointing, comm, tiling, zero
 from infinity.accelerator import get_accelerator
 from infinity.checkpoint import full_tensors
-from infinity.cli import fp32_weights
+from infinity.checkpoint.export import fp32_weights
 from infinity.compat import constants, groups, leaf_modules, messages, optimizers, small_functions
 from infinity.compat.configs import DeepSpeedConfig
 from infinity.compat.deepspeed_api import REFUSED

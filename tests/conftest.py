@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cgroup import Cgroup, block_device, why_unavailable
-
 _REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("INFINITY_DEBUG", "1")  # before the packages are imported, which check changes of states then
+
+from infinity.bench.cgroup import Cgroup, block_device, why_unavailable  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

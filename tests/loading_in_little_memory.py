@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import infinity
+from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.saved import Checkpoint
-from infinity.cli.checkpoint_export import CheckpointExport
 from infinity.device.host_memory import give_back_freed_memory
 from infinity.numerics.kernels import kernels
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import infinity
-from bench.cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 
 
 class Block(nn.Module):

@@ -34,7 +34,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from bench.cgroup import Cgroup, why_unavailable
+from infinity.bench.cgroup import Cgroup, why_unavailable
 from infinity.demo.train import SIZES, console, read_text, resident_bytes
 
 SIZE = SIZES["3b"]

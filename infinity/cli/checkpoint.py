@@ -9,9 +9,9 @@ from typing import Any
 import click
 import torch
 
+from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.saved import WEIGHT, Checkpoint
-from infinity.cli.checkpoint_export import CheckpointExport
 from infinity.cli.output import Console, json_option, print_facts, print_json, table
 from infinity.cli.progress import bars
 from infinity.config.schema.quantities import parse_bytes

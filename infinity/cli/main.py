@@ -43,6 +43,7 @@ COMMANDS = {
     "profile": Entry(
         "infinity.cli.old_style:profile", "measure what drives do, beside fio, and what that means for a model"
     ),
+    "bench": Entry("infinity.bench.command:bench", "measure the training step against its bound and beside its peers"),
     "report": Entry("infinity.cli.report:report", "write one HTML page about a run, and what bound it"),
     "watch": Entry("infinity.cli.report:watch", "show a run in the terminal while it goes on"),
     "launch": Entry("infinity.cli.old_style:launch", "start a training on the hosts of a DeepSpeed hostfile"),

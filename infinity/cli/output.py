@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import click
 import rich.console
 from rich.table import Table
 
+STDOUT = "-"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -24,6 +26,26 @@ class Console(rich.console.Console):
 def json_option(function: _F) -> _F:
     """``--json`` for a command; the parameter is ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")(function)
+
+
+def json_or_file_option(function: _F) -> _F:
+    """``--json [FILE]`` for a command that shows tables while it measures; the parameter is ``json_file``."""
+    return click.option(
+        "--json",
+        "json_file",
+        is_flag=False,
+        flag_value=STDOUT,
+        metavar="[FILE]",
+        type=click.Path(path_type=Path, dir_okay=False, writable=True),
+        help="Print one JSON object instead of tables; with FILE, write it there.",
+    )(function)
+
+
+def check_output(path: Path) -> None:
+    """Refuses a file that could not be written, before anything is done for it."""
+    folder = path.absolute().parent
+    if path != Path(STDOUT) and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise click.UsageError(f"--json {path}: {folder} is no directory that can be written to; create it first.")
 
 
 def print_json(value: Any) -> None:
@@ -58,4 +80,15 @@ def path_type(*, is_dir: bool) -> click.Path:
     return click.Path(exists=True, dir_okay=is_dir, file_okay=not is_dir, readable=True, path_type=Path)
 
 
-__all__ = ["Console", "first_line", "json_option", "path_type", "print_facts", "print_json", "table"]
+__all__ = [
+    "STDOUT",
+    "Console",
+    "check_output",
+    "first_line",
+    "json_option",
+    "json_or_file_option",
+    "path_type",
+    "print_facts",
+    "print_json",
+    "table",
+]

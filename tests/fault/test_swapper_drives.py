@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 from swapper import (
     ALIGNMENT,
     Directory,

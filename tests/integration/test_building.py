@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import infinity
-from bench.cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 from infinity.device import drive_tensors
 from infinity.device.drive_tensors import has_drive_tensors, on_drive
 from infinity.errors import MetaParameterError, StorageError

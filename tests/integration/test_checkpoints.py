@@ -15,7 +15,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint import saved as saved_files
 from infinity.checkpoint.checkpoint_loading import Loading
-from infinity.cli.checkpoint_export import CheckpointExport
+from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.errors import CheckpointError, StorageError, UnsupportedModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 
 
 @pytest.mark.root

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bench.cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 
 _MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 
 _MIB = 1 << 20
 

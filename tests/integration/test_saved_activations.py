@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity
-from bench.cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 from infinity.errors import BudgetTooSmallError, ConfigValueError
 from tests.budgeted_training import LONG_BUDGETS
 from tests.exactness import families

@@ -47,10 +47,11 @@ _WITH_A_PATH: dict[tuple[str, ...], list[str]] = {
     ("profile",): ["PATH"],
     ("train",): ["--config", "PATH", "--steps", "1"],
     ("clean",): ["PATH", "--yes"],
+    ("bench", "step"): ["--nvme-path", "PATH"],
 }
 """Each command that reads something, and where the path of it stands."""
-_TAKES_ANY_DIRECTORY = {("profile",), ("clean",)}
-_WITHOUT = {("completion",), ("config", "schema")}
+_TAKES_ANY_DIRECTORY = {("profile",), ("clean",), ("bench", "step")}
+_WITHOUT = {("completion",), ("bench", "update"), ("config", "schema")}
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
-from infinity.cli.checkpoint_export import CheckpointExport
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigValueError
 

@@ -103,5 +103,7 @@ def micro_batches(workload: Workload, device: torch.device | str = "cpu") -> Ite
     generator = torch.Generator().manual_seed(1)
     shape = (workload.batch_size, workload.seq_len)
     while True:
-        tokens = torch.randint(0, workload.size.vocabulary, shape, generator=generator).to(device)
+        tokens = torch.randint(
+            0, workload.size.vocabulary, shape, generator=generator, dtype=torch.int64, device="cpu"
+        ).to(device)
         yield {"input_ids": tokens, "labels": tokens}

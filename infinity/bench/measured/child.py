@@ -92,11 +92,16 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit("the benchmark has ended already")
 
 
+def _tell(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
 def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, Any]) -> None:
     began = time.perf_counter()
     program = make_program(kind, workload, settings)
     ready = {"ready_seconds": time.perf_counter() - began, "high_water_bytes": memory_high_water_bytes()}
-    print(json.dumps(ready), file=answers, flush=True)
+    _tell(answers, ready)
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("quit"):
@@ -105,12 +110,12 @@ def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, An
         answer["description"] = program.describe()
         take_reports = getattr(program, "take_reports", None)  # only our engine has any
         answer["reports"] = take_reports() if take_reports is not None else []
-        print(json.dumps(answer), file=answers, flush=True)
+        _tell(answers, answer)
     program.close()
 
 
 def main() -> None:
-    """Entry: `python -m bench.child KIND WORKLOAD_JSON SETTINGS_JSON`."""
+    """Entry, as `START` of the parent calls it, with KIND WORKLOAD_JSON SETTINGS_JSON."""
     kind, workload, settings = sys.argv[1], Workload(**json.loads(sys.argv[2])), json.loads(sys.argv[3])
     _die_with_parent(settings["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children in order; Ctrl-C reaches it alone
@@ -120,12 +125,8 @@ def main() -> None:
         _obey(answers, kind, workload, settings)
     except BaseException as error:
         traceback.print_exc()
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        _tell(answers, {"error": f"{type(error).__name__}: {error}"})
         sys.stderr.flush()
         os._exit(1)
     answers.flush()
     os._exit(0)  # interpreter shutdown of a library must not decide whether the measurement counts
-
-
-if __name__ == "__main__":
-    main()

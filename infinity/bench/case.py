@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .cgroup import why_unavailable
-from .drive import Drive, DriveSample
-from .models import Workload
-from .participant import Participant, ParticipantFailed, ParticipantSpec
+from infinity.bench.cgroup import why_unavailable
+from infinity.bench.drive import Drive, DriveSample
+from infinity.bench.measured.models import Workload
+from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
 
 Progress = Callable[[str], None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from .cgroup import Cgroup
+from infinity.bench.cgroup import Cgroup
 
 _COMMON = ("--name=mix", "--direct=1", "--bs=1M", "--ioengine=libaio", "--iodepth=32", "--output-format=json")
 # Enters the control group whose file comes first, then becomes the command after it.

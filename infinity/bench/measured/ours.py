@@ -35,13 +35,13 @@ class Ours:
     """Drives the engine one optimizer step at a time."""
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
-        import infinity
+        from infinity.initialize import initialize
 
         self._workload = workload
         self._timeline = settings.get("timeline")
         self._reports: list[Any] = []
         config = make_config(workload, settings)
-        self._engine, *_ = infinity.initialize(model=build_model(workload), config=config)
+        self._engine, *_ = initialize(model=build_model(workload), config=config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._batches = micro_batches(workload, device)
 

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import bench_step
 import pytest
 
-from bench.case import Case, CaseResult, Outcome
-from bench.cgroup import Cgroup, block_device
-from bench.child import run_turn
-from bench.drive import Drive, DriveSample
-from bench.models import MODEL_SIZES, Workload
-from bench.participant import Participant, ParticipantFailed, ParticipantSpec
-from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone, remarks
+from infinity.bench.case import Case, CaseResult, Outcome
+from infinity.bench.cgroup import Cgroup, block_device
+from infinity.bench.drive import Drive, DriveSample
+from infinity.bench.measured.child import run_turn
+from infinity.bench.measured.models import MODEL_SIZES, Workload
+from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
+from infinity.bench.program import numbered
+from infinity.bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone, remarks
 
 _TINY = Workload(model="tiny", seq_len=16)
+_REFUSING = "import sys; sys.modules.update(infinity=None, swapper=None, rich=None, zarr=None)"
+"""What a peer's environment has not."""
 
 
 def outcome(seconds: float = 1.0, read_bytes: float = 0.0, write_bytes: float = 0.0) -> Outcome:
     return Outcome("ours", [seconds], read_bytes, write_bytes)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("1.5GB", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7), (" 2 kb ", 2000)]
-)
-def test_sizes(text: str, num_bytes: int) -> None:
-    assert bench_step.size_bytes(text) == num_bytes
-
-
-def test_a_size_without_meaning_is_refused() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"1\.5GB"):
-        bench_step.size_bytes("12 parsecs")
 
 
 def test_the_374m_model_has_that_many_parameters() -> None:
@@ -141,7 +131,7 @@ def test_a_participant_without_reports_has_no_shares() -> None:
 
 
 def test_each_case_has_a_trace_of_its_own() -> None:
-    names = [bench_step.numbered(Path("/x/trace.json"), number).name for number in (1, 2, 3)]
+    names = [numbered(Path("/x/trace.json"), number).name for number in (1, 2, 3)]
     assert names == ["trace.json", "trace-2.json", "trace-3.json"]
 
 
@@ -221,3 +211,12 @@ def test_a_group_ends_its_processes_and_is_gone(memory_cgroup: Cgroup) -> None:
         memory_cgroup.close()
         assert process.wait(timeout=560) != 0
     assert not join.parent.exists()
+
+
+def test_a_peer_needs_nothing_of_ours(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{_REFUSING}\n$2" "$3" "$4" "$5" "$6"\n')
+    python.chmod(0o755)
+    spec = ParticipantSpec("peer", "in_memory", python=str(python))
+    with Participant(spec, _TINY, tmp_path, controllers=()) as participant:
+        assert len(participant.run_turn(1, counts=True)["losses"]) == 1

@@ -15,12 +15,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .cgroup import Cgroup
-from .models import Workload
+from infinity.bench.cgroup import Cgroup
+from infinity.bench.measured.models import Workload
 
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 """For all participants alike: torch asks for huge pages, without which a CPU spends much of a step in page faults."""
-_TOOLS = Path(__file__).resolve().parent.parent
+_MEASURED = Path(__file__).resolve().parent / "measured"
+_OURS = Path(__file__).resolve().parents[2]
+# Takes that folder for a package of its own: a peer's environment has not what importing `infinity` needs, and a peer's memory is
+# measured without it.
+_START = (
+    "import importlib.util as u, sys; place = sys.argv.pop(1); "
+    "spec = u.spec_from_file_location('measured', f'{place}/__init__.py', submodule_search_locations=[place]); "
+    "sys.modules['measured'] = u.module_from_spec(spec); from measured.child import main; main()"
+)
 # The shell joins the groups before the program starts, so that every byte of it is counted there.
 _LAUNCH = 'for file in $BENCH_GROUPS; do echo $$ > "$file" || exit 97; done; ulimit -l unlimited 2>/dev/null; exec "$@"'
 
@@ -74,17 +82,17 @@ class Participant:
             | os.environ
             | {
                 "BENCH_GROUPS": " ".join(map(str, files)),
-                # `-m` finds `bench` here whichever environment's interpreter runs it.
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(_TOOLS), str(_TOOLS.parent)])),
                 # The environment's own tools (ninja for one) come first.
                 "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+                # A peer must not find our libraries instead of its own.
+                "PYTHONPATH": str(_OURS) if self.spec.python == sys.executable else "",
                 "HF_HUB_OFFLINE": "1",
             }
         )
         settings = self.spec.settings | {"directory": scratch.name, "parent_pid": os.getpid()}
         arguments = [self.spec.kind, json.dumps(asdict(workload)), json.dumps(settings)]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _LAUNCH, "sh", self.spec.python, "-m", "bench.child", *arguments],
+            ["/bin/sh", "-c", _LAUNCH, "sh", self.spec.python, "-c", _START, str(_MEASURED), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from infinity.bench.participant import ENVIRONMENT
 from infinity.io_profile import machine
-
-from .participant import ENVIRONMENT
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""``infinity bench``: the training step against what bounds it and beside its peers, and updates alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infinity.bench import program
+from infinity.bench.measured.models import MODEL_SIZES
+from infinity.bench.program import Asked
+from infinity.cli.checkpoint import SIZE
+from infinity.cli.output import STDOUT, Console, check_output, json_or_file_option, print_json
+from infinity.config.schema.quantities import parse_bytes
+
+_RESULTS = "bench_step.json"
+_WIDTH = 140
+_AT_LEAST_ONE = click.IntRange(min=1)
+
+
+class _Listed(click.ParamType[tuple[Any, ...]]):
+    """``1,2,3``: each of them is measured."""
+
+    name = "list"
+
+    def __init__(self, convert: Callable[[str], Any], example: str) -> None:
+        self._convert, self._example = convert, example
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self._convert(each.strip()) for each in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} cannot be measured; give one or several, such as {self._example}", param, ctx)
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _norm(text: str) -> float:
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise ValueError
+    return number
+
+
+def _speed(text: str) -> int | None:
+    return None if text == "none" else _count(text)
+
+
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+def _one_of(*names: str) -> _Listed:
+    def known(text: str) -> str:
+        if text not in names:
+            raise ValueError
+        return text
+
+    return _Listed(known, ",".join(names))
+
+
+@click.group()
+def bench() -> None:
+    """Measure the training step against what bounds it and beside its peers, or updates alone."""
+
+
+@bench.command(
+    epilog="""\b
+Examples:
+  infinity bench step --nvme-path /mnt/nvme --throttle 300,600,1200,none
+  infinity bench step --throttle 600 --peer deepspeed --peer-python DS/bin/python
+  infinity bench step --throttle none --memory-limit 1.5GB --checkpointing non-reentrant --micro-batches 1,3
+  infinity bench step --model tiny --throttle none --turns 1 --json | jq '.cases[].step_over_bound'"""
+)
+@click.option(
+    "--model", "--params", type=click.Choice(list(MODEL_SIZES)), default="374m", show_default=True, help="Its size."
+)
+@click.option(
+    "--layers", type=_Listed(_count, "12,24"), default=(None,), help="So many instead of the model's own, e.g. 12,24."
+)
+@click.option("--seq-len", type=_AT_LEAST_ONE, default=256, show_default=True, help="Tokens of a sequence.")
+@click.option("--batch-size", type=_AT_LEAST_ONE, default=1, show_default=True, help="Sequences of a micro-batch.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--micro-batches", type=_Listed(_count, "1,3"), default=(1,), help="Of a step, e.g. 1,3; 1 by default.")
+@click.option("--clip", type=_Listed(_norm, "0,1"), default=(0.0,), help="Norms, e.g. 0,1; 0, the default, is off.")
+@click.option(
+    "--checkpointing",
+    type=_one_of("none", "reentrant", "non-reentrant"),
+    default=("none",),
+    help="Of the model's blocks: none (the default), reentrant, non-reentrant.",
+)
+@click.option(
+    "--budget", type=_Listed(_size, "384MB,2GB"), default=("384MB",), help="Of host memory; 384MB by default."
+)
+@click.option(
+    "--update",
+    type=_one_of("auto", "in_backward", "deferred", "step"),
+    default=("auto",),
+    help="infinity.update of ours: auto (the default), in_backward, deferred, step.",
+)
+@click.option(
+    "--schedule",
+    type=_one_of("auto", "vertical", "ordinary"),
+    default=("auto",),
+    help="Order of our micro-batches: auto (the default), vertical, ordinary.",
+)
+@click.option("--main-weights", type=click.Choice(["remainder", "fp32"]), default="remainder", show_default=True)
+@click.option("--state-dtype", type=click.Choice(["fp32", "bf16", "int8"]), default="fp32", show_default=True)
+@click.option("--memory-limit", type=SIZE, metavar="SIZE", help="Of ours, by a control group, e.g. 1.5GB.")
+@click.option(
+    "--throttle",
+    type=_Listed(_speed, "300,600,none"),
+    default=(600, None),
+    help="MB/s each way, e.g. 300,none; 600,none by default.",
+)
+@click.option("--peer", type=click.Choice(["deepspeed"]), help="Takes turns with us, lean and pipelined.")
+@click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
+@click.option(
+    "--peer-build-dir",
+    type=click.Path(path_type=Path),
+    default=Path.home() / ".cache" / "infinity-offload" / "peer_extensions",
+    help="Keeps what the peer compiles.",
+)
+@click.option("--without-ours", is_flag=True, help="Measure only the others.")
+@click.option("--without-compute-alone", is_flag=True, help="Leave out plain torch in memory: no bound then.")
+@click.option("--turns", type=_AT_LEAST_ONE, default=5, show_default=True, help="Of each, that count.")
+@click.option("--steps-per-turn", type=_AT_LEAST_ONE, default=2, show_default=True, help="A turn ends with a flush.")
+@click.option(
+    "--warmup-steps",
+    type=_AT_LEAST_ONE,
+    default=3,
+    show_default=True,
+    help="The first write into reserved space is slower.",
+)
+@click.option(
+    "--nvme-path", type=click.Path(path_type=Path), default=Path(), help="On the drive; by default the present one."
+)
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    help="Trace of ours for ui.perfetto.dev; with several cases FILE-2, ...",
+)
+@json_or_file_option
+def step(json_file: Path | None, **options: Any) -> int:
+    """Measure the training step: its time against the bound, its bytes against the prediction, host memory, and peers.
+
+    Lists (1,2,3) are combined: every combination is a case. Each program runs in a process of its own, and all that take part in
+    a case take turns. As root (control groups, version 1) each has its own memory limit, drive speed and peak; without root only
+    unthrottled times are measured. What is made on the way (processes, groups, files) is gone afterwards, also after Ctrl-C. The
+    results are written to bench_step.json, if --json names no other file. Exit status 1 if a program failed.
+    """
+    asked = Asked(**options)
+    path = json_file or Path(_RESULTS)
+    if (problem := program.problem_of(asked)) is not None:
+        raise click.UsageError(f"{problem}.")
+    check_output(path)
+    is_printed = path == Path(STDOUT)
+    console = Console(highlight=False, stderr=is_printed)
+    code, found = program.run(
+        asked,
+        Console(highlight=False, stderr=is_printed, width=max(console.width, _WIDTH)),
+        None if is_printed else path,
+    )
+    if is_printed:
+        print_json(found)
+    return code
+
+
+@bench.command(
+    epilog="""\b
+Examples:
+  infinity bench update
+  infinity bench update --workers 1,2,4 --parameters 200e6 --turns 9
+  infinity bench update --json | jq .chunk_seconds"""
+)
+@click.option("--workers", type=_Listed(_count, "1,2,4"), default=(1, 2), help="Numbers of them; 1,2 by default.")
+@click.option(
+    "--parameters", type=click.FloatRange(min=1), default=67e6, show_default=True, help="About as many are updated."
+)
+@click.option("--turns", type=_AT_LEAST_ONE, default=7, show_default=True, help="That count.")
+@json_or_file_option
+def update(workers: tuple[int, ...], parameters: float, turns: int, json_file: Path | None) -> None:
+    """Measure updates alone: all states in memory, the model idle, the least of alternating turns.
+
+    What a chunk costs beside its arithmetic; how much faster several workers are than the first number of them; the share of the
+    machine's copy bandwidth; and the same update by torch's own fused AdamW. Wall-clock figures need an idle machine.
+    """
+    from infinity.bench.updates import measure_updates
+
+    if json_file is not None:
+        check_output(json_file)
+    found = measure_updates(workers, parameters, turns)
+    if json_file == Path(STDOUT):
+        print_json(found.as_json())
+        return
+    if json_file is not None:
+        json_file.write_text(f"{json.dumps(found.as_json(), indent=1)}\n")
+    console = Console(highlight=False)
+    console.print(found.table())
+    console.print(f"a chunk costs {found.chunk_seconds * 1e3:.3f} ms of processor time beside its arithmetic")
+
+
+__all__ = ["bench"]
