@@ -325,7 +325,7 @@ def _resolve_infinity(
         main_weights=_resolve_main_weights(block, compute_dtype, book),
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,
-        schedule=block.schedule if world_size == 1 else "ordinary",
+        schedule=block.schedule,
         activation_checkpointing=block.activation_checkpointing,
         activations=block.activations,
         state_dtype=block.state_dtype,

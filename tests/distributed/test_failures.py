@@ -140,7 +140,6 @@ def test_a_config_for_another_number_of_processes_is_refused(tmp_path: Path) -> 
     ("key", "changes"),
     [
         ("infinity.update", {"gradient_clipping": 0.0, "infinity": {"update": "in_backward"}}),
-        ("infinity.schedule", {"infinity": {"schedule": "vertical"}}),
         ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
         ("communication_data_type", {"communication_data_type": "bf16"}),
         ("infinity.gradient_dtype", {"bf16": {"enabled": True}, "infinity": {"gradient_dtype": "bf16"}}),

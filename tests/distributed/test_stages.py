@@ -222,3 +222,52 @@ def test_gradients_before_a_step(tmp_path: Path) -> None:
             _require_same(found, expected)
 
     _require(2, train, tmp_path)
+
+
+class _Deep(nn.Module):
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(_WIDTH, _WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(num_blocks))
+        self.head = nn.Linear(_WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return mse_loss(self.head(x).float(), y)
+
+
+def _train_deep(engine: Any, rank: int, schedule: str) -> list[Any]:
+    values: list[Any] = []
+    for step in range(3):
+        batches = [_batch(rank, 4 * step + part) for part in range(4)]
+        loss = engine.train_batch(iter((x.to(engine.config.compute_dtype), y) for x, y in batches))
+        assert engine.report.schedule == schedule, engine.report.schedule_reason
+        values += [loss.clone(), engine.get_global_grad_norm(), engine.was_step_applied()]
+    return values + [value.clone() for value in engine.module.state_dict().values()]
+
+
+def test_vertical_steps_are_equal_to_ordinary_ones(tmp_path: Path) -> None:
+    """Also where one rank cannot take them."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20}}  # the first steps are skipped
+
+    def train(rank: int) -> None:
+        for stage, changes in [(0, {}), (1, {}), (3, fp16), (3, _BUDGET)]:
+            found: list[list[Any]] = []
+            for of_ranks in (("ordinary", "ordinary"), ("vertical", "vertical"), ("ordinary", "vertical")):
+                asked = "vertical" if "vertical" in of_ranks else "ordinary"
+                also = {**changes.get("infinity", {}), "schedule": asked, "keep_in_memory": False}
+                config = _config(
+                    tmp_path, stage, "nvme", "nvme" if stage == 3 else "none", changes | {"infinity": also}
+                )
+                model = _Deep()
+                with infinity.initialize(model=model, config=config | {"gradient_accumulation_steps": 4})[0] as engine:
+                    if asked != of_ranks[rank]:  # a hook that would see what the schedule sums
+                        model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+                    found.append(_train_deep(engine, rank, of_ranks[rank]))
+            for values in zip(*found, strict=True):
+                torch.testing.assert_close(values[1:], values[:1] * 2, rtol=0, atol=0, equal_nan=True)
+
+    _require(2, train, tmp_path)
