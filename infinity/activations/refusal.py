@@ -8,3 +8,7 @@ class Refusal(Exception):
 
     Never reaches the user: the step is done in the ordinary order instead, and the message stands in its report.
     """
+
+
+class LastingRefusal(Refusal):
+    """It would be the same in each step."""

@@ -147,6 +147,43 @@ class Engine(Relayout):
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         return loss if num_parts == 1 else loss.detach() / num_parts
 
+    def backward_together(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
+        """Forward and backward of all micro-batches of a step, which take turns unit by unit; `step` comes next.
+
+        The gradients are those of ``backward(loss, scale_wrt_gas=False)`` for one micro-batch after the other, bit for bit:
+        where the model makes them differ, that is a reason against it. With ``"infinity": {"schedule": "vertical"}`` it is a
+        warning, unless the model cannot be run like this at all.
+
+        Args:
+            compute_losses: one function per micro-batch, which runs the model and gives the loss, divided already (one
+                element). Each is called in a thread of its own; the threads take turns.
+
+        Returns:
+            The losses, detached; or, in words, why the micro-batches have to go one after the other. Then everything is as
+            before, but for what the functions have changed outside of the model.
+
+        Raises:
+            StepOrderError: the step before was not finished with `step`.
+        """
+        self._check_usable()
+        self._check_optimizer("engine.backward_together()")
+        self._guard.check_whole()
+        self._paged.settle_states()
+        self._backwards.collect()
+        self._style.note_backward()
+        found = self._train_batch.together(compute_losses, updates=self._style.updates_in_backward)
+        if isinstance(found, str):
+            self._style.forget_backwards()
+            return found
+        self._style.begin_backward(divides=False)
+        self._num_backwards += len(found)
+        self.micro_steps += len(found) - 1
+        return found
+
+    def note_ordinary(self, reason: str) -> None:
+        """The present step's micro-batches go one after the other: ``reason`` is for the report, and logged once."""
+        self._train_batch.note_ordinary(reason)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for a ``loss.backward()`` of one's own before `step`: with fp16, times the loss scale.
 

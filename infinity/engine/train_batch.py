@@ -5,7 +5,7 @@ Knows batches, losses and the two orders; must not know how either works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,22 @@ class TrainBatch:
                 self._vertical.forgive()  # it was not the order's fault
             raise
         return torch.stack(losses).mean()
+
+    def together(
+        self, compute_losses: Sequence[Callable[[], torch.Tensor]], *, updates: bool
+    ) -> list[torch.Tensor] | str:
+        """See `Engine.backward_together`; ``updates``: whether a unit may be updated before `Engine.step`."""
+        found = self._vertical.obstacle() or self._vertical.run(compute_losses, 1, updates=updates, keeps_bits=True)
+        if isinstance(found, str):
+            self.note_ordinary(found)
+        else:
+            self._note_schedule("vertical", "")
+        return found
+
+    def note_ordinary(self, reason: str) -> None:
+        """The present step's micro-batches go one after the other."""
+        self._note_schedule("ordinary", reason)
+        self._vertical.note_ordinary(reason)
 
     def evaluate(
         self, batches: Any, loss_fn: LossFunction | None, num_batches: int | None, returns: str | None

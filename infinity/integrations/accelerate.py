@@ -7,7 +7,9 @@ Knows accelerate and the engine's calls; must not know what the engine is made o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from infinity.integrations.versions import require
@@ -19,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from infinity.activations.refusal import LastingRefusal
 from infinity.config import ConfigSource
 from infinity.distributed.collectives import num_processes
 from infinity.engine.engine import Engine
@@ -26,6 +29,17 @@ from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
 from infinity.integrations.engine_files import checkpoint_in, load_engine, save_engine
 from infinity.integrations.settings import Setting, agreed
+
+
+class _MicroBatch:
+    """One of several that are computed together: where `backward` hands its loss over."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        self.is_last = is_last
+        self.losses: list[torch.Tensor] = []
+
+
+_present: contextvars.ContextVar[_MicroBatch | None] = contextvars.ContextVar("micro_batch", default=None)
 
 
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -46,11 +60,49 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def backward(self, loss: torch.Tensor, *, is_last: bool, retain_graph: bool = False) -> None:
         """Backward of one micro-batch; ``is_last``: its step comes next. ``loss`` is not divided any more."""
+        micro_batch = _present.get()
+        if micro_batch is not None:
+            if retain_graph:
+                raise LastingRefusal("accelerator.backward keeps the graph")
+            micro_batch.losses.append(loss)
+            return
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
         self._has_backward = is_last
         if not is_last:
             self.engine.step()
+
+    def backward_together(self, functions: Sequence[Callable[[], object]]) -> bool:
+        """Forward and backward of all micro-batches of a step, in turns: see `Engine.backward_together`.
+
+        Args:
+            functions: one per micro-batch, which calls the accelerator's ``backward`` once; nothing else of it is to come.
+
+        Returns:
+            Whether that has been done. If not, everything is as before, but for what the functions have done outside of the
+            model; the report of the step says why.
+        """
+
+        def run(function: Callable[[], object], *, is_last: bool) -> torch.Tensor:
+            micro_batch = _MicroBatch(is_last=is_last)
+            token = _present.set(micro_batch)
+            try:
+                function()
+            finally:
+                _present.reset(token)
+            if len(micro_batch.losses) != 1:
+                raise LastingRefusal(f"a micro-batch calls accelerator.backward {len(micro_batch.losses)} times")
+            return micro_batch.losses.pop()
+
+        last = len(functions) - 1
+        found = self.engine.backward_together(
+            [functools.partial(run, function, is_last=index == last) for index, function in enumerate(functions)]
+        )
+        if isinstance(found, str):
+            return False
+        self.engine.set_gradient_accumulation_boundary(True)
+        self._has_backward = True
+        return True
 
     def norm_to_come(self) -> torch.Tensor:
         """The gradients' norm, a 0-dim fp64 tensor on the CPU, which gets its value in the next `step`."""
@@ -235,6 +287,16 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             is_last=self.sync_gradients,
             retain_graph=kwargs.get("retain_graph", False),
         )
+
+    @property
+    def sync_gradients(self) -> bool:
+        """As accelerate's: whether the present micro-batch is the last of its step."""
+        micro_batch = _present.get()
+        return bool(self.gradient_state.sync_gradients) if micro_batch is None else micro_batch.is_last
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradients, and return their norm before.

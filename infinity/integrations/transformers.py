@@ -30,6 +30,7 @@ from infinity.errors import ConfigError
 from infinity.initialize import initialize
 from infinity.integrations.accelerate import EngineOptimizer, InfinityAccelerator
 from infinity.integrations.engine_files import checkpoint_in, load_engine, save_engine
+from infinity.integrations.micro_batches import MicroBatches
 from infinity.integrations.settings import Setting, agreed, has_block
 from infinity.optim.lr_schedules import build_scheduler
 
@@ -44,11 +45,17 @@ class InfinityTrainerMixin:
     saves is streamed: weights as ``save_pretrained`` writes them (adapters alone, of a PEFT model), and in the directory
     ``infinity`` of each checkpoint main weights and optimizer states, in place of ``optimizer.pt``.
 
+    With accumulation, the micro-batches of a step go through the model together, as config key ``infinity.schedule`` says
+    ("auto": where that saves reads and keeps all bits): see `infinity.integrations.micro_batches`.
+
     Attributes:
         engine: None before it is made.
+        step_records: names of attributes that a subclass's ``training_step`` or ``compute_loss`` only adds to (metrics). With
+            others that they change, micro-batches go one after the other.
     """
 
     engine: Engine | None = None
+    step_records: frozenset[str] = frozenset({"_metrics", "_total_train_tokens"})  # TRL's
     # The Trainer's:
     accelerator: Any
     args: Any
@@ -166,7 +173,14 @@ class InfinityTrainerMixin:
         if resume_from_checkpoint is True:
             directory = Path(self.args.output_dir)
             resume_from_checkpoint = newest_checkpoint(directory) or True
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        together, own = MicroBatches(self, self.step_records), self.__dict__
+        own |= {"get_batch_samples": together.get_batch_samples, "training_step": together.training_step}
+        try:  # before those of subclasses, too
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            del own["get_batch_samples"], own["training_step"]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.engine is None:

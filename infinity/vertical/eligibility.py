@@ -54,6 +54,11 @@ class Suitability:
         return self._asked == "vertical" and self._against is None
 
     @property
+    def is_asked(self) -> bool:
+        """Whether the config asks for it, and not only allows it."""
+        return self._asked == "vertical"
+
+    @property
     def is_proven(self) -> bool:
         """Whether the last step went vertically, under close watch or after one that did, so that the next one needs less."""
         return self._num_successes > 0 and not self._failed_last
@@ -63,16 +68,27 @@ class Suitability:
         self._num_successes += 1
         self._failed_last = False
 
-    def note_failure(self, reason: str) -> None:
-        """A step had to be begun anew in the ordinary order."""
+    def note_failure(self, reason: str, *, is_final: bool = False) -> None:
+        """A step had to be begun anew in the ordinary order; ``is_final``: so would be all that come."""
         self._failed_last = True
         self._num_failures += 1
-        if self._num_failures > _FREE_FAILURES + self._num_successes // _SUCCESSES_PER_FAILURE:
+        if is_final or self._num_failures > _FREE_FAILURES + self._num_successes // _SUCCESSES_PER_FAILURE:
             self._against = reason
+        self.say(reason)
+
+    def say(self, reason: str) -> None:
+        """Log, once, why a step is done in the ordinary order."""
         if reason not in self._said:
             self._said.add(reason)
-            level = logging.WARNING if self._asked == "vertical" else logging.INFO
+            level = logging.WARNING if self.is_asked else logging.INFO
             logger.log(level, "a step is done in the ordinary order: %s", reason)
+
+    def note_difference(self, what: str) -> bool:
+        """Bits of a vertical step differ by this. Returns whether that is to be: the config asks for such steps; it is logged."""
+        if self.is_asked and what not in self._said:
+            self._said.add(what)
+            logger.warning("the vertical schedule differs in bits from one micro-batch after the other: %s", what)
+        return self.is_asked
 
     def forgive(self) -> None:
         """The last failure, if the last step was one, does not count: the ordinary order failed as well."""

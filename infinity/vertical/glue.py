@@ -265,10 +265,11 @@ class Glue:
             raise Refusal("micro-batches of one step use each other's results")
         return call is not None
 
-    def add(self, edge: Edge, gradient: torch.Tensor) -> None:
-        """A gradient has come for ``edge``."""
+    def add(self, edge: Edge, gradient: torch.Tensor) -> bool:
+        """A gradient has come for ``edge``. Returns whether it was not the first."""
         before = self.take(edge)
         self._waiting[edge] = gradient if before is None else before + gradient
+        return before is not None
 
     def take(self, edge: Edge) -> torch.Tensor | None:
         """What has come for ``edge`` so far. What comes next is added to it, part by part, as in one single backward."""

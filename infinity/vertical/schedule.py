@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.activations.refusal import Refusal
+from infinity.activations.refusal import LastingRefusal, Refusal
 from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
@@ -20,7 +20,7 @@ from infinity.vertical.interception import Interception
 from infinity.vertical.replay import ambient
 from infinity.vertical.replay.buffer_watch import Key
 from infinity.vertical.replay.effects import StepStart
-from infinity.vertical.step import Loop, Surroundings, VerticalStep
+from infinity.vertical.step import Loop, Surroundings, Terms, VerticalStep
 from swapper import SwapperError
 
 
@@ -79,26 +79,42 @@ class VerticalSchedule:
                     )
         return None
 
-    def run(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
+    def run(
+        self,
+        compute_losses: Sequence[Callable[[], torch.Tensor]],
+        divisor: int | None = None,
+        *,
+        updates: bool = True,
+        keeps_bits: bool = False,
+    ) -> list[torch.Tensor] | str:
         """Forward and backward of all micro-batches.
 
         Args:
             compute_losses: one function per micro-batch, which runs the model and gives the loss.
+            divisor: of each loss; None: their number.
+            updates: whether a unit may be updated before all gradients have come.
+            keeps_bits: whether to keep to the bits of one micro-batch after the other: then what would change them is a
+                reason against, or, if the config asks for vertical steps, a warning.
 
         Returns:
             The losses, detached. Or, in words, why the step has to be done in the ordinary order; then everything is as
             if nothing had happened.
         """
         with self._on.pager.turn.taken("engine.train_batch()"):
-            return self._run(compute_losses)
+            terms = Terms(divisor or len(compute_losses), updates, self._note_difference if keeps_bits else None)
+            return self._run(compute_losses, terms)
 
-    def _run(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
+    def _note_difference(self, what: str) -> None:
+        if not self._suitability.note_difference(what):
+            raise LastingRefusal(what)
+
+    def _run(self, compute_losses: Sequence[Callable[[], torch.Tensor]], terms: Terms) -> list[torch.Tensor] | str:
         torch_device = self._on.device.torch_device
         self._on.module_hooks.follow_compilation()
         self._start = StepStart(self._on.module_hooks.model, torch_device, self._start, self._written)
         loop = Loop(self._backwards, self._guard, self._step(), self._note_loss)
         is_trial = not self._suitability.is_proven
-        step = VerticalStep(self._on, loop, self._interception, len(compute_losses), self._written, is_trial=is_trial)
+        step = VerticalStep(self._on, loop, self._interception, terms, self._written, is_trial=is_trial)
         resumed_bytes = self._on.stepper.gradients.resumed_bytes
         try:
             with self._interception.active(step.on_call):
@@ -111,7 +127,7 @@ class VerticalSchedule:
                 raise
             self._start.restore()
             reason = str(error) if isinstance(error, Refusal) else f"it failed with {type(error).__name__}: {error}"
-            self._suitability.note_failure(reason)
+            self._suitability.note_failure(reason, is_final=isinstance(error, LastingRefusal))
             self.traffic = Traffic()
             return reason
         except BaseException as error:
@@ -138,9 +154,11 @@ class VerticalSchedule:
 
         surely(clean_up)
 
-    def note_ordinary(self) -> None:
-        """A step goes in the ordinary order, or a part of it."""
+    def note_ordinary(self, reason: str | None = None) -> None:
+        """A step goes in the ordinary order, or a part of it; ``reason`` is logged once."""
         self.traffic = Traffic()
+        if reason is not None and self._suitability.reason_against is None:
+            self._suitability.say(reason)
 
     def forgive(self) -> None:
         """The ordinary order failed as well: see `Suitability.forgive`."""

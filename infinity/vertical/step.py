@@ -29,7 +29,7 @@ from infinity.vertical.call import Site
 from infinity.vertical.eligibility import Suitability
 from infinity.vertical.interception import Interception
 from infinity.vertical.microbatch import Arrived, Computed, MicroBatch, Tools, present
-from infinity.vertical.replay.ambient import process_state
+from infinity.vertical.replay.ambient import RandomState, process_state
 from infinity.vertical.replay.buffer_watch import BufferWatch, Key, has_own_writers
 from infinity.vertical.replay.effects import StepStart
 from infinity.vertical.shared_forward import SharedForward
@@ -64,6 +64,19 @@ class Loop:
     note_loss: Callable[[torch.Tensor, int], None]
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What is asked of a step."""
+
+    divisor: int
+    """Of each loss."""
+    updates: bool = True
+    """Whether a unit may be updated before all gradients have come."""
+    note_difference: Callable[[str], None] | None = None
+    """Called with what makes bits differ from those of one micro-batch after the other, without checkpointing; may raise
+    `Refusal`. In a trial that is before any update. None: it is not looked for."""
+
+
 class VerticalStep:
     """One step."""
 
@@ -72,14 +85,14 @@ class VerticalStep:
         on: Surroundings,
         loop: Loop,
         interception: Interception,
-        num_micro_batches: int,
+        terms: Terms,
         known: Set[Key],
         *,
         is_trial: bool,
     ) -> None:
         self._on = on
         self._loop = loop
-        self._num_micro_batches = num_micro_batches
+        self._terms = terms
         self.is_trial = is_trial
         self.written: set[Key] = set()
         """Buffers that the forward has written to."""
@@ -88,7 +101,8 @@ class VerticalStep:
             BufferWatch(on.module_hooks.model) if is_trial or has_own_writers(on.module_hooks.model, known) else None
         )
         self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
-        self._updates_now = on.stepper.rules.updates_in_backward and not is_trial
+        self._updates_in_backward = on.stepper.rules.updates_in_backward and terms.updates
+        self._updates_now = self._updates_in_backward and not is_trial
         self._shared = SharedForward(on.pager, interception)
         self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=loop.step)
         self._batches: list[MicroBatch] = []
@@ -102,6 +116,11 @@ class VerticalStep:
         """Parameters that no engine holds, with the gradients that they had: the glue adds to them."""
         self._runs_glue_backward = False
         self._is_final = False
+        self._place = 0
+        """What all micro-batches do one after the other before any of them goes on, counted."""
+        self._drew_at: int | None = None
+        self._gradient_at: dict[tuple[int, int], int] = {}
+        """By unit and slot: the place where its gradient came from."""
 
     # -------------------------------------------------------------------------------------------------------- the step
 
@@ -122,7 +141,7 @@ class VerticalStep:
         self._loop.backwards.collector.begin_handing_out()
         for lane, compute_loss in zip(lanes.take(len(compute_losses)), compute_losses, strict=True):
             self._batches.append(MicroBatch(lane, compute_loss, tools))
-        self._forward()
+        self._forward(start)
         self._shared.begin_moment(None)
         pager.end_forward()
         self._check(start)
@@ -132,10 +151,11 @@ class VerticalStep:
         self._finish()
         return self._losses
 
-    def _forward(self) -> None:
+    def _forward(self, start: StepStart) -> None:
         pager = self._on.pager
-        while (site := self._advance()) is not None:
+        while (site := self._advance(start)) is not None:
             self._sites.append(site)
+            self._place += 1
             self._shared.begin_moment(2 * len(self._sites) - 1)
             pager.enter(site.unit)
             try:
@@ -146,9 +166,10 @@ class VerticalStep:
                 pager.leave(site.unit)
             self._shared.begin_moment(2 * len(self._sites))
 
-    def _advance(self) -> Site | None:
+    def _advance(self, start: StepStart) -> Site | None:
         """All micro-batches go on to the next unit. Returns where they have arrived; None at the end of forward."""
         first: Any = None
+        self._place += 1
         for batch in self._batches:
             message = self._resume(batch)
             if isinstance(message, Finished):
@@ -156,17 +177,32 @@ class VerticalStep:
             what = message if isinstance(message, Arrived) else None
             if process_state() != self._process_state:
                 raise Refusal("the model's forward sets something for the whole process while it calls its blocks")
+            if self.is_trial and self._terms.note_difference is not None and what is not None:
+                # Whoever computes a loss may call a model that he has changed for the time of the call.
+                self._check_attributes(start)
             if batch is not self._batches[0] and what != first:
                 raise Refusal(f"micro-batches call different blocks: {_name(first)}, {_name(what)}")
             first = what
         return first.site if first is not None else None
 
     def _resume(self, batch: MicroBatch) -> Any:
+        is_asked = self._terms.note_difference is not None
+        random = RandomState(self._on.device.torch_device) if is_asked else None
         message = batch.resume()
         if isinstance(message, Failed):
             raise message.error
+        if random is not None and not random.is_present():
+            if self._drew_at not in (None, self._place):
+                self._differs(
+                    "random numbers are drawn at several places of the model, so micro-batches get other ones"
+                )
+            self._drew_at = self._place
         self._on.pager.pause()
         return message
+
+    def _differs(self, what: str) -> None:
+        if self._terms.note_difference is not None:
+            self._terms.note_difference(what)
 
     def _end_forward(self, batch: MicroBatch, loss: Any) -> None:
         """A micro-batch has its loss: its backward begins at once, so that no more than one's logits are in memory."""
@@ -175,7 +211,7 @@ class VerticalStep:
         self._loop.note_loss(loss, self._loop.step)
         self._losses.append(loss.detach())
         with torch.enable_grad():
-            share = on.stepper.scaler.share_of(loss, self._num_micro_batches)
+            share = on.stepper.scaler.share_of(loss, self._terms.divisor)
         if not share.requires_grad:
             raise Refusal("the loss does not depend on the parameters")
         batch.glue.seal(share)
@@ -248,8 +284,11 @@ class VerticalStep:
                     call.drop()
                     continue
                 for edge, gradient in call.backward(self._recomputing):
-                    batch.glue.add(edge, gradient)
-                self._gather(batch)
+                    if batch.glue.add(edge, gradient):
+                        self._differs(
+                            "parts of a value's gradient come from several blocks, and are added up in another order"
+                        )
+                self._gather(batch, 2 * position)
         finally:
             self._on.pager.leave(unit)
 
@@ -265,11 +304,16 @@ class VerticalStep:
             batch.glue.run(position)
         finally:
             self._runs_glue_backward = False
-        self._gather(batch)
+        self._gather(batch, 2 * position + 1)
 
-    def _gather(self, batch: MicroBatch) -> None:
+    def _gather(self, batch: MicroBatch, place: int) -> None:
         for unit, gradients in self._loop.backwards.collector.take():
             for slot in gradients:
+                if self._gradient_at.setdefault((unit.index, slot.index), place) != place:
+                    self._differs(
+                        f"'{slot.spec.fqn}' is used at several places, and the parts of its gradient are added up in another "
+                        "order"
+                    )
                 if unit.parameters[slot.index]._backward_hooks:
                     if (batch, unit.index, slot.index) in self._hooked:
                         raise Refusal(f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient")
@@ -284,7 +328,7 @@ class VerticalStep:
 
     def _finish(self) -> None:
         on = self._on
-        updates = on.stepper.rules.updates_in_backward
+        updates = self._updates_in_backward
         self._loop.backwards.collector.end_handing_out()
         on.stepper.finish_backward(updates_now=updates)
         self._loop.guard.move_to(Phase.READY)

@@ -1,0 +1,159 @@
+"""A Trainer's accumulated micro-batches in the engine's vertical schedule, so that weights are read once per step.
+
+transformers hands out all batches of a step at once (``get_batch_samples``), then calls ``training_step`` with one after the
+other. Here the first of these calls runs ``training_step`` of all of them, each in a lane (see `infinity.vertical`): its
+``accelerator.backward(loss)`` hands the loss to the engine, which runs the backwards. The later calls give back what the lanes
+have returned. Whatever a subclass does in ``training_step`` or ``compute_loss`` is so done as ever, but in another order:
+the first parts of all micro-batches, then the blocks of the model, then the last parts. `_Attributes` sees to it that nothing
+which the Trainer keeps goes from one to another.
+
+Knows the Trainer's loop and accelerate's side of the engine; must not know what a vertical step does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from infinity.activations.refusal import LastingRefusal
+from infinity.errors import StepOrderError
+from infinity.integrations.accelerate import EngineOptimizer
+from infinity.loop.batches import copied
+from infinity.vertical.replay.object_state import ObjectState, is_same_value
+
+_OF_NO_STEP = frozenset(
+    {"train_dataset", "eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics", "model_init"}
+)
+_LIBRARIES = frozenset({"transformers", "accelerate", "datasets", "tokenizers"})
+"""Their objects are left alone."""
+
+
+class MicroBatches:
+    """Stands before a Trainer's ``get_batch_samples`` and ``training_step`` while it trains."""
+
+    def __init__(self, trainer: Any, records: Collection[str]) -> None:
+        """
+        Args:
+            trainer: has not been trained with another one of these.
+            records: names of its attributes that its steps add to, and do not look at.
+        """
+        self._trainer = trainer
+        self._records = frozenset(records)
+        self._fetch: Callable[..., Any] = trainer.get_batch_samples
+        self._step: Callable[..., Any] = trainer.training_step
+        self._fetched: list[Any] = []
+        self._is_short = False
+        self._computed: list[tuple[Any, Any]] = []
+        """The batches whose turn in the Trainer's loop is to come, with what their steps have returned."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        found = self._fetch(epoch_iterator, num_batches, *args, **kwargs)
+        self._fetched = list(found[0])
+        self._is_short = len(self._fetched) < num_batches
+        self._computed.clear()  # the Trainer has left its loop
+        return found
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; that of a step's first micro-batch computes all of them, if it can."""
+        if self._computed:
+            batch, returned = self._computed.pop(0)
+            if batch is not inputs:
+                raise StepOrderError(
+                    "training_step",
+                    "its inputs are not the next of get_batch_samples, and those have been computed together",
+                    cure='Set config key "infinity.schedule" to "ordinary"',
+                )
+            return returned
+        batches, self._fetched = self._fetched, []
+        if len(batches) > 1 and inputs is batches[0]:
+            returned_by_all = self._run(batches, lambda batch: self._step(model, batch, *args, **kwargs))
+            if returned_by_all is not None:
+                self._computed = list(zip(batches, returned_by_all, strict=True))[1:]
+                return returned_by_all[0]
+        return self._step(model, inputs, *args, **kwargs)
+
+    def _run(self, batches: list[Any], step: Callable[[Any], Any]) -> list[Any] | None:
+        trainer = self._trainer
+        optimizer = trainer.optimizer
+        if not isinstance(optimizer, EngineOptimizer):
+            return None
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            optimizer.engine.note_ordinary(obstacle)
+            return None
+        trainer.model.train()  # which each step does
+        returned: list[Any] = [None] * len(batches)
+        before: list[_Attributes] = []
+
+        def run(index: int) -> None:
+            if not before:
+                before.append(_Attributes(trainer, self._records))
+            returned[index] = step(copied(batches[index]))
+            if index == len(batches) - 1:
+                before[0].check()
+
+        if optimizer.backward_together([functools.partial(run, index) for index in range(len(batches))]):
+            return returned
+        for attributes in before:
+            attributes.restore()
+        return None
+
+    def _obstacle(self) -> str | None:
+        trainer = self._trainer
+        if self._is_short or trainer.accelerator.sync_gradients:
+            return "the data ended within a step"
+        if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+            return f"{type(trainer).__name__} has a _prepare_inputs of its own, which may use the model"
+        for callback in trainer.callback_handler.callbacks:
+            if type(callback).on_substep_end is not TrainerCallback.on_substep_end:
+                return f"{type(callback).__name__}.on_substep_end is called after each micro-batch"
+        return None
+
+
+class _Attributes:
+    """What a Trainer keeps, as it is now: all but the model, data, and objects of libraries."""
+
+    def __init__(self, trainer: Any, records: Collection[str]) -> None:
+        self._records = records
+        self._homes = [
+            (type(each).__name__, vars(each), dict(vars(each))) for each in (trainer, trainer.state, trainer.control)
+        ]
+        name, _, own = self._homes[0]
+        kept = {key: value for key, value in own.items() if key not in _OF_NO_STEP and not _is_of_library(value)}
+        self._recorded = ObjectState((f"{name}.{key}", value) for key, value in kept.items() if key in records)
+        self._rest = ObjectState((f"{name}.{key}", value) for key, value in kept.items() if key not in records)
+
+    def check(self) -> None:
+        """Raise `LastingRefusal` if anything has changed that is no record."""
+        too_much = self._rest.too_much or self._recorded.too_much
+        if too_much is not None:
+            raise LastingRefusal(f"{too_much} holds more than can be compared before and after a step")
+        changed = self._rebound() or self._rest.changed()
+        if changed is not None:
+            raise LastingRefusal(
+                f"a step changes {changed}, and another micro-batch may look at it (if none does, add its name to step_records)"
+            )
+
+    def _rebound(self) -> str | None:
+        for name, now, before in self._homes:
+            for key in {*now, *before} - set(self._records):
+                if key not in now or key not in before or not is_same_value(now[key], before[key]):
+                    return f"{name}.{key}"
+        return None
+
+    def restore(self) -> None:
+        """All is as it was."""
+        for _, now, before in self._homes:
+            for key in [key for key in now if key not in before]:
+                del now[key]
+            now.update(before)
+        self._recorded.restore()
+        self._rest.restore()
+
+
+def _is_of_library(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _LIBRARIES
