@@ -292,11 +292,11 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def sync_gradients(self) -> bool:
         """As accelerate's: whether the present micro-batch is the last of its step."""
         micro_batch = _present.get()
-        return bool(self.gradient_state.sync_gradients) if micro_batch is None else micro_batch.is_last
+        return bool(super().sync_gradients) if micro_batch is None else micro_batch.is_last
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
+        Accelerator.sync_gradients.fset(self, value)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradients, and return their norm before.

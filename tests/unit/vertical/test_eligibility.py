@@ -112,6 +112,23 @@ def test_the_third_failure_is_one_too_many() -> None:
     assert suitability.reason_against == "the last reason"
 
 
+def test_a_failure_that_lasts_is_one_too_many() -> None:
+    suitability = Suitability("auto", None)
+    suitability.note_failure("a reason", is_final=True)
+    assert suitability.reason_against == "a reason"
+
+
+@pytest.mark.parametrize(("asked", "messages"), [("vertical", ["differ", "other"]), ("auto", [])])
+def test_differences_are_for_whoever_asks_for_them(
+    asked: str, messages: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    suitability = Suitability(asked, None)
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        for what in ("differ", "other", "differ"):
+            assert suitability.note_difference(what) is (asked == "vertical")
+    assert [record.message.rsplit(" ", 1)[1] for record in caplog.records] == messages
+
+
 def test_ten_successes_make_up_for_a_failure() -> None:
     suitability = Suitability("vertical", None)
     for _ in range(10):
