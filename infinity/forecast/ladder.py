@@ -28,6 +28,7 @@ from infinity.planning.inputs import UnitSize, guessed_order
 from infinity.planning.placement import HOST_KEY
 from infinity.planning.plan import Plan
 from infinity.planning.resting import resting_bytes
+from infinity.torch_internals.modes import without_compiler
 from infinity.units.tiles import Tiling
 from infinity.vertical.eligibility import place_for_schedule
 
@@ -185,17 +186,17 @@ class Ladder:
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(each)], each) for each in tiling.groups.with_tiles(model.parameters()) or ()]
         source = config.optimizer or OptimizerSection("AdamW", {})
-        template = build_template(source, named, torch.device("cpu"), tiled=tiling.groups)
         machine = self._machine
         share = free_share(holds_activations=machine.shares_host_memory, all_bytes=machine.host_free_bytes)
-        return Draft.of(
-            model,
-            config,
-            template,
-            share,
-            shares_host_memory=machine.shares_host_memory,
-            device_free_bytes=machine.device_free_bytes,
-        )
+        with without_compiler():
+            return Draft.of(
+                model,
+                config,
+                build_template(source, named, torch.device("cpu"), tiled=tiling.groups),
+                share,
+                shares_host_memory=machine.shares_host_memory,
+                device_free_bytes=machine.device_free_bytes,
+            )
 
     # ---------------------------------------------------------------------------------------------------------- largest
 

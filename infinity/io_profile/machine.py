@@ -22,7 +22,7 @@ FLOPS_WITH_CHECKPOINTING = 8
 """With the forward done twice."""
 COPY_BYTES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 _DISTRIBUTIONS = ("infinity-offload", "torch", "numpy", "numba", "transformers")
-_MULTIPLY_SECONDS = 0.5
+_MULTIPLY_SECONDS = 0.2
 _COPIES_PER_SAMPLE = 8
 _NUM_COPY_SAMPLES = 5
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +143,25 @@ def _from_config(path: Path) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelRefused(f"--model {path}: there is no config.json in this directory")
+    with _without_collections():
+        return _built(path, file)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """While transformers is imported, which makes a million objects that stay, no garbage is looked for among them, nor later."""
+    if "transformers" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _built(path: Path, file: Path) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     except ImportError:

@@ -29,6 +29,7 @@ settled beforehand, by ``infinity.planning.placement`` (``staying`` here), and t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -169,20 +170,33 @@ def simulate(
     """
     fetches: list[tuple[int, int]] = []
     held: set[int] = set()
+    held_bytes = 0
     length = len(order)
-    for position in range((num_cycles + 1) * length):  # one cycle more, to warm up
-        upcoming = tuple(distinct(order, position % length))
-        rank = {unit: place for place, unit in enumerate(upcoming)}
-        targets = wanted(upcoming, 0, num_bytes, capacity_bytes, staying) if prefetches else []
-        for unit in targets or [order[position % length]]:
+    uses: dict[int, list[int]] = {}
+    for place, unit in enumerate(order):
+        uses.setdefault(unit, []).append(place)
+
+    def distance(unit: int, position: int) -> int:
+        """How far ahead the next use is."""
+        places = uses[unit]
+        later = bisect_left(places, position)
+        return places[later] - position if later < len(places) else places[0] + length - position
+
+    for step in range((num_cycles + 1) * length):  # one cycle more, to warm up
+        position = step % length
+        targets = wanted(order, position, num_bytes, capacity_bytes, staying) if prefetches else []
+        for unit in targets or [order[position]]:
             if unit in held or unit in staying:
                 continue
-            while sum(num_bytes[other] for other in held) + num_bytes[unit] > capacity_bytes:
+            while held_bytes + num_bytes[unit] > capacity_bytes:
                 victims = [other for other in held if other not in targets and other != unit]
                 if not victims:
                     break
-                held.remove(max(victims, key=lambda other: rank.get(other, length)))
+                victim = max(victims, key=lambda other: distance(other, position))
+                held.remove(victim)
+                held_bytes -= num_bytes[victim]
             held.add(unit)
-            if position >= length:
-                fetches.append((position - length, unit))
+            held_bytes += num_bytes[unit]
+            if step >= length:
+                fetches.append((step - length, unit))
     return Simulation(fetches, frozenset(held.union(staying)))

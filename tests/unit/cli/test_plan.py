@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +176,37 @@ def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
     seconds = Ladder(shapes, config, fast, str(tmp_path), 64).given().seconds
     count = sum(each.numel() for each in shapes.parameters())
     assert seconds == pytest.approx(ladder_module.FLOPS_PER_PARAMETER * count * 64 / 1e9)
+
+
+def test_a_plan_imports_neither_the_compiler_nor_what_it_brings(tmp_path: Path) -> None:
+    code = (
+        "import gc, sys, torch; from infinity.cli.main import main; main(); "
+        "print([name for name in ('torch._dynamo', 'sympy', 'numba', 'transformers') if name in sys.modules]); "
+        "print(hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, '__dynamo_disable'), gc.get_freeze_count() > 0)"
+    )
+    arguments = [
+        "plan",
+        "--params",
+        "100m",
+        "--no-measure",
+        "--nvme-path",
+        str(tmp_path),
+        "--ram",
+        "8GB",
+        "--disk",
+        "1TB",
+    ]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-2:] == ["[]", "False True"]
+
+
+def test_the_compiler_comes_after_all_where_somebody_asks_for_it() -> None:
+    code = (
+        "import torch; from infinity.torch_internals.modes import without_compiler\n"
+        "with without_compiler():\n"
+        "    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]); optimizer.step()\n"
+        "import torch._dynamo; torch._dynamo.graph_break(); optimizer.add_param_group({'params': [torch.ones(1)]})\n"
+        "print(hasattr(torch._dynamo, 'run'), hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, '__dynamo_disable'))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True", "True"]
