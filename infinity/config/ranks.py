@@ -16,7 +16,6 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
         return
     block, zero = root.infinity, root.zero_optimization
     refused = [
-        ("infinity.durable", block.durable, block.durable, "each process would commit for itself", "false"),
         (
             "infinity.gradient_dtype",
             block.gradient_dtype,

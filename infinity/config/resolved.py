@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -131,6 +131,13 @@ class DurableSection:
     def most_kept(self) -> int:
         """How many commits are kept at the same time at the most."""
         return self.keep_last * (2 if self.keep_every else 1)
+
+    def of_rank(self, index: int, num: int) -> DurableSection:
+        """That of one of ``num`` processes: in folders of its own, and with the commit before the last, see `DurableRun`."""
+        if num == 1:
+            return self
+        directories = tuple(replace(each, path=each.path / f"rank{index}") for each in self.directories)
+        return replace(self, directories=directories, keep_last=max(self.keep_last, 2))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -80,13 +81,15 @@ def build(
     Raises:
         BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
     """
-    durable = DurableRun(config, config.infinity.durable) if config.infinity.durable is not None else None
-    if durable is not None:
+    ranks = world()
+    durable = None
+    if config.infinity.durable is not None:
+        section = config.infinity.durable.of_rank(ranks.index, ranks.num)
+        durable = DurableRun(config, section, ranks)
         undo.callback(durable.directory.close)
-        config = durable.adapted(config)
+        config = durable.adapted(replace(config, infinity=replace(config.infinity, durable=section)))
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
     share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
-    ranks = world()
     shares = Shares(ranks.index, ranks.num) if config.zero_stage > 0 else Shares()
     draft = Draft.of(
         model,

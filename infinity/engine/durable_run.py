@@ -7,6 +7,10 @@ beside the next forward, until the updates of the step are written and the file 
 Whoever writes next waits for that (`settle`): the next step's first update, and whatever looks at weights or states from
 outside. So what survives is the last step that has returned or, if a crash falls in its commit, the one before. All of a step
 is in a commit or nothing: its bytes lie in other places than those of the commit before.
+
+[Note: commits of ranks] Each rank commits what it keeps, in a folder of its own. Before it begins a commit, it waits until all
+have made the one before, so the newest ones are of the same step or of two that follow each other. Each keeps two, and all
+go on from the newest step that all have. If a crash falls in the very first commit, some have none: all begin anew then.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 from torch import nn
 
 from infinity.config import DurableSection, InfinityConfig
+from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
 from infinity.errors import CommitError, StepOrderError, StorageError, UnsupportedModelError
@@ -58,14 +63,21 @@ class Training(Protocol):
 class DurableRun:
     """Of one engine."""
 
-    def __init__(self, config: InfinityConfig, section: DurableSection) -> None:
+    def __init__(self, config: InfinityConfig, section: DurableSection, ranks: Ranks) -> None:
         """Lock the run's directory, and look at its newest commit.
 
+        Args:
+            config: as it was given.
+            section: that of this rank, see `DurableSection.of_rank`.
+            ranks: who commits the same steps.
+
         Raises:
-            StorageError: it is in use, damaged, or cannot be used.
+            StorageError: it is in use, damaged, cannot be used, or other ranks have other commits.
         """
         self._section = section
+        self._ranks = ranks
         self._path: Path = section.directories[0].path
+        self._check_kind()
         try:
             self.directory = RunDirectory(self._path)
         except (VolumeError, OSError) as error:
@@ -92,6 +104,43 @@ class DurableRun:
             self._number = found[0]
             self._header = json.loads(found[1][1])
         self._page_bytes = config.infinity.page_bytes
+        try:
+            self._common_step = self._agreed()
+        except BaseException:
+            self.directory.close()
+            raise
+
+    def _check_kind(self) -> None:
+        """See that the directory is not that of a run with several processes where this has one, or the other way round."""
+        is_single = self._ranks.num == 1
+        other = self._path / "rank0" if is_single else self._path.parent
+        if any(other.glob("commit-*")):
+            raise StorageError(
+                other,
+                f"holds a durable run of {'several processes' if is_single else 'one process'}",
+                cure="Start as many as before, or name another directory and load a checkpoint there",
+                key="infinity.durable_path",
+            )
+
+    def _agreed(self) -> int | None:
+        """The newest step that all ranks have; None if all begin anew."""
+        newest = -1 if self._header is None else int(self._header["step"])
+        of_ranks = self._ranks.meet("the commits of a durable run", [newest, self._number])
+        steps, numbers = zip(*of_ranks, strict=True)
+        if min(steps) >= 0:
+            return int(min(steps))
+        if max(numbers) > 1:
+            without = ", ".join(str(rank) for rank, step in enumerate(steps) if step < 0)
+            raise StorageError(
+                self._path.parent,
+                f"has no commit of rank {without}, and of others that of step {max(steps)}",
+                cure="Start as many processes as before, see that all drives are there, or name another directory",
+                key="infinity.durable_path",
+            )
+        if self._header is not None:
+            self.directory.remove(self._number)
+            self._header = None
+        return None
 
     @property
     def goes_on(self) -> bool:
@@ -111,10 +160,16 @@ class DurableRun:
         Raises:
             UnsupportedModelError: names what differs.
         """
-        self._layout = layout
+        self._layout = {**layout, "processes": self._ranks.num}
         self._page_bytes = page_bytes
         if self._header is None:
             return
+        num_before = self._header["layout"].get("processes", 1)
+        if num_before != self._ranks.num:
+            raise UnsupportedModelError(
+                f"the durable run in '{self._path.parent}' is of {num_before} processes, not {self._ranks.num}",
+                cure=f"Start {num_before}, or name another infinity.durable_path and load a checkpoint there: any number can",
+            )
         commit_parts.check_layout(self._header["layout"], layout, str(self._path))
         if self._header["page_bytes"] != page_bytes:
             raise UnsupportedModelError(
@@ -174,6 +229,7 @@ class DurableRun:
                 cure="Add them before, or set infinity.durable to false",
             )
         self.settle()
+        self._ranks.meet(f"the commit of step {training.global_steps}")
         for unit in self._units:
             unit.note_changes()
         if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
@@ -231,6 +287,8 @@ class DurableRun:
             logger.info("durable run in '%s': begins", self._path)
             return
         self._go_to(training, self._number)
+        if training.global_steps != self._common_step:
+            self.rollback(training, training.global_steps - (self._common_step or 0))
         age = time.time() - self._header["time"]
         logger.info("durable run in '%s': goes on from step %d, %.0f s old", self._path, training.global_steps, age)
 

@@ -1,0 +1,148 @@
+"""Durable runs on several ranks: each commits its part, and all go on from the same step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # which optimizers import at their first use: once here, not in each process
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import infinity
+from infinity.errors import InfinityError, StorageError, UnsupportedModelError
+from swapper import RunDirectory
+from tests.ranks import run_ranks
+
+_WIDTH = 48
+_NUM_STEPS = 5
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(self.dropout(x)))
+        return x
+
+
+def _config(directory: Path, **changes: Any) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme},
+        "infinity": {"durable": True, **changes},
+    }
+
+
+def _train(rank: int, directory: Path, *, dies_in: int = -1) -> None:
+    """Train to the end. ``dies_in``: this rank is gone just before the commit of that step is on the drive."""
+    torch.manual_seed(100 + rank)
+    if dies_in >= 0:
+        write = RunDirectory.write
+
+        def dying(self: RunDirectory, number: int, parts: Any) -> None:
+            if json.loads(parts[1])["step"] == dies_in:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(self, number, parts)
+
+        RunDirectory.write = dying  # type: ignore[method-assign]
+    with infinity.initialize(model=_Model(), config=_config(directory))[0] as engine:
+        losses = []
+        began = engine.global_steps
+        for step in range(began, _NUM_STEPS):
+            generator = torch.Generator().manual_seed(1000 * rank + step)
+            x, y = torch.randn(2, 4, _WIDTH, generator=generator)
+            loss = mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        states = engine.optimizer.state_dict()["state"]
+        found = {"began": began, "losses": losses, "weights": engine.module.state_dict(), "states": states}
+        torch.save(found, directory / f"end{rank}")
+
+
+def _run(num: int, directory: Path, dies_in: tuple[int, ...] = (-1,) * 3) -> list[str]:
+    def function(rank: int) -> None:
+        _train(rank, directory, dies_in=dies_in[rank])
+
+    group = directory / f"group{len(list(directory.glob('group*')))}"
+    group.mkdir()
+    return run_ranks(num, function, group)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_killed_in_a_commit_all_go_on_from_the_same_step(num: int, tmp_path: Path) -> None:
+    """Rank 1 dies before its commit, once the others have made theirs or are about to; in the very first one, too."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert _run(num, whole) == [""] * num
+    for dies_in in ((-1, 1, -1), (-1, 3, -1), (4, -1, -1)):
+        errors = _run(num, killed, dies_in)
+        assert any("RankError" in error for error in errors), errors
+    assert _run(num, killed) == [""] * num
+    for rank in range(num):
+        found, expected = (torch.load(folder / f"end{rank}") for folder in (killed, whole))
+        assert 2 <= found["began"] < _NUM_STEPS
+        assert found["losses"] == expected["losses"][found["began"] :]
+        for name, value in expected["weights"].items():
+            assert torch.equal(found["weights"][name], value), name
+        for index, state in expected["states"].items():
+            for name, value in state.items():
+                assert torch.equal(torch.as_tensor(found["states"][index][name]), torch.as_tensor(value)), name
+
+
+def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
+    assert _run(2, tmp_path) == ["", ""]
+
+    def refused(num: int, kind: type[InfinityError], words: str) -> bool:
+        def function(rank: int) -> None:
+            with pytest.raises(kind, match=words):
+                infinity.initialize(model=_Model(), config=_config(tmp_path))
+
+        group = tmp_path / f"refusing{len(list(tmp_path.glob('refusing*')))}"
+        group.mkdir()
+        errors = run_ranks(num, function, group)
+        assert not any(errors), "\n".join(errors)
+        return True
+
+    runs = tmp_path / "durable"
+    assert refused(3, StorageError, "no commit of rank 2, and of others that of step 5")
+    assert refused(1, StorageError, "holds a durable run of several processes")
+    (runs / "rank0").rename(tmp_path / "unmounted")
+    assert refused(2, StorageError, "no commit of rank 0")
+    shutil.rmtree(runs / "rank0")
+    (tmp_path / "unmounted").rename(runs / "rank0")
+    shutil.copytree(runs / "rank1", runs / "rank2", dirs_exist_ok=True)
+    assert refused(3, UnsupportedModelError, "is of 2 processes, not 3")
+
+
+def test_all_roll_back(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        with infinity.initialize(model=_Model(), config=_config(tmp_path, keep_last=3))[0] as engine:
+            seen: list[list[Any]] = []
+            for step in (0, 1, 2, 3, 2, 3):
+                if len(seen) == 4:
+                    engine.rollback(2)
+                x, y = torch.randn(2, 4, _WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
+                loss = mse_loss(engine(x), y)
+                engine.backward(loss)
+                engine.step()
+                seen.append([loss.item(), engine.get_global_grad_norm()])
+            assert seen[2:4] == seen[4:]
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
