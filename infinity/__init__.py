@@ -39,6 +39,7 @@ from infinity.planning.memory_needs import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from infinity.planning.plan import Plan
+from infinity.profiling.flops_profiler import get_model_profile
 from infinity.telemetry import StepReport
 from infinity.version import __version__
 
@@ -71,6 +72,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "get_accelerator",
+    "get_model_profile",
     "init_distributed",
     "initialize",
     "load_config",

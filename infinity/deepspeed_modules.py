@@ -32,6 +32,7 @@ from infinity.loop.loader import RepeatingLoader
 from infinity.optim import lr_schedules
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.planning import memory_needs
+from infinity.profiling import flops_profiler
 
 
 class OffloadDeviceEnum(str, Enum):  # noqa: UP042  # DeepSpeed's prints as such a class does
@@ -94,6 +95,9 @@ _MODULES: dict[str, dict[str, Any]] = {
     "ops.adagrad": {"DeepSpeedCPUAdagrad": optimizers.DeepSpeedCPUAdagrad},
     "ops.adam": {"DeepSpeedCPUAdam": optimizers.DeepSpeedCPUAdam, "FusedAdam": optimizers.FusedAdam},
     "ops.lion": {"DeepSpeedCPULion": optimizers.DeepSpeedCPULion, "FusedLion": optimizers.FusedLion},
+    "profiling": {},
+    "profiling.flops_profiler": flops_profiler.NAMES,
+    "profiling.flops_profiler.profiler": flops_profiler.NAMES,
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,

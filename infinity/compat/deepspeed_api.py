@@ -13,9 +13,7 @@ _EVALUATES = "Without an optimizer, initialize gives an engine that evaluates: e
 _ONE = "There is one process. The nearest there is: comm, where every exchange is with itself"
 _TENSORS = "There is one process: a layer that is too large for the device is paged, see zero.TiledLinear"
 _LONG = "There is one process: activation checkpointing keeps long sequences small, see checkpointing"
-_FLOPS = (
-    "torch.utils.flop_counter.FlopCounterMode counts operations; engine.report and infinity.timeline say what took time"
-)
+_FLOPS = "The nearest there is: profiling.flops_profiler.FlopsProfiler, whose count_of(module) has both"
 _FILES = "engine.save_checkpoint, load_checkpoint and save_16bit_model need no conversion"
 _CONFIG = "The nearest there is: infinity.load_config, which gives the whole config, checked"
 _LAYER = "There is no such kernel. The nearest there is: torch.nn.TransformerEncoderLayer"
@@ -152,6 +150,8 @@ _TORCHS = "makes an optimizer of torch's, which is what the config means by that
 _LEAF = "marks are kept, and mean nothing: what is called in another order is fetched all the same"
 
 DIFFERS = {
+    "FlopsProfiler": "its flops are twice its MACs: operations element by element are not counted",
+    "get_model_profile": "its flops are twice its MACs: operations element by element are not counted",
     "DeepSpeedConfig": "loads an `infinity.InfinityConfig`: has attributes of its own, and is a mapping of what the file says",
     "DeepSpeedEngine": "`infinity.Engine`: pages what the budget does not hold, and gives the bits of plain torch",
     "DeepSpeedOptimizer": "the class of the optimizers that `initialize` returns",

@@ -16,6 +16,7 @@ from infinity.config.resolved import (
     Decision,
     DurableSection,
     FileMonitorSection,
+    FlopsProfilerSection,
     GradientDtype,
     InfinityConfig,
     InfinitySection,
@@ -31,6 +32,7 @@ from infinity.config.resolved import (
 from infinity.config.schema.block import Block, Findings
 from infinity.config.schema.blocks import (
     CsvMonitorBlock,
+    FlopsProfilerBlock,
     InfinityBlock,
     OptimizerBlock,
     RootBlock,
@@ -116,6 +118,7 @@ def resolve(
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown,
         monitors=_resolve_monitors(root),
+        flops_profiler=_resolve_flops_profiler(root.flops_profiler),
         dataloader_drop_last=root.dataloader_drop_last,
         zero_stage=zero_stage(root),
         managed_gradient_accumulation=root.managed_gradient_accumulation,
@@ -349,6 +352,15 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
         tensorboard=directory("tensorboard", root.tensorboard),
         csv=directory("csv_monitor", root.csv_monitor),
         wandb=WandbSection(wandb.project, wandb.group, wandb.team) if wandb.enabled else None,
+    )
+
+
+def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerSection | None:
+    if not block.enabled:
+        return None
+    file = resolve_file(block.output_file, key="flops_profiler.output_file") if block.output_file else None
+    return FlopsProfilerSection(
+        block.profile_step, block.module_depth, block.top_modules, block.detailed, file, block.recompute_fwd_factor
     )
 
 

@@ -157,6 +157,18 @@ class WandbSection:
 
 
 @dataclass(frozen=True)
+class FlopsProfilerSection:
+    """`flops_profiler`: which step is profiled, and what is printed of it."""
+
+    profile_step: int
+    module_depth: int
+    top_modules: int
+    detailed: bool
+    output_file: Path | None
+    recompute_fwd_factor: float
+
+
+@dataclass(frozen=True)
 class MonitorsSection:
     """Where curves are written; None where they are not."""
 
@@ -242,6 +254,7 @@ class InfinityConfig(Mapping[str, Any]):
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
         monitors: where curves are written.
+        flops_profiler: what of a step's computing is printed; None for nothing.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, 0 without the block; all stages run in the same way.
@@ -270,6 +283,7 @@ class InfinityConfig(Mapping[str, Any]):
     steps_per_print: int | None
     wall_clock_breakdown: bool
     monitors: MonitorsSection
+    flops_profiler: FlopsProfilerSection | None
     dataloader_drop_last: bool
     zero_stage: int
     managed_gradient_accumulation: bool

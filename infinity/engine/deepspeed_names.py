@@ -22,7 +22,7 @@ from infinity.loop.loader import make_loader
 from infinity.monitors import Monitors
 
 _ABSENT = {
-    "flops_profiler": "torch.utils.flop_counter.FlopCounterMode counts operations, engine.report has times and bytes",
+    "flops_profiler": "set flops_profiler.enabled to true in the config, or call infinity.get_model_profile(model, ...)",
     "tput_timer": "engine.report has the time of each step",
     "allreduce_gradients": "backward and step average gradients, where several processes train together",
 }
@@ -485,8 +485,8 @@ class DeepSpeedNames(ModuleFacade):
         return {name: timer.elapsed(reset=False) for name, timer in self.timers.get_timers().items()}
 
     def flops_profiler_enabled(self) -> bool:
-        """False: ``torch.utils.flop_counter.FlopCounterMode`` counts them."""
-        return False
+        """Whether a step's operations are counted and printed."""
+        return self.config.flops_profiler is not None
 
     def get_sequence_parallel_group(self) -> None:
         """None: each process has whole sequences."""

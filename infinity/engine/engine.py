@@ -36,6 +36,7 @@ from infinity.optim.facade.passed_optimizer import PassedOptimizer
 from infinity.paging.watched_memory import WatchedMemory
 from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload
+from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
 from infinity.telemetry import Settings, StepReport
 from infinity.threads.interrupts import refuse_in_between, surely
@@ -71,6 +72,10 @@ class Engine(Relayout):
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
         self._notes = RunNotes(None)
+        self._profiled: ProfiledStep | None = None
+        if config.flops_profiler is not None and self.global_rank == 0:
+            self._profiled = ProfiledStep(self.module, config.flops_profiler, self)
+            self.flops_profiler = self._profiled.profiler
         self._style = LoopStyle(self.gradient_accumulation_steps)
         self._connect(parts)
 
@@ -115,7 +120,14 @@ class Engine(Relayout):
         self._check_usable()
         if self._pager.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
             self._abandon_forward()
+        if self._profiled is not None and self.is_profiled_step() and self.module.training and torch.is_grad_enabled():
+            with self._profiled.counting():
+                return self.run_module(*args, **kwargs)
         return self.run_module(*args, **kwargs)
+
+    def is_profiled_step(self) -> bool:
+        """Whether the operations of the present step are counted: the config's ``flops_profiler.profile_step``."""
+        return self._profiled is not None and self._profiled.is_due(self.global_steps)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Backward of one micro-batch: gradients of ``loss / gradient_accumulation_steps`` are accumulated.
@@ -373,6 +385,7 @@ class Engine(Relayout):
             self._parts.clock.end_compute()
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
         self._backwards.end_step()
+        is_profiled = self.is_profiled_step()
         if not self._is_in_step:  # whatever was accumulated with `backward` went into it
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             self._guard.end_micro_batch()
@@ -385,6 +398,8 @@ class Engine(Relayout):
         self.report = self._reporter.end_step(self.global_steps, norm, settings, is_skipped=is_skipped)
         self._parts.plan_tracker.note(self.report)
         self._notes.step(self, self.report)
+        if is_profiled and self._profiled is not None:
+            self._profiled.show()
 
     def optimizer_zero_grad(self, *, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.

@@ -43,6 +43,8 @@ class Loop(Protocol):
 
     def forget_step(self) -> None: ...
 
+    def is_profiled_step(self) -> bool: ...
+
 
 class TrainBatch:
     """Runs whole steps."""
@@ -151,6 +153,8 @@ class TrainBatch:
     def _obstacle(self) -> str | None:
         if self._loop.micro_steps % self._loop.gradient_accumulation_steps():
             return "the step was begun with engine.backward"
+        if self._loop.is_profiled_step():
+            return "flops_profiler looks at this step, one micro-batch after the other"
         return self._vertical.obstacle()
 
     def _run_of(self, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:

@@ -265,6 +265,25 @@ class TensorBoardBlock(Block):
     """Of the directory in it for this run."""
 
 
+class FlopsProfilerBlock(Block):
+    """`flops_profiler`: what each module computes in one forward, and how long that takes, as DeepSpeed prints it."""
+
+    enabled: Flag = False
+    """Print it, on the first process. Counted are matrix products, convolutions and attention."""
+    profile_step: Count = 1
+    """After so many steps: the last forward of `engine(...)` in the next one is looked at. It goes in the ordinary order."""
+    module_depth: Annotated[int, BeforeValidator(parse_count), Field(ge=-1)] = -1
+    """Classes of modules are compared down to this depth; -1 for all."""
+    top_modules: Annotated[int, BeforeValidator(parse_count), Field(ge=1)] = 1
+    """So many of each depth."""
+    detailed: Flag = True
+    """Print each module, too."""
+    output_file: Annotated[str, BeforeValidator(_directory)] = ""
+    """Where to; its directory is made. Empty for stdout."""
+    recompute_fwd_factor: Annotated[Number, Field(ge=0)] = 0.0
+    """How much of a forward is computed once more in backward; for backward's FLOPS, told with `wall_clock_breakdown`."""
+
+
 class CsvMonitorBlock(Block):
     """`csv_monitor`: as `tensorboard`, each curve in a file of its own with samples and values."""
 
@@ -346,6 +365,7 @@ class RootBlock(Block):
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
     comet: CometBlock = CometBlock()
+    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers
@@ -408,11 +428,6 @@ class RootBlock(Block):
     graph_harvesting: Annotated[Flag, NoEffect(_EAGER, silent=(False,))] = False
     autotuning: Annotated[Untyped, NoEffect("no effect: nothing is tuned by trial runs")] = None
     timers: Annotated[Untyped, Keys.of("throughput"), NoEffect(_PROFILING)] = None
-    flops_profiler: Annotated[
-        Untyped,
-        Keys.of("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
-        NoEffect(_PROFILING),
-    ] = None
     memory_breakdown: Annotated[Flag, NoEffect(_PROFILING, silent=(False,))] = False
     dump_state: Annotated[Flag, NoEffect(_LOGGING, silent=(False,))] = False
     log_level: Annotated[str, NoEffect(_LOGGING)] = ""

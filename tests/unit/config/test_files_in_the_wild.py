@@ -263,7 +263,7 @@ def test_megatron_style_kitchen_sink() -> None:
     )
     assert config.train_batch_size == 1
     noted = " ".join(config.notices)
-    for key in ("prescale_gradients", "flops_profiler", "checkpoint", "vocabulary_size"):
+    for key in ("prescale_gradients", "checkpoint", "vocabulary_size"):
         assert key in noted
     assert "curriculum_learning" not in noted and "tensorboard" not in noted
     assert (

@@ -159,7 +159,7 @@ def test_several_processes_exchange_updates_in_the_step_from_stage_1_on(stage: i
     ("config", "words"),
     [
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing_enable"),
-        ({"flops_profiler": {"enabled": True}}, "torch.profiler"),
+        ({"memory_breakdown": True}, "torch.profiler"),
         ({"compile": {"deepcompile": True}}, "uncompiled"),
         ({"bf16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}, "bf16.loss_scale, bf16.hysteresis"),
         ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer"),
