@@ -223,7 +223,7 @@ class ModelInUseError(ModelError):
     """Another engine holds the model, or a part of it."""
 
     def __init__(self, fqn: str) -> None:
-        name = f"module '{fqn}'" if fqn else "the model"
+        name = f"the model (its parameter '{fqn}')" if fqn else "the model"
         super().__init__(f"{name} already belongs to an engine. Close that engine first: engine.close()", fqn=fqn)
 
 

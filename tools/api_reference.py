@@ -41,12 +41,12 @@ INTEGRATIONS = {
 }
 PARTS_OF_THE_ENGINE = frozenset(
     """
-    begin_notes build_by count_on counters forget_step gather gather_main_weight gather_state has_place has_state
-    load_main_weight load_state loose make_room not_held note_arguments note_passed note_untiling optimizer_step
-    optimizer_turn optimizer_zero_grad relay rest resume scatter state_of workload
+    backward_together begin_notes build_by count_on counters forget_step gather gather_main_weight gather_state has_place
+    has_state load_main_weight load_state loose make_room not_held note_arguments note_ordinary note_passed note_untiling
+    optimizer_step optimizer_turn optimizer_zero_grad relay rest resume scatter state_of workload
     """.split()  # noqa: SIM905 - read as a text
 )
-"""What other parts of an engine call on it: no part of what users call, although Python lets them."""
+"""What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""
 _WIDTH = 118
 _BEGINNING = """\
 # Every public name
@@ -54,8 +54,8 @@ _BEGINNING = """\
 <!-- printed by tools/api_reference.py: change the docstrings, not this -->
 
 What stands here is the first paragraph of each docstring; `help(infinity.initialize)` shows all of it: arguments,
-shapes, errors. Keys of the config: [configs](../configs/README.md). Errors: [what to do](README.md#troubleshooting).
-Examples: [tools/examples](../tools/examples/README.md).
+shapes, errors. Keys of the config: [configs](../configs/README.md). Errors: [what to do](TROUBLESHOOTING.md).
+Guides: [tools/examples](../tools/examples/README.md).
 """
 
 

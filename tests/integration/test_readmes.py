@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import api_reference
@@ -22,14 +23,18 @@ import pytest
 
 import infinity.errors
 import swapper
+from infinity.cli.main import main
 from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.reference import keys
 from infinity.config.schema.vocabulary import child_block
 from tests.unit.test_architecture import folder_graph, load_modules
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("", "infinity", "infinity/cli", "swapper", "configs", "tools", "tools/examples", "tests")
 _READMES = [_ROOT / folder / "README.md" for folder in _FOLDERS]
-_PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md", api_reference.PAGE]
+_GUIDES = _ROOT / "tools" / "examples" / "README.md"
+_ERRORS = _ROOT / "infinity" / "TROUBLESHOOTING.md"
+_PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md", api_reference.PAGE, _ERRORS]
 _EACH_README = pytest.mark.parametrize("page", _READMES, ids=lambda page: page.parent.name or "root")
 _EACH_PAGE = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 
@@ -45,13 +50,14 @@ def _prose(page: Path) -> str:
 def test_the_first_page_is_short() -> None:
     lines = (_ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 150
+    assert [line for page in (_GUIDES, _ERRORS) for line in page.read_text().splitlines() if len(line) > 120] == []
     assert [line for line in lines if len(line) > 120] == []
 
 
 # ------------------------------------------------------------------------------------------------------ code and commands
 
 
-@pytest.mark.parametrize("folder", ["", "infinity", "swapper", "configs"])
+@pytest.mark.parametrize("folder", ["", "infinity", "swapper", "configs", "tools/examples"])
 def test_the_code_runs(folder: str, tmp_path: Path) -> None:
     page = _ROOT / folder / "README.md"
     (tmp_path / "configs").symlink_to(_ROOT / "configs")
@@ -70,7 +76,7 @@ def test_the_code_runs(folder: str, tmp_path: Path) -> None:
 
 def test_no_other_page_has_code() -> None:
     with_code = {page.parent.name for page in _PAGES if _blocks(page, "python")}
-    assert with_code == {_ROOT.name, "infinity", "swapper", "configs"}
+    assert with_code == {_ROOT.name, "infinity", "swapper", "configs", "examples"}
 
 
 def _commands(page: Path) -> list[list[str]]:
@@ -230,7 +236,7 @@ def test_classes_and_functions_that_are_named_exist(page: Path) -> None:
 
 
 def test_errors_that_are_named_exist() -> None:
-    for page in _READMES:
+    for page in [*_READMES, _ERRORS]:
         for name in re.findall(r"`(?:swapper\.)?([A-Z]\w+(?:Error|Warning))`", page.read_text()):
             known = hasattr(infinity.errors, name) or hasattr(swapper, name) or name == "RuntimeError"
             assert known, f"{page}: {name}"
@@ -280,6 +286,69 @@ def test_the_reference_of_the_config_is_what_its_tool_prints() -> None:
 def test_the_table_of_deepspeeds_names_is_what_its_tool_prints() -> None:
     printed = deepspeed_names.between_marks(deepspeed_names.README.read_text())
     assert printed == deepspeed_names.table(), "run: python tools/deepspeed_names.py --write"
+
+
+def test_each_error_is_explained() -> None:
+    """By the first words of its docstring, and with something to do."""
+    items = re.split(r"^- (?=`\w+(?:Error|Warning)`: )", _prose(_ERRORS), flags=re.MULTILINE)[1:]
+    told = {}
+    for item in items:
+        name, text = " ".join(re.split(r"\n\n|\n#", item)[0].split()).split(": ", 1)
+        told[name.strip("`")] = text.split(" **Do:** ")
+    modules = (infinity.errors, swapper.errors)
+    classes = [
+        each
+        for module in modules
+        for each in vars(module).values()
+        if getattr(each, "__module__", "") == module.__name__
+    ]
+    expected = {each.__name__: api_reference.text_of(each) for each in classes if isinstance(each, type)}
+    assert {name: parts[0] for name, parts in told.items()} == expected
+    assert {name for name, parts in told.items() if len(parts) != 2 or len(parts[1]) < 10} == set()
+
+
+@pytest.mark.parametrize("page", [_GUIDES, _ERRORS], ids=["guides", "errors"])
+def test_settings_in_guides_are_taken(page: Path) -> None:
+    found = re.findall(r'`"infinity": (\{[^`]*\})`', page.read_text())
+    assert len(found) > 4
+    drive = {"device": "nvme", "nvme_path": "/nowhere"}
+    for text in found:
+        zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
+        config = {"train_batch_size": 1, "zero_optimization": zero, "infinity": json.loads(text)}
+        infinity.load_config(config, check_storage=False)
+
+
+def test_the_keys_of_a_deepspeed_config_are_explained() -> None:
+    """Each key of the config in the guide, and whether it has an effect."""
+    section = _GUIDES.read_text().split("## From DeepSpeed")[1].split("\n## ")[0]
+    source = re.search(r"ds_config = (\{.*?\n\})", section, re.DOTALL)
+    assert source is not None
+    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", section, re.MULTILINE)
+    told = {key: here != "no effect" for keys, here in rows for key in re.findall(r"`([\w.]+)`", keys)}
+    known = {key.name: key.has_effect for key in keys()}
+    assert told == {key: known[key] for key in _keys_of(ast.literal_eval(source[1]))}
+
+
+def _keys_of(block: dict[str, object], path: str = "") -> Iterator[str]:
+    for name, value in block.items():
+        if isinstance(value, dict) and name != "params":
+            yield from _keys_of(value, f"{path}{name}.")
+        else:
+            yield path + name
+
+
+def test_answers_of_commands_are_what_they_print(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line that is shown, in its order; "..." stands for lines that are left out."""
+    monkeypatch.setenv("COLUMNS", "112")
+    shown = [block.split("\n", 1) for block in _blocks(_GUIDES, "text") if block.startswith("$ infinity ")]
+    assert len(shown) == 4
+    for command, answer in shown:
+        main(shlex.split(command)[2:])
+        printed = iter([line.rstrip() for line in capsys.readouterr().out.splitlines()])
+        for line in answer.splitlines():
+            assert line == "..." or line in printed, f"{command}: {line}"
 
 
 def test_the_page_of_public_names_is_what_its_tool_prints() -> None:
