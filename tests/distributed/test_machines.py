@@ -1,0 +1,142 @@
+"""Two machines: namespaces of the network with addresses of their own, volumes of their own, and a directory that both see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # which optimizers import at their first use: once here, not in each process
+
+from tests.ranks import run_ranks
+from tests.waiting import wait_until
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_LIMIT_SECONDS = 500
+_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+import infinity
+from infinity.distributed.collectives import world
+
+shared, volume, hangs_in = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 1))
+torch.manual_seed(int(os.environ["RANK"]))
+nvme = {"device": "nvme", "nvme_path": volume}
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme},
+    "infinity": {"progress_bars": False},
+}
+data = [(torch.full((32,), i / 8.0), torch.zeros(1)) for i in range(24)]
+engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=data)
+engine.load_checkpoint(shared / "saved")
+began = engine.global_steps
+for x, y in loader:
+    engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+    if engine.global_steps == hangs_in and world().index == 1:
+        (shared / "hangs").touch()
+        time.sleep(600)
+    engine.step()
+    engine.save_checkpoint(shared / "saved", keep_last=1)
+torch.save([began, engine.module.state_dict()], shared / f"end {world().index}")
+"""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[str, str]]:
+    """Names of two namespaces that reach each other."""
+    names = f"infinity-{os.getpid()}-a", f"infinity-{os.getpid()}-b"
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", "net0", "netns", names[0], "type", "veth", "peer", "name", "net0", "netns", names[1])
+        for name, address in zip(names, _ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "net0")
+            for link in ("lo", "net0"):
+                _ip("-n", name, "link", "set", link, "up")
+        yield names
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no namespaces of the network can be made here: {getattr(error, 'stderr', error)}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def _start(machine: str, shared: Path, volume: Path, hangs_in: int, *options: str) -> subprocess.Popen[str]:
+    volume.mkdir(exist_ok=True)
+    (shared / "train.py").write_text(_SCRIPT)
+    command = ["ip", "netns", "exec", machine, sys.executable, "-m", "torch.distributed.run", *options]
+    environment = {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, f"--master-addr={_ADDRESSES[0]}", "--master-port=29577", str(shared / "train.py")]
+        + [str(shared), str(volume), str(hangs_in)],
+        env=os.environ | environment,
+        text=True,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def _kill(running: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    for line in subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(running.pid)], capture_output=True, text=True
+    ).stdout.split():
+        os.kill(int(line), signal.SIGKILL)
+
+
+def test_one_machine_is_lost_and_the_other_goes_on(
+    machines: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, whole = tmp_path / "shared", tmp_path / "whole"
+    shared.mkdir()
+    whole.mkdir()
+    both = [
+        _start(
+            machine, shared, tmp_path / f"volume{rank}", 3, "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"
+        )
+        for rank, machine in enumerate(machines)
+    ]
+    try:
+        wait_until((shared / "hangs").exists)
+        _kill(both[1])
+        _, said = both[0].communicate(timeout=_LIMIT_SECONDS)
+        assert both[0].returncode != 0
+        assert "RankError" in said, said
+    finally:
+        for running in both:
+            _kill(running)
+            running.communicate()
+    alone = _start(machines[0], shared, tmp_path / "volume0", -1, "--nnodes=1", "--nproc-per-node=2")
+    try:
+        _, said = alone.communicate(timeout=_LIMIT_SECONDS)
+        assert alone.returncode == 0, said
+    finally:
+        _kill(alone)
+        alone.communicate()
+
+    monkeypatch.setattr(sys, "argv", ["train.py", str(whole), str(whole), "-1"])
+    errors = run_ranks(2, lambda rank: exec(_SCRIPT, {"__name__": "__main__"}), tmp_path)
+    assert not any(errors), "\n".join(errors)
+    for rank in range(2):
+        began, weights = torch.load(shared / f"end {rank}")
+        assert began == 3
+        for name, value in torch.load(whole / f"end {rank}")[1].items():
+            assert torch.equal(weights[name], value), name
