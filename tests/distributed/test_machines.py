@@ -81,11 +81,11 @@ def machines() -> Iterator[tuple[str, str]]:
 def _start(machine: str, shared: Path, volume: Path, hangs_in: int, *options: str) -> subprocess.Popen[str]:
     volume.mkdir(exist_ok=True)
     (shared / "train.py").write_text(_SCRIPT)
-    command = ["ip", "netns", "exec", machine, sys.executable, "-m", "torch.distributed.run", *options]
+    torchrun = ["ip", "netns", "exec", machine, sys.executable, "-m", "torch.distributed.run"]
+    script = [shared / "train.py", shared, volume, hangs_in]
     environment = {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, f"--master-addr={_ADDRESSES[0]}", "--master-port=29577", str(shared / "train.py")]
-        + [str(shared), str(volume), str(hangs_in)],
+        [*torchrun, *options, f"--master-addr={_ADDRESSES[0]}", "--master-port=29577", *map(str, script)],
         env=os.environ | environment,
         text=True,
         stderr=subprocess.PIPE,
