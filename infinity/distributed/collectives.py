@@ -184,7 +184,7 @@ class Ranks:
         self._causes = causes
         self.sent_bytes: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
-        a whole one), "weights", "states". Each copy counts: what goes to three ranks counts three times."""
+        a whole one), "momenta", "weights", "states". Each copy counts: what goes to three ranks counts three times."""
 
     def meet(self, what: str, values: Sequence[int] = ()) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each."""
@@ -299,6 +299,23 @@ class Ranks:
     ) -> None:
         """As `gather_parts`, where all parts lie in ``values`` (1-D, on the CPU)."""
         self.gather_parts(what, parts, *_in_memory(values), dtype=values.dtype, kind=kind)
+
+    def swap(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
+        """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.
+
+        ``kind``: under which `sent_bytes` counts it, here and in `share`.
+        """
+        received = torch.empty_like(sent)
+        self._run(what, "all_to_all_single", received, sent)
+        self.sent_bytes[kind] += (self.num - 1) * sent[0].numel() * sent.element_size()
+        return received
+
+    def share(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
+        """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
+        found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
+        self._run(what, _ALL_GATHER, found.view(-1), own)
+        self.sent_bytes[kind] += (self.num - 1) * own.numel() * own.element_size()
+        return found
 
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Rank ``to`` gets the parts of all into ``values`` (1-D, on the CPU); on the others nothing changes."""

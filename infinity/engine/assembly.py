@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
-from infinity.device.drive_tensors import on_drive
+from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
 from infinity.distributed.collectives import num_local_processes, world
 from infinity.engine.commit_parts import layout_of
@@ -36,6 +39,7 @@ from infinity.numerics.state_window import StateWindow
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
+from infinity.optim.one_bit_adam import OneBitAdam
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.state_support import check_state_format
 from infinity.optim.template import Template
@@ -55,10 +59,13 @@ from infinity.units.partition import find_blocks
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
+from infinity.updates.momenta import CompressedMomenta
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
 from infinity.vertical.step import Surroundings
+
+logger = logging.getLogger(__name__)
 
 
 def build(
@@ -171,6 +178,26 @@ def build(
         storage.records.allocate(unit, chunks[unit.index], tuple(names[unit.index]), borders[unit.index])
         if storage.weights is not None:
             storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
+    momenta = None
+    if isinstance(template.optimizer, OneBitAdam) and ranks.num > 1:
+        if shares.is_divided:
+            logger.warning(
+                "OneBitAdam with ZeRO's stage %d: momenta are not compressed, for each rank has a part of them. After "
+                "freeze_step, whole gradients are averaged in fp32 as before, and the variance stays as it is. Set "
+                "zero_optimization.stage to 0 for the exchange in one bit",
+                config.zero_stage,
+            )
+        else:
+            momenta = CompressedMomenta(
+                units,
+                chunks,
+                records=storage.records,
+                states=states,
+                template=template,
+                ranks=ranks,
+                await_update=pager.residency.await_update,
+                zeros=functools.partial(_zeros, config.offload_optimizer.nvme_paths),
+            )
     gradients = AveragedGradients(
         units,
         device,
@@ -184,6 +211,7 @@ def build(
         listener=upper.gradient_listener,
         ranks=ranks,
         shares=shares,
+        holds_back=momenta.is_active if momenta is not None else lambda: False,
     )
     if placement.spills:
         gradients.reserve()
@@ -244,6 +272,7 @@ def build(
         gathered=access,
         exchange=exchange,
         before_updates=before_writes,
+        momenta=momenta,
     )
     for parameter, state in template.take_initial_states():
         main = state.pop(MAIN_WEIGHT, None)
@@ -290,6 +319,13 @@ def build(
     module_hooks.handles_of_others.append(buffers.explain_failures())
     give_back_freed_memory()
     return engine, originals
+
+
+def _zeros(directories: Sequence[Path], numel: int) -> torch.Tensor:
+    """fp32, 1-D: in memory, or on the drives where there are any."""
+    if not directories:
+        return torch.zeros(numel, dtype=torch.float32, device="cpu")
+    return DriveTensors(directories).empty((numel,), torch.float32).zero_()
 
 
 def _close(engines: Sequence[Engine]) -> None:

@@ -5,7 +5,8 @@ Knows units, gradients and ranks; must not know when a backward has ended.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ from infinity.units.unit import Unit
 _IS_NEW, _IS_UNSCALED = 1, 2
 
 
+@dataclass(frozen=True)
+class NewGradients:
+    """Gradients of a unit that came on any rank since they were last averaged.
+
+    Attributes:
+        unit: whose.
+        slots: of which parameters, in the order of the layout.
+        is_unscaled: whether any rank has taken the loss scale out.
+    """
+
+    unit: Unit
+    slots: list[Slot]
+    is_unscaled: bool
+
+
 class AveragedGradients(ShownGradients):
     """`ShownGradients` that know which of them are this rank's alone.
 
@@ -36,15 +52,28 @@ class AveragedGradients(ShownGradients):
     see that, and gets an error instead. If another backward comes before the step, the mean is computed first, whole, as it
     would have been (`average_postponed`). In a plain loop gradients are whole after each backward.
 
+    Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
+    `average_these`, or `replace`.
+
     A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
     in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
     """
 
-    def __init__(self, *args: Any, ranks: Ranks, shares: Shares | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        ranks: Ranks,
+        shares: Shares | None = None,
+        holds_back: Callable[[], bool] = lambda: False,
+        **kwargs: Any,
+    ) -> None:
         """As `ShownGradients`, and ``ranks``: who averages; ``shares``: who updates what, None: each rank all."""
         super().__init__(*args, **kwargs)
         self._ranks = ranks
         self._shares = shares or Shares()
+        self._holds_back = holds_back
+        self._is_held_back = False
+        """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
         """(unit index, slot index) of what was added since the last `average`."""
         self._postponed_step: int | None = None
@@ -68,6 +97,7 @@ class AveragedGradients(ShownGradients):
         super().clear(kept)
         self._new.intersection_update(kept)
         self._agreed_norms.clear()
+        self._is_held_back = False
         if not self._new:
             self._postponed_step = None
 
@@ -82,7 +112,16 @@ class AveragedGradients(ShownGradients):
         Raises:
             GradientNotResidentError: it is.
         """
-        if self._postponed_step is not None and (unit.index, slot.index) in self._new:
+        if (unit.index, slot.index) not in self._new:
+            return
+        if self._is_held_back:
+            raise GradientNotResidentError(
+                slot.spec.fqn,
+                reason="OneBitAdam's warm-up is over: each process has its own gradients, and in the step their momenta are "
+                "exchanged",
+                cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
+            )
+        if self._postponed_step is not None:
             raise GradientNotResidentError(
                 slot.spec.fqn,
                 reason=f"engine.step() averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
@@ -114,13 +153,32 @@ class AveragedGradients(ShownGradients):
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
+        if self._holds_back():
+            self._is_held_back = True
+        else:
+            self.average_these(self.new_of_all(step), step)
+
+    def new_of_all(self, step: int) -> list[NewGradients]:
+        """What came on any rank since the last time, which the caller goes on with: unit by unit. See `average`."""
+        return self._agree(f"averaging gradients in step {step}")
+
+    def average_these(self, found: Sequence[NewGradients], step: int) -> None:
+        """As `average`, of these."""
         what = f"averaging gradients in step {step}"
-        for grads, new, is_unscaled in self._agree(what):
+        for new in found:
             with self._clock.waiting("ranks"):
-                buffer, runs = self._prepare(grads, new, is_unscaled=is_unscaled)
+                buffer, runs = self._prepare(new)
                 for start, stop in runs:
                     self._ranks.average(what, buffer.values[start:stop])
-                self.close_sum(grads.unit)
+                self.close_sum(new.unit)
+
+    def replace(self, new: NewGradients, write: Callable[[GradientBuffer, float], None]) -> None:
+        """``write`` gets the unit's gradients in memory and the loss scale they have, and puts what has none in their place."""
+        with self._clock.waiting("ranks"):
+            buffer, _ = self._prepare(new)
+            write(buffer, self.scale_of(new.unit))
+            self._grads[new.unit.index].is_unscaled = True
+            self.close_sum(new.unit)
 
     def average_to_owners(self, step: int) -> None:
         """As `average`, but each rank gets the mean of its share alone, and all get the norms. An update of all comes next.
@@ -134,16 +192,17 @@ class AveragedGradients(ShownGradients):
         what = f"averaging gradients for the owners in step {step}"
         averaged: list[tuple[UnitGrads, Slot]] = []
         norms: list[int] = []
-        for grads, new, is_unscaled in self._agree(what):
+        for new in self._agree(what):
+            grads = self._grads[new.unit.index]
             with self._clock.waiting("ranks"):
-                buffer, runs = self._prepare(grads, new, is_unscaled=is_unscaled)
+                buffer, runs = self._prepare(new)
                 spans = self._shares.spans(grads.unit)
                 for start, stop in runs:
                     self._ranks.reduce(what, buffer.values, [clipped(span, start, stop) for span in spans])
-                for slot in new:
+                for slot in new.slots:
                     averaged.append((grads, slot))
                     norms.append(self._norm_of_parts(what, buffer, slot, spans))
-                is_whole = any(slot.index not in {each.index for each in new} for slot in grads.slots())
+                is_whole = any(slot.index not in {each.index for each in new.slots} for slot in grads.slots())
                 self.close_sum(grads.unit, None if is_whole else self._shares.span(grads.unit))
         if averaged:
             found = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(f"norms in step {step}", norms), strict=True)]
@@ -165,11 +224,11 @@ class AveragedGradients(ShownGradients):
         norm = gradient_norm(buffer.view(slot)).detach().cpu().float()
         return int(norm.view(torch.int32)) & 0x7FFFFFFF
 
-    def _agree(self, what: str) -> Iterator[tuple[UnitGrads, list[Slot], bool]]:
-        """Of each unit with gradients that came on any rank: which, and whether any rank has taken the loss scale out."""
+    def _agree(self, what: str) -> list[NewGradients]:
         self._postponed_step = None
+        self._is_held_back = False
         if self._ranks.num == 1:
-            return
+            return []
         self._land()
         flags: list[int] = []
         for grads in self._grads:
@@ -178,13 +237,15 @@ class AveragedGradients(ShownGradients):
         merged = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(what, flags), strict=True)]
         self._new.clear()
         position = 0
+        found: list[NewGradients] = []
         for grads in self._grads:
             slots = grads.unit.layout.slots
             of_unit = merged[position : position + len(slots) + 1]
             position += len(of_unit)
             new = [slot for slot, flag in zip(slots, of_unit, strict=False) if flag == _IS_NEW]
             if new:
-                yield grads, new, of_unit[-1] == _IS_UNSCALED
+                found.append(NewGradients(grads.unit, new, of_unit[-1] == _IS_UNSCALED))
+        return found
 
     def check_all_held(self, loose: Iterable[torch.Tensor], step: int) -> None:
         """See that there are no ``loose`` parameters in the groups, whose gradients nobody averages.
@@ -218,14 +279,13 @@ class AveragedGradients(ShownGradients):
                 "that were frozen in infinity.initialize cannot be trained on several",
             )
 
-    def _prepare(
-        self, grads: UnitGrads, slots: list[Slot], *, is_unscaled: bool
-    ) -> tuple[GradientBuffer, list[tuple[int, int]]]:
-        """The unit's gradients in memory, zeros where there are none, and the elements in which those of ``slots`` lie."""
-        buffer = self.show(grads.unit) if is_unscaled else self.open(grads.unit)
+    def _prepare(self, new: NewGradients) -> tuple[GradientBuffer, list[tuple[int, int]]]:
+        """The unit's gradients in memory, zeros where there are none, and the elements in which the new ones lie."""
+        grads = self._grads[new.unit.index]
+        buffer = self.show(grads.unit) if new.is_unscaled else self.open(grads.unit)
         grads.note_change()
         runs: list[tuple[int, int]] = []
-        for slot in sorted(slots, key=lambda slot: slot.start):
+        for slot in sorted(new.slots, key=lambda slot: slot.start):
             if slot.index not in grads.present:
                 buffer.view(slot).zero_()
                 grads.present.add(slot.index)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigValueError, OptimizerNotPageableError, UnknownConfigKeyError, UnsupportedConfigError
 from infinity.optim.lion import Lion
+from infinity.optim.one_bit_adam import OneBitAdam
 from infinity.optim.worker import Worker, one_element
 
 #: Classes whose every operation treats each element by itself with bits that don't depend on its position, given
@@ -31,10 +32,9 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.Rprop,
         torch.optim.SGD,
         Lion,
+        OneBitAdam,
     }
 )
-
-_COMPRESSES = "it compresses whole momenta with error feedback"
 # Why a class cannot be paged, by the name it has in torch.optim or in DeepSpeed's config.
 _NOT_PAGEABLE = {
     "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
@@ -46,15 +46,18 @@ _NOT_PAGEABLE = {
     "MuSGD": "its learning rates depend on the shapes of whole parameters",
     "MuAdam": "its learning rates depend on the shapes of whole parameters",
     "MuAdamW": "its learning rates depend on the shapes of whole parameters",
-    "OneBitAdam": _COMPRESSES,
-    "ZeroOneAdam": _COMPRESSES,
-    "OneBitLamb": _COMPRESSES,
+    "ZeroOneAdam": "its ranks train on apart for several steps at a time, each with weights of its own",
+    "OneBitLamb": "it scales each update by norms of the whole parameter",
 }
 
-_ONE_BIT_CURE = (
-    'The nearest is "Adam" (for OneBitLamb, "AdamW"), with lr, betas, eps and weight_decay as they are, and without freeze_step, '
-    "comm_backend_name and the like: it computes what the 1-bit ones approximate, and sends whole gradients"
-)
+_ONE_BIT_CURES = {
+    "ZeroOneAdam": 'The nearest is "OneBitAdam", with var_freeze_step as its freeze_step and without local_step_scaler and '
+    "local_step_clipper: it sends one bit per element in each step",
+    "OneBitLamb": 'The nearest is "OneBitAdam", without max_coeff, min_coeff and factor_*: it sends one bit per element, and '
+    "does not scale by norms, so it wants a smaller learning rate",
+}
+_WITHOUT_EFFECT = ("cuda_aware", "comm_backend_name")
+"""Parameters of the 1-bit ones that say by what DeepSpeed sends: here that is gloo, as for all else."""
 
 BY_NAME: dict[str, type[Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -63,6 +66,7 @@ BY_NAME: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
     "lion": Lion,
+    "onebitadam": OneBitAdam,
 }
 """By DeepSpeed's names; other classes of torch.optim go by their own."""
 
@@ -154,6 +158,8 @@ def resolve(section: OptimizerSection, device: torch.device) -> OptimizerRecipe:
         )
     if section.type.lower() in ("adam", "adamw"):
         cls, params = _adam(section.type.lower(), params)
+    elif cls is OneBitAdam:
+        params = _one_bit_adam(params)
     elif cls is Lion:
         params = {"lr": 1e-3, "betas": (0.9, 0.999), **params}
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
@@ -182,7 +188,7 @@ def _class_named(name: str) -> type[Optimizer]:
             return value
     for key, reason in _NOT_PAGEABLE.items():
         if key.lower() == name.lower():
-            raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURE if reason is _COMPRESSES else None)
+            raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURES.get(key))
     known = sorted({cls.__name__ for cls in BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
     near = _nearest(name, known)
     raise ConfigValueError(
@@ -216,6 +222,15 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
     if not torch_defaults:
         params.setdefault("weight_decay", 0.0)
     return (torch.optim.AdamW if is_decoupled else torch.optim.Adam), params
+
+
+def _one_bit_adam(params: dict[str, Any]) -> dict[str, Any]:
+    for name in ("eps_inside_sqrt", "amsgrad"):
+        if params.pop(name, False):
+            raise UnsupportedConfigError(
+                f"{_PATH}.{name}", True, "1-bit Adam is not defined with it", cure="Remove it, or train with AdamW"
+            )
+    return {name: value for name, value in params.items() if name not in _WITHOUT_EFFECT}
 
 
 def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:

@@ -14,6 +14,7 @@ it updated next in any case.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,15 +25,17 @@ import torch
 from infinity.config import UpdateMode
 from infinity.device.compute import ComputeDevice
 from infinity.errors import PartialUpdateError
-from infinity.gradients.averaged_grads import AveragedGradients
+from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
 from infinity.gradients.norms import clip_coefficient, total_norm
 from infinity.gradients.sources import GradientSource
 from infinity.optim.groups import Groups
+from infinity.optim.one_bit_adam import IS_MOMENTUM
 from infinity.paging.pager import Pager
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
 from infinity.updates.job import UpdateJob
+from infinity.updates.momenta import CompressedMomenta
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stream import UpdateStream
 
@@ -85,6 +88,7 @@ class Stepper:
         gathered: GatheredWeights,
         exchange: WeightExchange,
         before_updates: Callable[[], None] = lambda: None,
+        momenta: CompressedMomenta | None = None,
     ) -> None:
         """
         Args:
@@ -94,6 +98,7 @@ class Stepper:
             device, pager, gradients, stream, groups, gathered: whom it works with.
             exchange: brings the weights that are updated elsewhere.
             before_updates: returns when what the step before wrote may be followed by what this one writes.
+            momenta: exchanged in place of gradients by some steps; None: by none.
         """
         # All of it is touched by the thread that has the turn, and by no other. What is a step's is gone at its end: `_forget`.
         self.units = list(units)
@@ -111,6 +116,7 @@ class Stepper:
         self._is_divided = exchange.shares.is_divided
         """Whether other ranks update parts of each unit."""
         self._before_updates = before_updates
+        self._momenta = momenta
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
@@ -199,13 +205,21 @@ class Stepper:
                 self._waiting.append((unit, gradients))
 
     def _submit(
-        self, unit: Unit, source: GradientSource, coefficient: torch.Tensor | None, *, is_held: bool = False
+        self,
+        unit: Unit,
+        source: GradientSource,
+        coefficient: torch.Tensor | None,
+        *,
+        is_held: bool = False,
+        are_momenta: bool = False,
     ) -> None:
         self._before_updates()
         if self._groups is None:
             self._groups = self._step_groups.read()
         of_slots = ((slot.index, self._groups.of(unit.parameters[slot.index])) for slot in source.slots())
         groups = {index: group for index, group in of_slots if group is not None}  # what is in none is not updated
+        if are_momenta:
+            groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}
         is_gathered = bool(unit.gathered)
         if is_gathered:
             self._gathered.store_gathered(unit)
@@ -256,8 +270,15 @@ class Stepper:
             RankError: other ranks have other gradients, or are not there. Nothing has been updated.
         """
         was_in_backward = bool(self.updated)
+        momenta: list[NewGradients] | None = None
         if self._is_divided and not keeps:
             self.gradients.average_to_owners(step)
+        elif self._momenta is not None and self._momenta.is_active():
+            new = self.gradients.new_of_all(step)
+            if self._momenta.is_due(new):
+                momenta, keeps = new, False
+            else:
+                self.gradients.average_these(new, step)
         else:
             self.gradients.average(step)  # what no backward did
         self.gradients.check_all_held(self._step_groups.loose.present(), step)
@@ -271,8 +292,12 @@ class Stepper:
         if was_in_backward:
             self._check_groups_unchanged(step)
         scale = self._common_scale(with_gradients) * self._divisor
-        self.grad_norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
-        self.gradients.check_same(self.grad_norm, step)
+        norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
+        if self._momenta is None or momenta is None:
+            self.gradients.check_same(norm, step)
+            self.grad_norm = norm
+        else:
+            self.grad_norm = self._momenta.largest(norm, step)
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()
@@ -280,14 +305,19 @@ class Stepper:
             return
         coefficient = None
         if self.rules.gradient_clipping > 0:
-            coefficient = clip_coefficient(self.grad_norm, self.rules.gradient_clipping)
+            coefficient = clip_coefficient(norm, self.rules.gradient_clipping)
             self._are_kept_unclipped = keeps
+        if self._momenta is not None and momenta is not None:
+            self._momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
+            coefficient, self._divisor = None, 1
+            with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         is_held = self._residency.fills and not was_in_backward and self.rules.update != "step"
         self._step_groups.update_loose(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
             self._residency.prepare_update(unit)
-            factor = self._factor(coefficient, self.gradients.scale_of(unit))
-            self._submit(unit, self.gradients.source(unit, keeps=keeps), factor, is_held=is_held)
+            factor = self._factor(coefficient, self.gradients.scale_of(unit)) if momenta is None else None
+            source = self.gradients.source(unit, keeps=keeps)
+            self._submit(unit, source, factor, is_held=is_held, are_momenta=momenta is not None)
             self.updated.add(unit.index)
         if self._is_divided:
             self._gather_weights()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.optim.one_bit_adam import OneBitAdam
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.exactness.paged import paged_snapshot
@@ -71,6 +72,10 @@ _BY_NAME: dict[str, tuple[dict[str, Any], Callable[[Named], torch.optim.Optimize
         _of(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
     ),
     "NAdam": ({"type": "NAdam", "params": {"lr": 1e-3}}, _of(torch.optim.NAdam, lr=1e-3)),
+    "OneBitAdam": (
+        {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}},
+        _of(OneBitAdam, lr=1e-3, freeze_step=1, fused=True),
+    ),
 }
 
 

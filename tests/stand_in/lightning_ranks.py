@@ -48,6 +48,39 @@ def main(directory: Path) -> None:
         assert all(torch.equal(weights[name], value) for name, value in expected.state_dict().items())
 
 
+def tutorial(directory: Path) -> None:
+    """The config of Lightning's own guide to 1-bit Adam, as it stands there: all steps are its warm-up."""
+    config = {
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {
+            "type": "OneBitAdam",
+            "params": {"lr": 3e-5, "betas": [0.998, 0.999], "eps": 1e-5, "weight_decay": 1e-9, "cuda_aware": True},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "last_batch_iteration": -1,
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 3e-5,
+                "warmup_num_steps": 100,
+            },
+        },
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu"},
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "allgather_bucket_size": 2e8,
+            "reduce_bucket_size": 2e8,
+        },
+    }
+    model, trainer = fit(directory, OnCPU(config=config), 1)
+    engine = trainer.strategy.deepspeed_engine
+    assert engine.global_steps == len(model.losses) == 4
+    engine.close()
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(Path(sys.argv[1]))
+    tutorial(Path(sys.argv[1]))

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.lion import Lion
+from infinity.optim.one_bit_adam import OneBitAdam
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import is_known_elementwise
 from infinity.optim.template import build_template
@@ -61,6 +62,7 @@ _BY_CLASS: list[tuple[type[Optimizer], list[dict[str, Any]], list[dict[str, Any]
     (ASGD, [{"weight_decay": 0.1}, {"t0": 1}], [{}, {"foreach": True}]),
     (Rprop, [{}], [{}, {"foreach": True}]),
     (Lion, [{"weight_decay": 0.1}, {"maximize": True}], [{}]),
+    (OneBitAdam, [{"weight_decay": 0.1, "freeze_step": 1}, {"bias_correction": False, "freeze_step": 2}], [{}]),
 ]
 _CASES = [
     pytest.param(cls, {"lr": 3e-3, **arguments, **kind}, id=f"{cls.__name__}-{arguments}-{kind}".replace(" ", ""))

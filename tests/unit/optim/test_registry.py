@@ -14,6 +14,7 @@ from infinity.errors import (
     UnsupportedConfigError,
 )
 from infinity.optim.lion import Lion
+from infinity.optim.one_bit_adam import OneBitAdam
 from infinity.optim.registry import OptimizerRecipe, resolve
 from tests.unit.optim.memory_backend import Section
 
@@ -32,6 +33,7 @@ def _resolve(name: str, **params: Any) -> OptimizerRecipe:
         ("adagrad", torch.optim.Adagrad),
         ("RMSProp", torch.optim.RMSprop),
         ("lion", Lion),
+        ("OneBitAdam", OneBitAdam),
         ("NAdam", torch.optim.NAdam),
         ("radam", torch.optim.RAdam),
         ("Adadelta", torch.optim.Adadelta),
@@ -116,18 +118,23 @@ def test_unknown_name_names_the_nearest() -> None:
         _resolve("AdamWW")
 
 
-@pytest.mark.parametrize(
-    "name", ["LBFGS", "SparseAdam", "Adafactor", "Lamb", "OneBitAdam", "onebitlamb", "ZeroOneAdam", "MuSGD"]
-)
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Adafactor", "Lamb", "onebitlamb", "ZeroOneAdam", "MuSGD"])
 def test_optimizers_that_mix_elements_are_refused_by_name(name: str) -> None:
     with pytest.raises(OptimizerNotPageableError, match=f"(?i)optimizer {name} cannot be paged: .+"):
         _resolve(name)
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
-def test_the_1_bit_ones_name_the_nearest(name: str) -> None:
-    with pytest.raises(OptimizerNotPageableError, match='The nearest is "Adam"'):
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "OneBitLamb"])
+def test_the_other_1_bit_ones_name_the_nearest(name: str) -> None:
+    with pytest.raises(OptimizerNotPageableError, match='The nearest is "OneBitAdam"'):
         _resolve(name)
+
+
+def test_what_deepspeed_takes_for_one_bit_adam() -> None:
+    taken = _resolve("OneBitAdam", lr=1e-4, freeze_step=7, cuda_aware=True, comm_backend_name="nccl", amsgrad=False)
+    assert taken.kwargs == {"lr": 1e-4, "freeze_step": 7, "fused": True}
+    with pytest.raises(UnsupportedConfigError, match="eps_inside_sqrt"):
+        _resolve("OneBitAdam", eps_inside_sqrt=True)
 
 
 def test_muon_is_refused_whether_torch_has_it_or_not() -> None:

@@ -1,0 +1,114 @@
+"""The mean over all ranks, one bit per element: signs and a scale, and what they leave out is added the next time.
+
+Knows tensors and ranks; must not know what is averaged.
+
+[Note: in two halves] As 1-bit Adam does it (arXiv 2102.02888, section 4.2). Each rank adds what its last signs have left out to
+its values, and sends of them the signs, and the root of their mean square: to each rank a part, as a server. The server takes the
+mean of what it got, adds what its own last signs have left out, and sends signs and scale of that to all. So each element
+crosses twice, as in an exchange of fp32, with one bit in place of 32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from infinity.distributed.collectives import Ranks
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What the signs of one tensor have left out so far, fp32, 1-D: zeros at first.
+
+    Attributes:
+        worker: of this rank's values, as many as there are.
+        server: of the part of the mean that this rank computes; see `server_numel`.
+    """
+
+    worker: torch.Tensor
+    server: torch.Tensor
+
+
+def server_numel(numel: int, ranks: Ranks) -> int:
+    """How many of ``numel`` elements this rank is the server of."""
+    start, stop = _parts(numel, ranks.num)[ranks.index]
+    return stop - start
+
+
+def compressed_mean(
+    ranks: Ranks, what: str, values: Sequence[torch.Tensor], left_out: Sequence[LeftOut], *, kind: str
+) -> None:
+    """Each of ``values`` becomes its compressed mean over all ranks, with the same bits on all.
+
+    Args:
+        ranks: all come with as many values.
+        what: for messages.
+        values: 1-D, fp32, on the CPU; each is compressed by itself.
+        left_out: of each, by the calls before; changed in place.
+        kind: under which `Ranks.sent_bytes` counts it.
+    """
+    parts = [_parts(each.numel(), ranks.num) for each in values]
+    widths = [_width(each.numel(), ranks.num) // 8 for each in values]
+    size = sum(widths) + _SCALE_BYTES * len(values)
+    sent = torch.zeros((ranks.num, size), dtype=torch.uint8, device="cpu")
+    scales = torch.zeros(len(values), dtype=torch.float32, device="cpu")
+    place = 0
+    for index, (each, left, width) in enumerate(zip(values, left_out, widths, strict=True)):
+        left.worker.add_(each)
+        signs = _take_signs(left.worker, scales[index])
+        signs = torch.nn.functional.pad(signs, (0, width * ranks.num - signs.numel()))
+        sent[:, place : place + width] = signs.view(ranks.num, width)
+        place += width
+    sent[:, place:] = scales.view(torch.uint8)
+    received = ranks.swap(what, sent, kind=kind)
+    own = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    received_scales = received[:, place:].clone().view(torch.float32)
+    place = 0
+    for index, (of_ranks, left, width) in enumerate(zip(parts, left_out, widths, strict=True)):
+        start, stop = of_ranks[ranks.index]
+        mean = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+        for row, scale in zip(received, received_scales[:, index], strict=True):
+            mean.add_(_decoded(row[place : place + width], stop - start, scale))
+        left.server.add_(mean, alpha=1.0 / ranks.num)
+        signs = _take_signs(left.server, scales[index])
+        own[place : place + signs.numel()] = signs
+        place += width
+    own[place:] = scales.view(torch.uint8)
+    found = ranks.share(what, own, kind=kind)
+    found_scales = found[:, place:].clone().view(torch.float32)
+    place = 0
+    for index, (each, of_ranks, width) in enumerate(zip(values, parts, widths, strict=True)):
+        for row, scale, (start, stop) in zip(found, found_scales[:, index], of_ranks, strict=True):
+            each[start:stop] = _decoded(row[place : place + width], stop - start, scale)
+        place += width
+
+
+def _width(numel: int, num: int) -> int:
+    """Elements of the longest part: whole bytes of signs."""
+    return -(-numel // (8 * num)) * 8
+
+
+def _parts(numel: int, num: int) -> list[tuple[int, int]]:
+    width = _width(numel, num)
+    return [(min(rank * width, numel), min((rank + 1) * width, numel)) for rank in range(num)]
+
+
+def _take_signs(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Signs of ``values``, packed (uint8), whose scale is put into ``scale``; ``values`` become what the two leave out."""
+    if not values.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    scale.copy_(torch.linalg.vector_norm(values) / math.sqrt(values.numel()))
+    is_positive = values >= 0
+    values.add_(torch.where(is_positive, -scale, scale))
+    return torch.from_numpy(numpy.packbits(is_positive.numpy()))
+
+
+def _decoded(signs: torch.Tensor, numel: int, scale: torch.Tensor) -> torch.Tensor:
+    is_positive = torch.from_numpy(numpy.unpackbits(signs.numpy(), count=numel)).bool()
+    return torch.where(is_positive, scale, -scale)
