@@ -34,18 +34,17 @@ def fit(directory: Path, strategy: Any, epochs: int, resumes: Path | None = None
 
 def main(directory: Path) -> None:
     expected, _ = fit(directory, "ddp", 2)
-    for stage in (2, 3):
-        zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-        config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-        losses = []
-        for epochs, resumes in ((1, None), (2, directory / f"stage{stage}")):
-            model, trainer = fit(directory, OnCPU(config=dict(config)), epochs, resumes)
-            trainer.save_checkpoint(directory / f"stage{stage}", weights_only=False)
-            trainer.strategy.deepspeed_engine.close()
-            losses += model.losses
-        assert losses == expected.losses, (losses, expected.losses)
-        weights = model.state_dict()
-        assert all(torch.equal(weights[name], value) for name, value in expected.state_dict().items())
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    losses = []
+    for epochs, resumes in ((1, None), (2, directory / "saved")):
+        model, trainer = fit(directory, OnCPU(config=dict(config)), epochs, resumes)
+        trainer.save_checkpoint(directory / "saved", weights_only=False)
+        trainer.strategy.deepspeed_engine.close()
+        losses += model.losses
+    assert losses == expected.losses, (losses, expected.losses)
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in expected.state_dict().items())
 
 
 def tutorial(directory: Path) -> None:
