@@ -30,6 +30,7 @@ from infinity.engine.late import UpperParts
 from infinity.engine.parts import Parts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
+from infinity.errors import ConfigValueError
 from infinity.forecast.draft import Draft
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.loss_scaler import LossScaler
@@ -186,6 +187,13 @@ def build(
                 "freeze_step, whole gradients are averaged in fp32 as before, and the variance stays as it is. Set "
                 "zero_optimization.stage to 0 for the exchange in one bit",
                 config.zero_stage,
+            )
+        elif durable is not None:
+            raise ConfigValueError(
+                "infinity.durable",
+                True,
+                "OneBitAdam's signs leave out what no commit would hold, so a run that goes on would give other bits",
+                cure="Set zero_optimization.stage to 1, where whole gradients are averaged, or leave it out and save checkpoints",
             )
         else:
             momenta = CompressedMomenta(

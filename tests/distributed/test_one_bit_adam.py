@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.distributed.collectives import world
-from infinity.errors import GradientNotResidentError
+from infinity.errors import ConfigValueError, GradientNotResidentError
 from tests.ranks import run_ranks
 
 _FREEZE, _STEPS, _LR, _BETAS, _DECAY = 3, 8, 0.01, (0.9, 0.99), 0.1
@@ -215,6 +215,17 @@ def test_gradients_overflow_and_checkpoints(tmp_path: Path) -> None:
         with infinity.initialize(model=_model(), config=config)[0] as other:
             other.load_checkpoint(tmp_path / "saved")
             assert _train(other, _FREEZE + 2, _STEPS, rank) == expected
+
+    _run(train, tmp_path)
+
+
+def test_a_durable_run_is_refused(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        config = _config(0, tmp_path)
+        config["infinity"] |= {"durable": True}
+        config["zero_optimization"]["offload_param"] = config["zero_optimization"]["offload_optimizer"]
+        with pytest.raises(ConfigValueError, match="OneBitAdam's signs leave out"):
+            infinity.initialize(model=_model(), config=config)
 
     _run(train, tmp_path)
 
