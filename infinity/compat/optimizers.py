@@ -61,14 +61,14 @@ class FusedAdam(_Named):
 
 
 class DeepSpeedCPULion(_Named):
-    """Makes `infinity.optim.lion.Lion`."""
+    """Makes `infinity.optim.classes.lion.Lion`."""
 
     _name = "Lion"
     _arguments = "model_params lr betas weight_decay fp32_optimizer_states"
 
 
 class FusedLion(_Named):
-    """Makes `infinity.optim.lion.Lion`."""
+    """Makes `infinity.optim.classes.lion.Lion`."""
 
     _name = "Lion"
     _arguments = "params lr betas weight_decay set_grad_none"

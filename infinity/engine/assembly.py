@@ -37,10 +37,10 @@ from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
+from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
-from infinity.optim.one_bit_adam import OneBitAdam
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.state_support import check_state_format
 from infinity.optim.template import Template

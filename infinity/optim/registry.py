@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigValueError, OptimizerNotPageableError, UnknownConfigKeyError, UnsupportedConfigError
-from infinity.optim.lion import Lion
-from infinity.optim.one_bit_adam import OneBitAdam
+from infinity.optim.classes.lion import Lion
+from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.worker import Worker, one_element
 
 #: Classes whose every operation treats each element by itself with bits that don't depend on its position, given

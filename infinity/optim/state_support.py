@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigValueError
 from infinity.numerics.state_format import StateFormat
-from infinity.optim.lion import Lion
+from infinity.optim.classes.lion import Lion
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 

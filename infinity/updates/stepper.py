@@ -28,8 +28,8 @@ from infinity.errors import PartialUpdateError
 from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
 from infinity.gradients.norms import clip_coefficient, total_norm
 from infinity.gradients.sources import GradientSource
+from infinity.optim.classes.one_bit_adam import IS_MOMENTUM
 from infinity.optim.groups import Groups
-from infinity.optim.one_bit_adam import IS_MOMENTUM
 from infinity.paging.pager import Pager
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.layout import Chunk, Slot

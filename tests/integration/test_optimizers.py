@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optim.one_bit_adam import OneBitAdam
+from infinity.optim.classes.one_bit_adam import OneBitAdam
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.exactness.paged import paged_snapshot

@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from infinity.errors import ConfigValueError
-from infinity.optim.lion import Lion
+from infinity.optim.classes.lion import Lion
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.paged import paged_snapshot

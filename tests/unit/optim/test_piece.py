@@ -14,8 +14,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim.lion import Lion
-from infinity.optim.one_bit_adam import OneBitAdam
+from infinity.optim.classes.lion import Lion
+from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import is_known_elementwise
 from infinity.optim.template import build_template

@@ -13,8 +13,8 @@ from infinity.errors import (
     UnknownConfigKeyError,
     UnsupportedConfigError,
 )
-from infinity.optim.lion import Lion
-from infinity.optim.one_bit_adam import OneBitAdam
+from infinity.optim.classes.lion import Lion
+from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.registry import OptimizerRecipe, resolve
 from tests.unit.optim.memory_backend import Section
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from infinity.numerics.remainder import join, split
+from infinity.optim.classes.lion import Lion
 from infinity.optim.fused_adam import FusedAdam
-from infinity.optim.lion import Lion
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.template import Template, build_template

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.optim.one_bit_adam import IS_MOMENTUM, OneBitAdam
+from infinity.optim.classes.one_bit_adam import IS_MOMENTUM, OneBitAdam
 
 _FREEZE, _BETAS, _LR, _DECAY = 3, (0.9, 0.99), 1e-2, 0.1
 

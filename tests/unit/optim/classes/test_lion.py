@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.optim.lion import Lion
+from infinity.optim.classes.lion import Lion
 
 
 @pytest.mark.parametrize("maximize", [False, True])
