@@ -2,11 +2,11 @@
 
 Knows records, gradients and ranks; must not know when a step comes or what an update does with a momentum.
 
-[Note: momenta instead of means] After the warm-up (`infinity.optim.classes.one_bit_adam`) no mean of gradients is computed: until the
-step, each rank keeps its own. In the step each rank reads the old momentum of a parameter, which is the same on all, and adds its
-gradient. The compressed mean of that takes the gradient's place (`compressed_mean`), and the update takes it as it is. That needs
-the whole momentum on each rank: ZeRO's stage 0. A step in which a parameter gets a gradient that is still in its warm-up
-exchanges whole means, as before.
+[Note: momenta instead of means] After the warm-up (`infinity.optim.classes.one_bit_adam`) no mean of gradients is computed:
+until the step, each rank keeps its own. In the step each rank reads the old momentum of a parameter, which is the same on all,
+and adds its gradient. The compressed mean of that takes the gradient's place (`compressed_mean`), and the update takes it as it
+is. That needs the whole momentum on each rank: ZeRO's stage 0. A step in which a parameter gets a gradient that is still in its
+warm-up exchanges whole means, as before.
 
 Clipping is each rank's own, by the norm of its own gradients, as in DeepSpeed. What signs have left out is in no checkpoint:
 where a parameter's step count is another one than the last exchange left, it begins with zeros, as in DeepSpeed.
