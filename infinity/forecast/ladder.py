@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from infinity.errors import BudgetTooSmallError, format_bytes
 from infinity.forecast.draft import Draft
 from infinity.forecast.machine import Machine
 from infinity.optim.template import build_template
-from infinity.planning.inputs import UnitSize, guessed_order
+from infinity.planning.inputs import UnitSize, guessed_order, needed_together
 from infinity.planning.placement import HOST_KEY
 from infinity.planning.plan import Plan
 from infinity.planning.resting import resting_bytes
 from infinity.torch_internals.modes import without_compiler
+from infinity.units.layout import CHUNK_GRANULE
+from infinity.units.shares import Shares
 from infinity.units.tiles import Tiling
 from infinity.vertical.eligibility import place_for_schedule
 
@@ -63,6 +65,28 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Of a training on several ranks, what one of them has.
+
+    Attributes:
+        num_ranks: that train together.
+        stage: of ZeRO; None: the config's.
+    """
+
+    num_ranks: int = 1
+    stage: int | None = None
+
+    def keys(self, config: InfinityConfig) -> dict[str, Any]:
+        """What a config for one rank is changed in. Each rank has the samples that it has alone."""
+        keys: dict[str, Any] = {} if self.stage is None else {"zero_optimization.stage": self.stage}
+        if self.num_ranks > 1 and config.train_batch_size is not None:
+            keys["train_batch_size"] = config.train_batch_size * self.num_ranks
+            keys["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+            keys["train_micro_batch_size_per_gpu"] = config.train_micro_batch_size_per_gpu
+        return keys
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one config comes to on a machine.
 
@@ -73,6 +97,8 @@ class Outcome:
         minimum_bytes: the least host memory with which an engine begins; 0 where a GPU's is too small.
         problem: why it does not fit; None if it does.
         tokens: of a step.
+        weight_itemsize: bytes of a model weight.
+        moved_kinds: of what is read from drives and written to them in a step, what kind it is of.
     """
 
     param_tier: str
@@ -82,6 +108,8 @@ class Outcome:
     minimum_bytes: int
     problem: str | None
     tokens: int
+    weight_itemsize: int
+    moved_kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -99,21 +127,29 @@ class Ladder:
     """All offload choices for one model on one machine."""
 
     def __init__(
-        self, model: nn.Module, config: ConfigSource | None, machine: Machine, nvme_path: Any, tokens: int
+        self,
+        model: nn.Module,
+        config: ConfigSource | None,
+        machine: Machine,
+        nvme_path: Any,
+        tokens: int,
+        part: Part | None = None,
     ) -> None:
         """
         Args:
             model: may lie on the meta device.
             config: what is planned for; None: bf16 with AdamW.
-            machine: where.
+            machine: where; with several ranks, what one of them has of it.
             nvme_path: for what is offloaded to drives.
-            tokens: of a step.
+            tokens: of a step; with several ranks, of one of them.
+            part: of several ranks; None: one rank trains alone.
         """
         self._model = model
         self._source: ConfigSource = PLAIN if config is None else config
         self._machine = machine
         self._nvme_path = nvme_path
         self._tokens = tokens
+        self._part = part or Part()
 
     def given(self) -> Outcome:
         """The config as it is."""
@@ -148,14 +184,16 @@ class Ladder:
 
     def outcome(self, keys: Mapping[str, Any]) -> Outcome:
         """What the config with these changes comes to."""
-        config = load_config(self._source, overrides=keys, world_size=1, check_storage=False)
-        draft = self._draft(config)
+        config = self._config(keys)
+        draft, room = self._draft(config)
         tiers = (config.offload_param.device, config.offload_optimizer.device)
+        itemsize = config.compute_dtype.itemsize
         try:
-            plan = draft.plan()
+            tracker = draft.tracker(*draft.place())
         except BudgetTooSmallError as error:
-            least = error.minimum_bytes if error.key == HOST_KEY else 0
-            return Outcome(*tiers, Change(keys), None, least, _too_small(error), self._tokens)
+            least = error.minimum_bytes + room if error.key == HOST_KEY else 0
+            return Outcome(*tiers, Change(keys), None, least, _too_small(error, room), self._tokens, itemsize)
+        plan = tracker.first
         machine = self._machine
         speed = machine.flops_per_second
         per_parameter = FLOPS_PER_PARAMETER + 2 * config.infinity.activation_checkpointing
@@ -176,9 +214,20 @@ class Ladder:
             if taken > machine.host_free_bytes:
                 free = format_bytes(machine.host_free_bytes)
                 problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
-        return Outcome(*tiers, Change(keys), plan, plan.minimum_budget_bytes, problem, self._tokens)
+        least = plan.minimum_budget_bytes + room
+        kinds = tracker.workload.prediction(plan.placement).kinds
+        return Outcome(*tiers, Change(keys), plan, least, problem, self._tokens, itemsize, kinds)
 
-    def _draft(self, config: InfinityConfig) -> Draft:
+    def _config(self, keys: Mapping[str, Any]) -> InfinityConfig:
+        config = load_config(self._source, overrides=keys, world_size=1, check_storage=False)
+        part = self._part
+        if part.num_ranks == 1 and part.stage is None:
+            return config
+        keys = {**keys, **part.keys(config)}
+        return load_config(self._source, overrides=keys, world_size=part.num_ranks, check_storage=False)
+
+    def _draft(self, config: InfinityConfig) -> tuple[Draft, int]:
+        """And the host memory that its budget leaves to gathered weights, which it does not know."""
         model, limit = self._model, config.infinity.tile_above
         if limit is not None:
             model = copy.deepcopy(model)  # without data: tiles are not taken back
@@ -188,15 +237,18 @@ class Ladder:
         source = config.optimizer or OptimizerSection("AdamW", {})
         machine = self._machine
         share = free_share(holds_activations=machine.shares_host_memory, all_bytes=machine.host_free_bytes)
+        part = self._part
         with without_compiler():
-            return Draft.of(
+            draft = Draft.of(
                 model,
                 config,
                 build_template(source, named, torch.device("cpu"), tiled=tiling.groups),
                 share,
                 shares_host_memory=machine.shares_host_memory,
                 device_free_bytes=machine.device_free_bytes,
+                shares=Shares(0, part.num_ranks) if config.zero_stage > 0 else None,
             )
+        return _divided(draft, part.num_ranks) if config.zero_stage == 3 and part.num_ranks > 1 else (draft, 0)
 
     # ---------------------------------------------------------------------------------------------------------- largest
 
@@ -206,7 +258,7 @@ class Ladder:
         None if it has no repeated layers, or does not train with one of them.
         """
         config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
-        draft = self._draft(config)
+        draft, _ = self._draft(config)
         layers = _Layers.of(draft)
         if layers is None:
             return None
@@ -226,9 +278,30 @@ class Ladder:
         return None if not count else (count, layers.num_parameters(count))
 
 
-def _too_small(error: BudgetTooSmallError) -> str:
+def _divided(draft: Draft, num_ranks: int) -> tuple[Draft, int]:
+    """A rank of stage 3 in full: as a model of which it has a part alone, besides room for the units that are gathered.
+
+    Returns:
+        The draft, and the bytes of host memory that are taken from its budget for gathered units.
+    """
+    request, gathered = draft.request, needed_together(draft.sizes, draft.request, range(len(draft.sizes)))
+    sizes = []
+    for size in draft.sizes:
+        numel = -(-size.trainable_numel // (CHUNK_GRANULE * num_ranks)) * CHUNK_GRANULE
+        weight_bytes = -(-size.weight_bytes // num_ranks)
+        sizes.append(dataclasses.replace(size, weight_bytes=weight_bytes, trainable_numel=numel, share_numel=numel))
+    if request.shares_host_memory:
+        request = dataclasses.replace(request, budget_bytes=request.budget_bytes - gathered)
+        return dataclasses.replace(draft, sizes=sizes, request=request), gathered
+    if request.device_free_bytes is not None:
+        request = dataclasses.replace(request, device_free_bytes=request.device_free_bytes - gathered)
+    return dataclasses.replace(draft, sizes=sizes, request=request), 0
+
+
+def _too_small(error: BudgetTooSmallError, room_bytes: int = 0) -> str:
     memory = "memory" if error.key == HOST_KEY else "GPU memory"
-    return f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {format_bytes(error.budget_bytes)} are given"
+    least, given = (max(0, size + room_bytes) for size in (error.minimum_bytes, error.budget_bytes))
+    return f"{memory}: {format_bytes(least)} are needed at least, {format_bytes(given)} are given"
 
 
 @dataclass(frozen=True)
@@ -280,4 +353,4 @@ def _last(fits: Callable[[int], bool]) -> int:
     return low
 
 
-__all__ = ["PLAIN", "Change", "Ladder", "Outcome"]
+__all__ = ["PLAIN", "Change", "Ladder", "Outcome", "Part"]
