@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -334,6 +334,10 @@ class StateAccess:
         with self._pager.replacing(unit):
             yield self.stream
 
+    def divides(self, unit: Unit) -> bool:
+        """Whether other ranks keep parts of the unit's model weights, so that all of them write to it together."""
+        return self._exchange.divides(unit)
+
     @property
     def has_main_weights(self) -> bool:
         """Whether main weights are something else than model weights."""
@@ -341,8 +345,11 @@ class StateAccess:
 
     def gather_weights(self) -> None:
         """Main weights have been replaced on all ranks: model weights follow where other ranks keep the main weights."""
-        for unit in self._module_hooks.units:
-            self._exchange.gather(unit)
+        self._exchange.gather_all(self._module_hooks.units)
+
+    def replacing_all(self, agree: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Inside the ``with`` block `replacing` and `load_main_weight` are for any units; see `WeightExchange.replacing`."""
+        return self._exchange.replacing(self._module_hooks.units, agree)
 
     def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Replace a parameter's main weight (for a frozen one, its weight); the model weight becomes its cast.
@@ -368,6 +375,7 @@ class StateAccess:
                 return
             unit.outdate()
             main = in_memory_order(values, slot)
+            self._exchange.before(unit)
             segment = unit.trainable_view(_base_of(unit))
             for chunk, piece in self._pieces(unit, slot):
                 weights, span = segment[chunk.start : chunk.stop], _span(piece)
@@ -426,13 +434,14 @@ class StateAccess:
         if is_outdating:
             unit.outdate()
         indices = {slot.index for slot in changed}
-        if self._has_main_in_records:
-            for chunk in self._chunks[unit.index]:
-                pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
-                if pieces:
-                    weights = unit.trainable_view(base)[chunk.start : chunk.stop]
-                    self._store_changed(unit, chunk, pieces, weights, before)
-        self._write_weights(unit, base, changed)
+        with self._exchange.changing(unit):
+            if self._has_main_in_records:
+                for chunk in self._chunks[unit.index]:
+                    pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
+                    if pieces:
+                        weights = unit.trainable_view(base)[chunk.start : chunk.stop]
+                        self._store_changed(unit, chunk, pieces, weights, before)
+            self._write_weights(unit, base, changed)
 
     def _store_changed(
         self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], weights: torch.Tensor, before: torch.Tensor | None

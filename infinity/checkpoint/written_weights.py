@@ -26,7 +26,9 @@ class WrittenWeights:
         return self._access.has_halves and unit.stays_resident and slot.spec.is_trainable
 
     def is_urgent(self, unit: Unit) -> bool:
-        """Whether main weights follow: which of them do must not depend on when the unit is paged out."""
+        """Whether main weights follow, or other ranks write, too: neither must depend on when the unit is paged out."""
+        if self._access.divides(unit):
+            return True
         return self._access.has_main_weights and any(unit.layout.slots[i].spec.is_trainable for i in unit.dirty)
 
     def store_written(self, unit: Unit) -> None:

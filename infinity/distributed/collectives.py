@@ -1,18 +1,19 @@
 """Everything that concerns other processes. The only place that knows ``torch.distributed``.
 
-[Note: ranks] Every rank runs the same script on its own data, and holds all model weights, each on its own drives. From ZeRO's
-stage 1 on, main weights and states are divided (`infinity.units.shares`); in stage 0 each rank holds all of those as well.
+[Note: ranks] Every rank runs the same script on its own data, each on its own drives. From ZeRO's stage 1 on, main weights and
+states are divided (`infinity.units.shares`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
 What they have in common:
   * When `initialize` takes the model over, all ranks take the weights and buffers of rank 0, as DDP does.
   * When a backward has ended whose gradients are to be used (or its step begins, see [Note: means where they are needed] in
     ``infinity.gradients.averaged_grads``), ranks tell each other which parameters got gradients since the
     last time, and average those: unit by unit in the order of units, parameter by parameter. The order follows from the
     model alone. It must not follow from reads, updates or prefetches, which are early or late on each rank for itself; so no
-    thread but the one that trains talks to other ranks.
+    thread but the one that trains talks to other ranks, but for pulls, which have no order (`infinity.distributed.pulls`).
   * Before a step changes anything, ranks compare the norm of all gradients, bit for bit. Clipping and skipped steps (fp16)
     follow from that norm, so all ranks do the same; and where one would do something else, because its script has changed
     a gradient, all of them raise.
-  * When a step ends in which each has updated its share, the new weights of all go to all, in the order of units.
+  * When a step ends in which each has updated its share, the new weights of all go to all, in the order of units. Where
+    weights are divided, ranks meet instead, before and after (`infinity.tiers.weight_exchange`).
   * Main weights and states that are divided are put together when somebody reads them, which all ranks do together.
   * Nothing else. With equal gradients, the engine's promise (the same bits as plain torch) makes equal weights on all.
 
@@ -34,6 +35,7 @@ import secrets
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -161,11 +163,12 @@ _STEP_NUMEL = 2048
 """Blocks of what is gathered are multiples of so many elements, which drives can write without reading first."""
 _ALL_GATHER = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
 """Since torch 2.13, and before."""
+_LONG = timedelta(days=3650)
 _CURE = "All ranks have to make the same calls in the same order: as many backwards and steps, each on its own data"
 
 
 class Ranks:
-    """The processes that train together; see the module's notes. Only the thread that trains calls it.
+    """The processes that train together; see the module's notes. Only the thread that trains calls it, but for what says else.
 
     Everything raises RankError if another process has ended, does not come, or comes with something else.
     """
@@ -184,7 +187,8 @@ class Ranks:
         self._causes = causes
         self.sent_bytes: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
-        a whole one), "momenta", "weights", "states". Each copy counts: what goes to three ranks counts three times."""
+        a whole one), "momenta", "weights" (new ones), "fetches" (weights that others asked for), "states". Each copy counts: what
+        goes to three ranks counts three times."""
 
     def meet(self, what: str, values: Sequence[int] = ()) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each."""
@@ -336,6 +340,31 @@ class Ranks:
         """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
         self._run(what, "recv", tensor, source)
 
+    def begin_send(self, what: str, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        """As `send`, from any thread; `finish` waits for its end. The other rank asks for it with the same ``tag``."""
+        return self._begin(what, "isend", tensor, to, tag)
+
+    def begin_receive(self, what: str, tensor: torch.Tensor, source: int | None, tag: int) -> Any:
+        """As `receive`, from any thread; ``source`` None: from whichever rank comes next."""
+        return self._begin(what, "irecv", tensor, source, tag)
+
+    def _begin(self, what: str, name: str, tensor: torch.Tensor, other: int | None, tag: int) -> Any:
+        try:
+            return getattr(torch.distributed, name)(tensor, other, group=self._group, tag=tag)
+        except (RuntimeError, ValueError) as error:  # the second where the group has been destroyed
+            raise self._failed(what, error) from error
+
+    def finish(self, what: str, begun: Any, *, is_patient: bool = False) -> None:
+        """Return when what was begun is over. ``is_patient``: however long that takes."""
+        try:
+            begun.wait(*([_LONG] if is_patient else []))
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(what, error) from error
+
+    def source_of(self, received: Any) -> int:
+        """The rank from which what `begin_receive` began has come."""
+        return int(received._source_rank())
+
     def take_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
         """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""
         if self.num == 1:
@@ -355,9 +384,12 @@ class Ranks:
         try:
             getattr(torch.distributed, name)(*args, group=self._group)
         except RuntimeError as error:
-            why = self._causes.first() if self._causes is not None else None
-            problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
-            raise RankError(what, problem, rank=self.index, cure=_CURE) from error
+            raise self._failed(what, error) from error
+
+    def _failed(self, what: str, error: Exception) -> RankError:
+        why = self._causes.first() if self._causes is not None else None
+        problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
+        return RankError(what, problem, rank=self.index, cure=_CURE)
 
 
 def _in_memory(

@@ -22,7 +22,7 @@ from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
-from infinity.distributed.collectives import num_local_processes, world
+from infinity.distributed.collectives import Ranks, num_local_processes, world
 from infinity.engine.commit_parts import layout_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
@@ -48,6 +48,7 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.paging.residency import Residency
+from infinity.planning.placement import Placement
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.telemetry.progress import Note, progress
 from infinity.threads.turn import Turn
@@ -99,12 +100,20 @@ def build(
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
     share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
     shares = Shares(ranks.index, ranks.num) if config.zero_stage > 0 else Shares()
+    divides = (
+        config.zero_stage == 3
+        and shares.is_divided
+        and config.offload_param.device == "nvme"
+        and device.shares_host_memory
+        and durable is None
+    )
     draft = Draft.of(
         model,
         config,
         template,
         share,
         shares=shares,
+        divides_weights=divides,
         shares_host_memory=device.shares_host_memory,
         device_free_bytes=device.free_bytes(model),
     )
@@ -117,6 +126,8 @@ def build(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
     placement, suitability = draft.place()
+    if divides:
+        placement = _agreed(ranks, placement, len(units))
     if config.infinity.host_memory_budget is not None:
         in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
         share.warn_beyond(placement.host_bytes(request), sum(p.numel() * p.element_size() for p in in_memory))
@@ -134,8 +145,18 @@ def build(
             placement.page_bytes,
         )
     settle()  # space of an engine that became garbage a moment ago
-    storage = EngineResources(config, device, placement, request, sizes, None if durable is None else durable.directory)
+    storage = EngineResources(
+        config,
+        device,
+        placement,
+        request,
+        sizes,
+        None if durable is None else durable.directory,
+        shares if divides else None,
+    )
     undo.callback(storage.close)
+    exchange = WeightExchange(ranks, shares, storage.weights, device)
+    undo.callback(exchange.leave)
     timeline = recording.timeline if recording is not None else None
     clock = StepClock(device, timeline)
     upper = UpperParts()
@@ -152,6 +173,7 @@ def build(
             guess=guess,
             budget=placement.budget_of_weights(request),
             writer=upper.writer,
+            is_divided=divides,
         )
 
     activations = None
@@ -165,7 +187,6 @@ def build(
         unit.layout.chunks(placement.chunk_numel, border, span)
         for unit, border, span in zip(units, borders, spans, strict=True)
     ]
-    exchange = WeightExchange(ranks, shares, storage.weights, device)
     states = {place: ParameterState() for place in with_room}
     blocks = tuple(find_blocks(model, config.infinity.units))
     recomputed = RecomputedForward if config.infinity.activation_checkpointing else None
@@ -266,6 +287,7 @@ def build(
         _take_over(
             units, originals, access, pager.residency, storage, parameter_handler, device, is_stored=goes_on, note=note
         )
+    exchange.after(units)
     loose = LooseParameters(template) if engine is None else engine.loose
     step_groups = StepGroups(module_hooks, template, updater, storage.records.names_of, access.state_names, loose)
     stepper = Stepper(
@@ -296,6 +318,7 @@ def build(
         stepper=stepper,
         groups=step_groups,
         access=access,
+        exchange=exchange,
         template=template,
         updater=updater,
         clock=clock,
@@ -334,6 +357,13 @@ def _zeros(directories: Sequence[Path], numel: int) -> torch.Tensor:
     if not directories:
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
     return DriveTensors(directories).empty((numel,), torch.float32).zero_()
+
+
+def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
+    """What is to stay in memory whole does so on all ranks, or on none: budgets may differ."""
+    stays = [int(index in placement.resident_units) for index in range(num_units)]
+    everywhere = [all(of_unit) for of_unit in zip(*ranks.meet("laying out weights", stays), strict=True)]
+    return replace(placement, resident_units=frozenset(i for i, on_all in enumerate(everywhere) if on_all))
 
 
 def _close(engines: Sequence[Engine]) -> None:

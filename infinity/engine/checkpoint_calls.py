@@ -21,6 +21,7 @@ from typing import Any
 from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.record_stream import SharedStream
+from infinity.checkpoint.state_access import StateAccess
 from infinity.distributed.agreement import agree, on_first, together
 from infinity.distributed.collectives import Ranks, world
 from infinity.engine.export_calls import ExportCalls
@@ -236,7 +237,7 @@ class CheckpointCalls(ExportCalls):
         before = self.global_steps
 
         def load() -> dict[str, Any]:
-            changing = _Changing(self._guard, folder, ranks, what)
+            changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
             try:
                 return checkpoint.load(
                     self._training(),
@@ -366,11 +367,13 @@ class _Changing(contextlib.AbstractContextManager[None]):
     What fails inside the ``with`` block leaves weights of two trainings, on all ranks: nobody is to go on with them.
     """
 
-    def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str) -> None:
+    def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str, access: StateAccess) -> None:
         self._guard = guard
         self._folder = folder
         self._ranks = ranks
         self._what = what
+        self._access = access
+        self._replacing = contextlib.ExitStack()
         self._ahead = ["the optimizer", "the model"]
         """What no rank looks at before all have done with what comes before."""
 
@@ -391,12 +394,13 @@ class _Changing(contextlib.AbstractContextManager[None]):
             raise
 
     def __enter__(self) -> None:
-        self.tell(None)
+        self._replacing.enter_context(self._access.replacing_all(lambda: self.tell(None)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         is_whole = False
+        self._replacing.close()
         try:
             if error is None or isinstance(error, Exception):
                 agree(self._ranks, self._what, error)

@@ -630,6 +630,7 @@ class Engine(Relayout):
             elif restore_weights:
                 self.flush()
                 self._restore()
+                self._parts.exchange.leave()
             elif self._guard.is_settled and restore_weights is None:
                 leave(
                     self._parts.module_hooks.units,
@@ -638,8 +639,10 @@ class Engine(Relayout):
                     self._restore,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
+                self._parts.exchange.leave()
             elif self._guard.is_settled:
                 finish_pending(self.flush)
+                self._parts.exchange.leave()
             else:
                 rest.callback(self._shutdown.hurry)
                 rest.callback(self._finish_saving)  # before it gets no page any more
@@ -649,6 +652,7 @@ class Engine(Relayout):
         rest.callback(self._shutdown.now)
         rest.callback(self._stepper.gradients.close)
         rest.callback(self._pager.close)
+        rest.callback(self._parts.exchange.stop)
         rest.callback(unwatch, self._watched)
         rest.callback(self._parts.stream.close)
         rest.callback(self._pager.abandon_forward)

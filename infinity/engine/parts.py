@@ -17,6 +17,7 @@ from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.plan_tracker import PlanTracker
 from infinity.telemetry import Recording, Reporter, StepClock
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
@@ -35,6 +36,7 @@ class Parts:
     stepper: Stepper
     groups: StepGroups
     access: StateAccess
+    exchange: WeightExchange
     template: Template
     updater: PieceUpdater
     clock: StepClock

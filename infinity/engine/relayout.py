@@ -74,6 +74,7 @@ class Relayout(CheckpointCalls):
                 return
             self._check_relayout(new[0])
             contents = self._copy_contents()
+            self._parts.exchange.leave()
             self._lay_out(contents)
         except BaseException:
             template.remove_last_group()

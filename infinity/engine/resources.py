@@ -13,14 +13,18 @@ from collections.abc import Callable, Sequence
 from infinity.config import InfinityConfig, IOSection
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
+from infinity.distributed.collectives import world
+from infinity.distributed.pulls import pulls_of
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.gradients.arrivals import Arrivals
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import HOST_KEY, Placement
 from infinity.planning.resting import rest, resting_bytes, spilled_bytes
 from infinity.telemetry.counters import DriveCounters
+from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.weight_store import WeightStore
+from infinity.units.shares import Shares
 from swapper import (
     BackendUnavailableError,
     BusyTimes,
@@ -50,6 +54,7 @@ class EngineResources:
         request: Request,
         sizes: Sequence[UnitSize],
         run: RunDirectory | None = None,
+        shares: Shares | None = None,
     ) -> None:
         """
         Args:
@@ -59,6 +64,7 @@ class EngineResources:
             request: what the placement was asked, for predictions.
             sizes: all units.
             run: where a durable run is committed; closed with the rest.
+            shares: of weights that rest on drives, where ranks divide those. All of them come here at the same point then.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -69,6 +75,7 @@ class EngineResources:
         self._request = request
         self._sizes = list(sizes)
         self._run = run
+        self._shares = shares
         self.versions: Versions | None = None
         """Of the states, in a durable run."""
         self._swappers: dict[_TierKey, Swapper] = {}
@@ -166,7 +173,10 @@ class EngineResources:
                 )
                 self._arenas.append(arena)
                 arena.register_with(self._swappers[param_key].register_memory)
-            weights = WeightStore(self._swappers.get(param_key), device, arena)
+            if self._shares is not None:
+                weights = DividedWeights(self._swappers[param_key], device, self._shares, pulls_of(world()))
+            else:
+                weights = WeightStore(self._swappers.get(param_key), device, arena)
         if state_key[0] == "none" and not device.shares_host_memory:
             return weights, ResidentStateStore(device.torch_device, self._request.record_format)
         arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)

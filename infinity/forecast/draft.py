@@ -68,6 +68,7 @@ class Draft:
         shares_host_memory: bool,
         device_free_bytes: int | None,
         shares: Shares | None = None,
+        divides_weights: bool = False,
     ) -> Draft:
         """Cut a model, and take down what its placement has to know.
 
@@ -77,6 +78,7 @@ class Draft:
             shares_host_memory: whether the device computes in host memory.
             device_free_bytes: of a device that has its own.
             shares: which part of the states is this process's; None: all of them.
+            divides_weights: whether weights that do not stay in memory are divided as the states are.
         """
         units = make_units(model, config, _with_room(model, template))
         updater = PieceUpdater(template)
@@ -102,7 +104,9 @@ class Draft:
         for place in with_room - in_groups:  # it has left its group, and may come into any
             for index in range(len(groups)):
                 names[place[0]].update(dict.fromkeys(updater.state_names(index)))
-        spans = [(shares or Shares()).span(unit) for unit in units]
+        shares = shares or Shares()
+        spans = [shares.span(unit) for unit in units]
+        kept_bytes = [sum(stop - start for start, stop in shares.weight_spans(unit)) for unit in units]
         budget = config.infinity.host_memory_budget
         request = Request.of(
             config,
@@ -122,8 +126,8 @@ class Draft:
             with_room=with_room,
             spans=spans,
             sizes=[
-                UnitSize.of(unit, len(names[unit.index]), stop - start)
-                for unit, (start, stop) in zip(units, spans, strict=True)
+                UnitSize.of(unit, len(names[unit.index]), stop - start, kept if divides_weights else None)
+                for unit, (start, stop), kept in zip(units, spans, kept_bytes, strict=True)
             ],
             request=request,
             guess=guessed_order(len(units), is_trained=bool(template.param_groups)),

@@ -73,6 +73,7 @@ class Residency:
         guess: Sequence[int],
         budget: tuple[str, int],
         writer: Callable[[], WeightWriter | None] = lambda: None,
+        is_divided: bool = False,
     ) -> None:
         """
         Args:
@@ -85,6 +86,7 @@ class Residency:
             guess: the order of need before the first micro-batch is recorded.
             budget: the config key that the pool is a part of, and its value, for messages.
             writer: gives what stores what was written into weights; without one, that is refused.
+            is_divided: other processes keep parts of the weights, so what is in memory is outdated by a step.
         """
         self.units = list(units)
         self.pool = pool
@@ -109,6 +111,7 @@ class Residency:
         """In place of the usual one: from `write_by` to the next."""
         self._source = source
         self._prefetches = prefetches
+        self._is_divided = is_divided
         self._budget_key, self._budget_bytes = budget
         self._by_address: dict[int, Unit] = {}
         """Address of a flat buffer -> the unit that has it: from `place` until it is given back. Under the lock."""
@@ -333,7 +336,10 @@ class Residency:
         """The units to hold now, next first."""
         if not self.fills:
             return []
-        return wanted(tuple(self.trace.upcoming()), 0, self._sizes, self._moving_bytes, self._staying)
+        # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
+        is_around = not self._is_divided or not self.trace.has_backward
+        upcoming = tuple(self.trace.upcoming(is_around=is_around))
+        return wanted(upcoming, 0, self._sizes, self._moving_bytes, self._staying)
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""

@@ -107,9 +107,11 @@ class Trace:
         self.num_misses += 1
         return True
 
-    def upcoming(self) -> Iterator[int]:
-        """Distinct units from the one in use on, in the order of need, one cycle around."""
-        return distinct(self._order, self._position)
+    def upcoming(self, *, is_around: bool = True) -> Iterator[int]:
+        """Distinct units from the one in use on, in the order of need: one cycle around, or up to the end of this one."""
+        return (
+            distinct(self._order, self._position) if is_around else iter(dict.fromkeys(self._order[self._position :]))
+        )
 
 
 def distinct(order: Sequence[int], position: int) -> Iterator[int]:
@@ -163,10 +165,17 @@ def simulate(
     prefetches: bool,
     num_cycles: int = 1,
     staying: Collection[int] = (),
+    lasting_until: int | None = None,
 ) -> Simulation:
     """What the pager does in ``num_cycles`` runs through ``order``, in the steady state.
 
-    ``staying``: units that never leave, in memory besides ``capacity_bytes``.
+    Args:
+        order, num_bytes, capacity_bytes: the units in the order of need, their sizes, and what those in memory may take.
+        prefetches: whether units are fetched ahead of need.
+        num_cycles: how often.
+        staying: units that never leave, in memory besides ``capacity_bytes``.
+        lasting_until: where what was fetched does not outlast these runs: the place in ``order`` from which on nothing is
+            fetched for the next one.
     """
     fetches: list[tuple[int, int]] = []
     held: set[int] = set()
@@ -184,7 +193,12 @@ def simulate(
 
     for step in range((num_cycles + 1) * length):  # one cycle more, to warm up
         position = step % length
-        targets = wanted(order, position, num_bytes, capacity_bytes, staying) if prefetches else []
+        if lasting_until is not None and step == length:
+            held.clear()
+            held_bytes = 0
+        ends = lasting_until is not None and position >= lasting_until
+        ahead, place = (order[position:], 0) if ends else (order, position)
+        targets = wanted(ahead, place, num_bytes, capacity_bytes, staying) if prefetches else []
         for unit in targets or [order[position]]:
             if unit in held or unit in staying:
                 continue

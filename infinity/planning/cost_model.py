@@ -74,6 +74,7 @@ def predict(
     sizes = [unit.weight_bytes for unit in units]
     read = records = spilled = 0
     num_micro_batches = request.num_micro_batches
+    is_divided = any(unit.weight_share_bytes is not None for unit in units)
     simulation = simulate(
         order,
         sizes,
@@ -81,6 +82,7 @@ def predict(
         prefetches=request.prefetches,
         num_cycles=num_micro_batches,
         staying=placement.resident_units,
+        lasting_until=backward_start if is_divided else None,
     )
     fetches = simulation.fetches
     in_step = not request.updates_in_backward
@@ -96,13 +98,14 @@ def predict(
             seen.add(unit)  # its update leaves the new weights in the buffer
             continue
         if unit in on_nvme:
-            read += sizes[unit]
+            read += units[unit].stored_weight_bytes
     write = sum(request.trainable_bytes(units[index]) for index in on_nvme)
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
         just_used = set() if in_step else set(order[backward_start:])
-        read += sum(request.trainable_bytes(units[index]) for index in on_nvme - simulation.held.union(just_used))
+        held = frozenset(placement.resident_units) if is_divided else simulation.held
+        read += sum(request.trainable_bytes(units[index]) for index in on_nvme - held.union(just_used))
     if request.optimizer_tier == "nvme":
         records = sum(
             request.record_format.stored_bytes(unit.state_numel - kept, unit.num_states, placement.chunk_numel)

@@ -17,6 +17,7 @@ from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.state_format import StateFormat
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition, used_together
+from infinity.units.shares import NUM_SERVED
 from infinity.units.unit import Unit, spec_of
 from swapper.wrappers.versions import VersionedBackend
 
@@ -41,6 +42,18 @@ class UnitSize:
     """Name and bytes of the matrix that is most of it; None if none is."""
     share_numel: int | None = None
     """Of how many trainable elements this process keeps main weights and states; None: of all."""
+    weight_share_bytes: int | None = None
+    """Of how many bytes of its weights this process has them where they do not stay in memory; None: of all."""
+
+    @property
+    def stored_weight_bytes(self) -> int:
+        """Bytes of its weights where they do not stay in memory: what this process keeps, and reads to fetch the unit."""
+        return self.weight_bytes if self.weight_share_bytes is None else self.weight_share_bytes
+
+    @property
+    def written_numel(self) -> int:
+        """Elements of the trainable segment whose new weights this process writes in a step."""
+        return self.trainable_numel if self.weight_share_bytes is None else self.state_numel
 
     @property
     def state_numel(self) -> int:
@@ -48,7 +61,9 @@ class UnitSize:
         return self.trainable_numel if self.share_numel is None else self.share_numel
 
     @classmethod
-    def of(cls, unit: Unit, num_states: int, share_numel: int | None = None) -> UnitSize:
+    def of(
+        cls, unit: Unit, num_states: int, share_numel: int | None = None, weight_share_bytes: int | None = None
+    ) -> UnitSize:
         """The size of a unit with so many per-element states."""
         layout = unit.layout
         is_all_trainable = all(segment.is_trainable for segment in layout.segments)
@@ -56,7 +71,14 @@ class UnitSize:
         largest = max(((s.numel * s.spec.dtype.itemsize, s.spec.fqn) for s in matrices), default=(0, ""))
         layer = (largest[1], largest[0]) if 2 * largest[0] > layout.num_bytes else None
         return cls(
-            unit.name, layout.num_bytes, layout.trainable_numel, num_states, is_all_trainable, layer, share_numel
+            unit.name,
+            layout.num_bytes,
+            layout.trainable_numel,
+            num_states,
+            is_all_trainable,
+            layer,
+            share_numel,
+            weight_share_bytes,
         )
 
 
@@ -181,16 +203,20 @@ class Request:
 
     def trainable_bytes(self, unit: UnitSize) -> int:
         """Bytes of a unit's weights that a step writes."""
-        return unit.trainable_numel * self.record_format.weight_dtype.itemsize
+        return unit.written_numel * self.record_format.weight_dtype.itemsize
 
     def map_bytes(self, units: Iterable[UnitSize]) -> int:
         """Bytes of the map that says where each version of a durable run's states lies."""
         stored = sum(unit.weight_bytes + self.record_bytes(unit) for unit in units)
         return VersionedBackend.memory_bytes(stored, stored * self.num_versions) if self.num_versions else 0
 
+    def serving_bytes(self, units: Iterable[UnitSize]) -> int:
+        """Bytes of the memory through which shares of weights go to other processes."""
+        return NUM_SERVED * max((unit.weight_share_bytes or 0 for unit in units), default=0)
+
     def saved_by_weights(self, unit: UnitSize) -> int:
         """Bytes that a step does not move if the unit's weights stay in memory."""
-        return self.weight_reads * unit.weight_bytes + self.trainable_bytes(unit)
+        return self.weight_reads * unit.stored_weight_bytes + self.trainable_bytes(unit)
 
 
 def _update_workers(wanted: int | None, *, shares_host_memory: bool, runs_in_parallel: bool) -> int:

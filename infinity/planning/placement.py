@@ -132,6 +132,8 @@ class _Option:
     kept_bytes: int
     map_bytes: int
     """See `Request.map_bytes`."""
+    serving_bytes: int
+    """See `Request.serving_bytes`."""
 
     @property
     def cost_bytes(self) -> int:
@@ -143,6 +145,7 @@ class _Option:
             + self.gradient_bytes
             + self.kept_bytes
             + self.map_bytes
+            + self.serving_bytes
         )
 
 
@@ -295,6 +298,7 @@ class _Planner:
             gradient_bytes=numel * request.scratch_itemsize,
             kept_bytes=kept_bytes,
             map_bytes=request.map_bytes(self._units),
+            serving_bytes=request.serving_bytes(self._units) if moving else 0,
         )
 
     def options(self) -> Iterator[_Option]:
@@ -458,6 +462,8 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
     parts.append(f"{format_bytes(least.gradient_bytes + least.landing_bytes)} for the gradients of {whose}")
     if least.map_bytes:
         parts.append(f"{format_bytes(least.map_bytes)} for the map of the durable run")
+    if least.serving_bytes:
+        parts.append(f"{format_bytes(least.serving_bytes)} for shares of weights that other processes fetch")
     layer = largest[0].layer
     cure = (
         ""

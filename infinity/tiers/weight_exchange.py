@@ -2,21 +2,32 @@
 
 Knows units, shares and where weights rest; must not know what an update is. Only the thread that trains calls it, in an
 order that follows from model and script alone: see [Note: ranks] in ``infinity.distributed.collectives``.
+
+[Note: changing divided weights] Where each rank keeps its share of a unit alone (`infinity.tiers.divided_weights`), it writes
+new weights of that, and nothing has to be sent. But others fetch it when they like. So all ranks meet before, with no fetch of
+the unit under way (`before`), and after all have written (`gather`, `after`): what is fetched is from before, or from after.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.collectives import Ranks
+from infinity.errors import RankError
+from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 from swapper import Handle
+
+logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 4
 """Writes under way, each of one block of one rank."""
@@ -37,6 +48,87 @@ class WeightExchange:
         self.shares = shares
         self._weights = weights
         self._device = device
+        self._is_replacing = False
+        """Whether all ranks replace weights of many units, and meet at the end: inside `replacing`."""
+
+    @contextlib.contextmanager
+    def replacing(self, units: Sequence[Unit], agree: Callable[[], None]) -> Iterator[None]:
+        """All weights may be replaced inside the ``with`` block, by the same ones on all ranks; then comes `gather_all`.
+
+        Nothing that is fetched meanwhile may be used. Ranks do not meet inside: one of them may fail.
+
+        Args:
+            units: all units.
+            agree: called when nothing of them is being fetched any more. Raises if not all ranks come here.
+        """
+        for unit in units:
+            if self.divides(unit):
+                self.await_fetch(unit)
+        agree()
+        self._is_replacing = True
+        try:
+            yield
+        finally:
+            self._is_replacing = False
+
+    def divides(self, unit: Unit) -> bool:
+        """Whether this rank keeps no more of the unit's weights than its share."""
+        return isinstance(self._weights, DividedWeights) and self._weights.holds(unit)
+
+    @contextlib.contextmanager
+    def changing(self, unit: Unit) -> Iterator[None]:
+        """The unit's weights are replaced inside the ``with`` block, by the same ones on all ranks, which all come here."""
+        self.before(unit)
+        yield
+        self.after([unit])
+
+    def before(self, unit: Unit) -> None:
+        """Weights of the unit are about to change where they rest. All ranks come here, where it is divided.
+
+        Raises:
+            RankError: another rank has ended, does not come, or is elsewhere.
+        """
+        if self.divides(unit) and not self._is_replacing:
+            self.await_fetch(unit)
+            self.ranks.meet(f"writing to the weights of {unit.name}")
+
+    def await_fetch(self, unit: Unit) -> None:
+        """Return when no fetch of the unit is under way here."""
+        if unit.arrival is not None:
+            unit.arrival.wait()
+
+    def after(self, units: Sequence[Unit]) -> None:
+        """All that was to be written to these units has been, on this rank. Where they are divided, all ranks come here."""
+        divided = [unit for unit in units if self.divides(unit)]
+        if divided and not self._is_replacing:
+            self.ranks.meet("having written weights", [unit.index for unit in divided])
+
+    def gather_all(self, units: Sequence[Unit]) -> None:
+        """`gather` of several units."""
+        for unit in units:
+            if not self.divides(unit):
+                self.gather(unit)
+        self.after(units)
+        for unit in units:
+            self._renew(unit)
+
+    def _renew(self, unit: Unit) -> None:
+        """What is in memory of a divided unit gets what other ranks have written."""
+        if self._weights is not None and self.divides(unit) and unit.flat is not None and not self._is_replacing:
+            self._weights.fetch(unit, is_demand=True).wait()
+
+    def leave(self) -> None:
+        """Return when no other rank needs the shares of this one any more, or one has ended: the engine is being closed."""
+        if isinstance(self._weights, DividedWeights):
+            try:
+                self.ranks.meet("closing the engine")
+            except RankError:
+                logger.debug("other ranks do not close their engines at the same point", exc_info=True)
+
+    def stop(self) -> None:
+        """Other ranks get nothing any more."""
+        if isinstance(self._weights, DividedWeights):
+            self._weights.stop()
 
     def gather(self, unit: Unit) -> None:
         """All of the unit's trainable weights become what the rank has that updates them, in memory and where they rest.
@@ -47,6 +139,9 @@ class WeightExchange:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
         if not self.shares.is_divided or unit.layout.trainable is None:
+            return
+        if self.divides(unit):
+            self.gather_all([unit])
             return
         if unit.arrival is not None:
             unit.arrival.wait()  # what it brings was read before the others' shares are written

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,18 @@ class LandedRead:
         """Return when the target has the data."""
         self._handle.wait()
         self._target.copy_(self._landing)
+
+
+class Written:
+    """Several writes, each of a part."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """Return when all of them are done."""
+        for handle in self._handles:
+            handle.wait()
 
 
 class WeightStore:
@@ -123,7 +136,7 @@ class WeightStore:
             return None
         return self.swapper.write(_extent_of(unit), source, offset=_chunk_offset(unit, chunk))
 
-    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | None:
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
         """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already."""
         if unit.index in self._blocks:
             self._blocks[unit.index].write(offset, source)

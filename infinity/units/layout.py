@@ -28,7 +28,8 @@ SLOT_GRANULE = 64
 """Every parameter starts at a multiple of this many elements of its segment."""
 CHUNK_GRANULE = 2048
 """Chunks are cut at multiples of this many elements: 4096 bytes of bf16, 8192 of fp32, so O_DIRECT can address them."""
-_SEGMENT_BYTES = 4096
+SEGMENT_GRANULE_BYTES = 4096
+"""Segments start and end at multiples of this many bytes."""
 
 
 def round_up(value: int, granule: int) -> int:
@@ -145,10 +146,10 @@ class UnitLayout:
             for index, spec in members:
                 slots.append(Slot(index, spec, position, start_bytes + position * dtype.itemsize))
                 position = round_up(position + spec.numel, SLOT_GRANULE if is_frozen else slot_granule)
-            granule = _SEGMENT_BYTES // dtype.itemsize if is_frozen else CHUNK_GRANULE
+            granule = SEGMENT_GRANULE_BYTES // dtype.itemsize if is_frozen else CHUNK_GRANULE
             numel = round_up(max(position, 1), max(granule, 1))
             segments.append(Segment(dtype, not is_frozen, start_bytes, numel, tuple(slots)))
-            start_bytes = round_up(start_bytes + numel * dtype.itemsize, _SEGMENT_BYTES)
+            start_bytes = round_up(start_bytes + numel * dtype.itemsize, SEGMENT_GRANULE_BYTES)
         self.segments = tuple(segments)
         self.num_bytes = start_bytes
         self.slots: tuple[Slot, ...] = tuple(sorted((s for g in segments for s in g.slots), key=lambda s: s.index))

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.units.layout import CHUNK_GRANULE, Slot
+from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, Slot
 from infinity.units.unit import Unit
+
+NUM_SERVED = 3
+"""Shares of weights that are kept in memory at a time for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,30 @@ class Shares:
             unit: whose.
             rank: whose share; None: that of this process.
         """
-        granules = unit.layout.trainable_numel // CHUNK_GRANULE
+        return self._part(unit, unit.layout.trainable_numel, CHUNK_GRANULE, rank)
+
+    def weight_spans(self, unit: Unit, rank: int | None = None) -> list[tuple[int, int]]:
+        """Bytes [start, stop) of the unit's flat buffer that a rank keeps where weights are divided, too, in order.
+
+        Of the trainable segment, those of `span`; of each frozen one as large a part. Without any, the list is empty. All
+        ranks together have each byte once, and all numbers are multiples of SEGMENT_GRANULE_BYTES.
+
+        Args:
+            unit: whose.
+            rank: whose share; None: that of this process.
+        """
+        found = []
+        for segment in unit.layout.segments:
+            granule = CHUNK_GRANULE * segment.dtype.itemsize if segment.is_trainable else SEGMENT_GRANULE_BYTES
+            start, stop = self._part(unit, segment.num_bytes, granule, rank)
+            if start < stop:
+                found.append((segment.start_bytes + start, segment.start_bytes + stop))
+        return found
+
+    def _part(self, unit: Unit, total: int, granule: int, rank: int | None) -> tuple[int, int]:
         place = ((self.index if rank is None else rank) + unit.index) % self.num
-        return granules * place // self.num * CHUNK_GRANULE, granules * (place + 1) // self.num * CHUNK_GRANULE
+        granules = total // granule
+        return granules * place // self.num * granule, granules * (place + 1) // self.num * granule
 
     def spans(self, unit: Unit) -> list[tuple[int, int]]:
         """The share of each rank, as `span` gives it."""

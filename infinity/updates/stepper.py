@@ -292,6 +292,7 @@ class Stepper:
         if was_in_backward:
             self._check_groups_unchanged(step)
         scale = self._common_scale(with_gradients) * self._divisor
+        self._let_others_update(with_gradients)
         norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
         if self._momenta is None or momenta is None:
             self.gradients.check_same(norm, step)
@@ -328,15 +329,34 @@ class Stepper:
         if not was_in_backward:
             self._residency.pump()
 
+    def _let_others_update(self, units: Sequence[Unit]) -> None:
+        """Of weights that ranks keep in parts nothing is fetched from here on; see [Note: changing divided weights]."""
+        with self._residency.lock:
+            for unit in units:
+                if self._exchange.divides(unit):
+                    if not unit.num_active:
+                        unit.unbind()
+                    if unit.num_active or (unit.flat is not None and unit.arrival is None and unit.flat.has_views):
+                        self._exchange.await_fetch(unit)
+                    else:
+                        self._residency.evict(unit)
+
     def _gather_weights(self) -> None:
         """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
-        for unit in self.units:
-            if unit.index in self.updated:
-                self._residency.await_update(unit)
-                with self._pager.clock.waiting("ranks"):
-                    self._exchange.gather(unit)
-                if unit.gathered:
-                    self._gathered.note_updated(unit)
+        updated = [unit for unit in self.units if unit.index in self.updated]
+        divided = []
+        for unit in updated:
+            self._residency.await_update(unit)
+            if self._exchange.divides(unit):
+                divided.append(unit)
+                continue
+            with self._pager.clock.waiting("ranks"):
+                self._exchange.gather(unit)
+        with self._pager.clock.waiting("ranks"):
+            self._exchange.gather_all(divided)
+        for unit in updated:
+            if unit.gathered:
+                self._gathered.note_updated(unit)
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
         """What gradients of that loss scale are multiplied with."""

@@ -180,8 +180,12 @@ def streams_in_device(module: Module) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno} calls {node.attr}"
 
 
-_NOT_FOR_THE_DEVICE = ("infinity/vertical/baton.py", "infinity/distributed/agreement.py")
-"""Threads that run the user's code, in what is set in the user's own thread: see `Ambient`; and one that only talks."""
+_NOT_FOR_THE_DEVICE = (
+    "infinity/vertical/baton.py",
+    "infinity/distributed/agreement.py",
+    "infinity/distributed/pulls.py",
+)
+"""Threads that run the user's code, in what is set in the user's own thread: see `Ambient`; and those that only talk."""
 
 
 def threads_enter_the_device(module: Module) -> Iterator[str]:

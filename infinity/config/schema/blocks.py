@@ -29,7 +29,7 @@ from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
-_PROCESSES = "no effect: it concerns how processes share a model, and here each holds all of it"
+_PROCESSES = "no effect: it concerns how processes share the computing of a model, and here each computes all of it"
 _TORCH_CHECKPOINT = (
     "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"

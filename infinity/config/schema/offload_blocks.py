@@ -11,7 +11,7 @@ from infinity.config.schema.block import Block, Count, Elements, Flag, Keys, NoE
 from infinity.config.schema.directories import NamedDirectory, parse_directories
 from infinity.config.schema.quantities import parse_bytes, parse_choice, parse_count
 
-_PROCESSES = "no effect: it tunes how DeepSpeed's processes communicate, and here each holds everything"
+_PROCESSES = "no effect: it tunes how DeepSpeed's processes communicate, and here they do so in other ways"
 _DERIVED = "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out"
 _OVERLAPPED = "no effect: reading, updating and writing always overlap"
 _RESIDENCY = "no effect: what stays resident follows from the memory budgets and the recorded order of use"
@@ -66,8 +66,8 @@ class ZeroBlock(Block):
     }
 
     stage: Annotated[Count, Field(le=3)] = 3
-    """What several processes divide among them: from 1 on main weights, optimizer states and their updates. The numbers
-    are the same with all of them, and one process takes it as 3. Model weights are not divided yet."""
+    """What several processes divide among them: from 1 on main weights, optimizer states and their updates; with 3
+    also model weights that rest on drives. The numbers are the same with all of them, and one process takes it as 3."""
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 

@@ -287,3 +287,16 @@ def test_an_update_of_what_is_needed_first_gets_a_buffer_as_soon_as_there_is_roo
     assert wanted.flat is not None and units[0].flat is wanted.flat
     assert units[2].flat is None
     assert source.fetched == [1, 2], "it fetches nothing"
+
+
+def test_what_does_not_outlast_a_step() -> None:
+    trace = Trace([0, 1, 2, 1])
+    trace.begin()
+    trace.touch(2)
+    assert list(trace.upcoming()) == [2, 1, 0]
+    assert list(trace.upcoming(is_around=False)) == [2, 1]
+    sizes = [5, 5, 5]
+    assert simulate([0, 1, 2, 1], sizes, 15, prefetches=True, lasting_until=3).fetches == [(0, 0), (0, 1), (0, 2)]
+    assert simulate([0, 1, 2, 1], sizes, 15, prefetches=False, lasting_until=3).fetches == [(0, 0), (1, 1), (2, 2)]
+    two = simulate([0, 1, 1, 0], [5, 5], 5, prefetches=True, num_cycles=2, lasting_until=2)
+    assert two.fetches == [(0, 0), (1, 1), (3, 0), (5, 1), (7, 0)]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.units.layout import CHUNK_GRANULE, ParameterSpec, UnitLayout
+from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, ParameterSpec, UnitLayout
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 
@@ -58,3 +58,21 @@ def test_what_cannot_be_divided_goes_around() -> None:
         for index in range(6)
     ]
     assert sorted(rank for (rank,) in owners) == [0, 0, 1, 1, 2, 2]
+
+
+@given(num=st.integers(1, 9), index=st.integers(0, 20), sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=6))
+def test_each_byte_of_weights_has_one_keeper(num: int, index: int, sizes: list[int]) -> None:
+    dtypes = [torch.bfloat16, torch.float64, torch.uint8]
+    specs = [
+        ParameterSpec(f"p{i}", (size,), (1,), dtypes[i % 3], is_trainable=i % 3 == 0) for i, size in enumerate(sizes)
+    ]
+    parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+    unit = Unit(index, "unit", parameters, UnitLayout(specs))
+    shares = Shares(0, num)
+    spans = sorted(span for rank in range(num) for span in shares.weight_spans(unit, rank))
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == unit.num_bytes
+    assert all(bound % SEGMENT_GRANULE_BYTES == 0 and start < stop for start, stop in spans for bound in (start, stop))
+    for rank in range(num):  # a rank keeps the weights that it updates
+        start, stop = (element * 2 for element in shares.span(unit, rank))
+        assert start == stop or (start, stop) in shares.weight_spans(unit, rank)

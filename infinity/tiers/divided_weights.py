@@ -1,0 +1,288 @@
+"""Weights of which each rank keeps its share alone (ZeRO's stage 3): a unit that is fetched is put together from all ranks.
+
+Knows where shares lie and in which memory they may be found; must not know when anything is needed.
+
+    extent of a unit, on rank r:  the bytes `Shares.weight_spans(unit, r)` of its flat buffer, one after the other
+
+A fetch reads this rank's share into its place in the flat buffer, and asks all others for theirs (`infinity.distributed.pulls`).
+What others ask for comes from memory where it can: from a flat buffer into which it was read, until the training thread gets
+that, and may write to it; from one of a few copies of shares that went to others, or have not yet; from the drive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from infinity.device.compute import ComputeDevice
+from infinity.distributed.pulls import Pull, Pulls
+from infinity.tiers.extent_labels import weight_contents
+from infinity.tiers.weight_store import WeightStore, Written
+from infinity.units.layout import Chunk
+from infinity.units.shares import NUM_SERVED, Shares
+from infinity.units.unit import Arrival, Unit
+from swapper import AlignedRegion, Extent, Handle, NameOf, Priority, ReentryError, Swapper
+
+
+class _Reading:
+    """This rank's share of a unit on its way into a flat buffer."""
+
+    def __init__(self, address: int, handles: list[Handle]) -> None:
+        self.address = address
+        self.handles = handles
+        self.num_given = 0
+        """To how many ranks it has gone."""
+
+
+class _Copy:
+    """Memory for one share."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._region = AlignedRegion(num_bytes)
+        self.memory = torch.from_numpy(self._region.array())
+
+
+class DividedArrival:
+    """A unit's weights on their way: this rank's share from its drive, the others from other ranks."""
+
+    def __init__(self, store: DividedWeights, unit: Unit, handles: Sequence[Handle], pull: Pull) -> None:
+        self._store = store
+        self._unit = unit
+        self._handles = list(handles)
+        self._pull = pull
+        self._error: Exception | None = None
+        self._is_over = False
+
+    def wait(self) -> None:
+        while self._handles:
+            try:
+                self._handles[0].wait()
+            except ReentryError:
+                raise  # it is still on its way
+            except Exception as error:
+                self._error = self._error or error
+            self._handles.pop(0)
+        if not self._is_over:  # whatever became of this rank's share: the others come
+            try:
+                self._pull.wait()
+            except Exception as error:
+                self._error = self._error or error
+            self._is_over = True
+            self._store.land(self._unit)
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether somebody has waited for it: nothing else tells what has come from other ranks."""
+        return self._is_over
+
+    def promote(self) -> None:
+        for handle in self._handles:
+            handle.promote(Priority.DEMAND)
+        self._pull.promote()
+
+
+class DividedWeights(WeightStore):
+    """A `WeightStore` on NVMe that has this rank's shares. Flat buffers are host memory."""
+
+    def __init__(self, swapper: Swapper, device: ComputeDevice, shares: Shares, pulls: Pulls) -> None:
+        """
+        Args:
+            swapper: of the shares.
+            device: one that computes in host memory.
+            shares: which rank keeps what.
+            pulls: brings what others keep. All ranks make this at the same point.
+        """
+        super().__init__(swapper, device)
+        self._shares = shares
+        self._pulls = pulls
+        self._units: dict[int, Unit] = {}
+        self._lock = threading.Lock()
+        """Held for a moment, by the training thread, those that update and the one that gives; for what follows."""
+        self._readings: dict[int, _Reading] = {}
+        """By unit, from its fetch until that is over."""
+        self._copies: dict[int, _Copy] = {}
+        """By unit, the oldest first."""
+        self._spare: deque[_Copy] = deque()
+        self._being_given: _Copy | None = None
+        self._number = pulls.register(self)
+
+    def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
+        if unit.stays_resident:
+            return
+        self._units[unit.index] = unit
+        num_bytes = self._num_bytes(unit)
+        if num_bytes:
+            name = f"this rank's share of the weights of {unit.name}"
+            unit.extent = self.swapper.allocate(num_bytes, name, name_of=self._contents(unit))
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether this rank keeps its share of the unit and no more."""
+        return unit.index in self._units
+
+    # ----------------------------------------------------------------------------------------------------- where it lies
+
+    def _num_bytes(self, unit: Unit) -> int:
+        return sum(stop - start for start, stop in self._shares.weight_spans(unit))
+
+    def _places(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Of the bytes [start, stop) of the flat buffer, those that this rank keeps: from, to, and where in the extent."""
+        offset = 0
+        for first, last in self._shares.weight_spans(unit):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                yield low, high, offset + low - first
+            offset += last - first
+
+    def _contents(self, unit: Unit) -> NameOf:
+        names = weight_contents(unit.layout)
+
+        def name_of(start: int, stop: int) -> str:
+            found, offset = [], 0
+            for first, last in self._shares.weight_spans(unit):
+                low, high = max(start, offset), min(stop, offset + last - first)
+                if low < high:
+                    found.append(names(first + low - offset, first + high - offset))
+                offset += last - first
+            return ", ".join(filter(None, found))
+
+        return name_of
+
+    def _place_of(self, unit: Unit, chunk: Chunk, num_bytes: int) -> int:
+        """Where in the extent a chunk's weights begin."""
+        segment = unit.layout.trainable
+        start = 0 if segment is None else segment.start_bytes + chunk.start * segment.dtype.itemsize
+        found = list(self._places(unit, start, start + num_bytes))
+        if [place[:2] for place in found] != [(start, start + num_bytes)]:
+            raise RuntimeError(f"another rank keeps elements {chunk.start} to {chunk.stop} of {unit.name}")
+        return found[0][2]
+
+    # ---------------------------------------------------------------------------------------------------------- fetching
+
+    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} has no flat buffer")
+        flat = unit.flat.tensor()
+        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        handles = []
+        with self._lock:
+            copy = self._copies.get(unit.index)
+            if copy is not None:
+                for start, stop, place in self._places(unit, 0, unit.num_bytes):
+                    flat[start:stop].copy_(copy.memory[place : place + stop - start])
+        if copy is None:
+            for start, stop, place in self._places(unit, 0, unit.num_bytes):
+                handles.append(self.swapper.read(_extent_of(unit), flat[start:stop], offset=place, priority=priority))
+            if handles:
+                with self._lock:
+                    self._readings[unit.index] = _Reading(unit.flat.address, handles)
+        self._pulls.release(self._number, unit.index)
+        others = {
+            rank: [flat[start:stop] for start, stop in self._shares.weight_spans(unit, rank)]
+            for rank in range(self._shares.num)
+            if rank != self._shares.index
+        }
+        targets = {rank: pieces for rank, pieces in others.items() if pieces}
+        what = f"fetching the weights of {unit.name}"
+        pull = self._pulls.pull(what, self._number, unit.index, targets, is_demand=is_demand)
+        return DividedArrival(self, unit, handles, pull)
+
+    def land(self, unit: Unit) -> None:
+        """The training thread gets the unit's flat buffer: nobody else may look at it any more."""
+        with self._lock:
+            reading = self._readings.pop(unit.index, None)
+            if reading is not None and reading.num_given < self._shares.num - 1 and unit.index not in self._copies:
+                self._copy(unit, reading, self._next_copy(unit))
+
+    def _copy(self, unit: Unit, reading: _Reading, copy: _Copy) -> None:
+        for start, stop, place in self._places(unit, 0, unit.num_bytes):
+            ctypes.memmove(copy.memory.data_ptr() + place, reading.address + start, stop - start)
+        self._copies[unit.index] = copy
+
+    def _next_copy(self, unit: Unit) -> _Copy:
+        """Memory for a share: that of the oldest, but not of the one that is being given."""
+        if self._spare:
+            return self._spare.popleft()
+        if len(self._copies) + (self._being_given not in (None, *self._copies.values())) < NUM_SERVED:
+            return _Copy(max(self._num_bytes(each) for each in self._units.values()))
+        oldest = next(index for index, copy in self._copies.items() if copy is not self._being_given)
+        return self._copies.pop(oldest)
+
+    # ------------------------------------------------------------------------------------------- giving, in a thread apart
+
+    def is_at_hand(self, index: int) -> bool:
+        with self._lock:
+            return index in self._readings or index in self._copies
+
+    def give(self, index: int) -> Sequence[torch.Tensor]:
+        unit = self._units[index]
+        with self._lock:
+            reading = self._readings.get(index)
+            self._being_given = self._copies.get(index)
+        if self._being_given is None and reading is not None:
+            for handle in reading.handles:
+                handle.wait()
+            with self._lock:
+                if self._readings.get(index) is reading:
+                    self._copy(unit, reading, self._next_copy(unit))
+                self._being_given = self._copies.get(index)
+        with self._lock:
+            copy = self._being_given or self._next_copy(unit)
+            is_there = self._being_given is not None
+            self._being_given = copy
+            if reading is not None:
+                reading.num_given += 1
+        if not is_there and unit.extent is not None:
+            self.swapper.read(unit.extent, copy.memory[: self._num_bytes(unit)], priority=Priority.DEMAND).wait()
+            with self._lock:
+                self._copies[index] = copy
+        return [
+            copy.memory[place : place + stop - start] for start, stop, place in self._places(unit, 0, unit.num_bytes)
+        ]
+
+    # ----------------------------------------------------------------------------------------------------------- changing
+
+    def _outdate(self, unit: Unit) -> None:
+        """The share is another one from now on. Nobody asks for it meanwhile."""
+        with self._lock:
+            copy = self._copies.pop(unit.index, None)
+            if copy is not None and copy is not self._being_given:
+                self._spare.append(copy)
+
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle:
+        place = self._place_of(unit, chunk, target.numel() * target.element_size())
+        return self.swapper.read(_extent_of(unit), target, offset=place, priority=Priority.PREFETCH)
+
+    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
+        self._outdate(unit)
+        place = self._place_of(unit, chunk, source.numel() * source.element_size())
+        return self.swapper.write(_extent_of(unit), source, offset=place)
+
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
+        self._outdate(unit)
+        return Written(
+            [
+                self.swapper.write(_extent_of(unit), source[start - offset : stop - offset], offset=place)
+                for start, stop, place in self._places(unit, offset, offset + source.numel())
+            ]
+        )
+
+    def stop(self) -> None:
+        """Give nothing any more, and look at no flat buffer: those go."""
+        self._pulls.unregister(self._number)
+        with self._lock:
+            self._readings.clear()
+
+    def close(self) -> None:
+        self.stop()
+        super().close()
+
+
+def _extent_of(unit: Unit) -> Extent:
+    if unit.extent is None:
+        raise RuntimeError(f"this rank has no share of the weights of {unit.name}")
+    return unit.extent
