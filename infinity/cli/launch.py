@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from infinity.cli.hosts import Hosts, chosen, read_hostfile
+from infinity.cli.output import print_json
 from infinity.errors import ConfigError, InfinityError
 
 _PASSED_ON = ("PYTHONPATH", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "HF_")
 """Environment variables that other hosts get: these, or all that begin so."""
 _POLL_SECONDS = 0.2
+_STDERR = 2
 _GRACE_SECONDS = 40.0
 """torchrun kills what has not ended 30 seconds after it told it to."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,6 +46,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--master_addr", help="where the processes meet; by default the first host")
     parser.add_argument("--master_port", type=int, default=29500, help="default 29500")
     parser.add_argument("--ssh_port", type=int, help="by default ssh's own")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end; what processes print goes to stderr"
+    )
     parser.add_argument("script", help="what each process runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(run=_run)
@@ -51,7 +56,14 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     hosts = _hosts(arguments)
-    run_all(commands_of(hosts, arguments, os.environ))
+    commands = commands_of(hosts, arguments, os.environ)
+    statuses: dict[str, int | None] = dict.fromkeys(hosts)
+    try:
+        run_all(commands, statuses, output=_STDERR if arguments.json else None)
+    finally:
+        if arguments.json:
+            each = [{"host": host, "slots": hosts[host], "status": status} for host, status in statuses.items()]
+            print_json({"has_succeeded": all(status == 0 for status in statuses.values()), "hosts": each})
 
 
 def _hosts(arguments: argparse.Namespace) -> Hosts:
@@ -94,21 +106,32 @@ def commands_of(hosts: Hosts, arguments: argparse.Namespace, environment: Mappin
     return found
 
 
-def run_all(commands: Mapping[str, Sequence[str]]) -> None:
+def run_all(
+    commands: Mapping[str, Sequence[str]], statuses: dict[str, int | None], *, output: int | None = None
+) -> None:
     """Run one command per host until all have ended; the first that fails ends the others, and so does a signal to this process.
 
     A command gets SIGTERM, which torchrun and ssh hand on, and half a minute later, or at a second signal, SIGKILL; each
     time with all processes that it has started in its own session.
+
+    Args:
+        commands: by host.
+        statuses: takes the exit status of each; below 0: the signal that ended it.
+        output: the descriptor that is stdout of all; None: that of this process.
 
     Raises:
         InfinityError: one has failed; which, and its exit status.
         SystemExit: SIGTERM, SIGINT or SIGHUP has come; with 128 and its number, as shells say it.
     """
     running: dict[str, subprocess.Popen[bytes]] = {}
+    started: dict[str, subprocess.Popen[bytes]] = {}
     with _signals() as received:
         try:
             for host, command in commands.items():
-                running[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+                running[host] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
+                )
+                started[host] = running[host]
             while running and not received:
                 for host, process in list(running.items()):
                     status = process.poll()
@@ -121,6 +144,7 @@ def run_all(commands: Mapping[str, Sequence[str]]) -> None:
                 time.sleep(_POLL_SECONDS)
         finally:
             _end(list(running.values()), received)
+            statuses.update({host: process.returncode for host, process in started.items()})
     if received:
         raise SystemExit(128 + received[0])
 

@@ -9,6 +9,8 @@ Top to bottom: command line, text, model, config, training loop, results. The lo
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import os
 import statistics
@@ -16,7 +18,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,7 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str | None) -> argpar
     )
     add("--state-dtype", choices=["fp32", "bf16", "int8"], help="infinity.state_dtype: smaller optimizer states")
     add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="print one JSON object at the end, and all else to stderr")
     found = parser.parse_args(arguments)
     for name in ("steps", "batch_size", "seq_len", "gradient_accumulation_steps"):
         value = getattr(found, name)
@@ -387,9 +390,40 @@ def draw(history: History, path: Path) -> None:
     console.print(f"Loss curve and breakdown: {path}")
 
 
+def as_json(engine: infinity.Engine, history: History, peak_bytes: int, problem: str | None) -> dict[str, Any]:
+    """The plan in short, and the report of each step; what is no number is null."""
+    plan = engine.plan
+    steps = [{name: _plain(value) for name, value in asdict(report).items()} for report in history.reports]
+    return {
+        "num_parameters": plan.num_parameters,
+        "states_bytes": plan.states_bytes,
+        "host_budget_bytes": plan.host_budget_bytes,
+        "host_peak_bytes": peak_bytes,
+        "predicted_read_bytes_per_step": plan.predicted_read_bytes_per_step,
+        "predicted_write_bytes_per_step": plan.predicted_write_bytes_per_step,
+        "tokens_per_step": history.tokens_per_step,
+        "problem": problem,
+        "steps": steps,
+    }
+
+
+def _plain(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def main(command_line: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Sets up, trains, prints. Returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
     arguments = parse_arguments(command_line, prog)
+    result: dict[str, Any] = {}
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        code = run(arguments, result)
+    if arguments.json and result:
+        json.dump(result, sys.stdout, indent=2, allow_nan=False)
+    return code
+
+
+def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
+    """See `main`; ``result`` takes what there is in the end."""
     size = SIZES[arguments.model]
     seq_len = arguments.seq_len or size.seq_len
     torch.manual_seed(arguments.seed)
@@ -416,7 +450,9 @@ def main(command_line: Sequence[str] | None = None, *, prog: str | None = None) 
         history = History(samples_per_step * seq_len)
         problem = train(engine, loader, arguments.steps, history)
         if history.reports:
-            console.print(results_table(engine, history, baseline_bytes, resident_bytes("VmHWM")))
+            peak_bytes = resident_bytes("VmHWM")
+            console.print(results_table(engine, history, baseline_bytes, peak_bytes))
+            result |= as_json(engine, history, peak_bytes, problem)
             draw(history, arguments.plot)
     if problem:
         console.print(f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}", soft_wrap=True)

@@ -26,6 +26,8 @@ _LARGEST_REQUEST = 1 << 30
 _MOST_IN_FLIGHT = 4096
 _LONGEST_SECONDS = 600.0
 _TERABYTES = {"TB": 10**12, "PB": 10**15}
+STDOUT = Path("-")
+"""For a file that is none."""
 T = TypeVar("T")
 
 
@@ -74,7 +76,14 @@ def _parser(prog: str | None, description: str | None) -> argparse.ArgumentParse
     add("--quick", action="store_true", help="fewer and shorter samples: under a minute")
     add("--no-fio", action="store_true", help="do not compare with fio")
     add("--fio-huge-pages", action="store_true", help="give fio's buffers huge pages, which ours always have")
-    add("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    add(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="write everything that was measured; without FILE (then behind DIR) print that, and all else to stderr",
+    )
     add("--png", type=Path, metavar="FILE", help="draw throughput over request size and depth")
     add("--apply", type=Path, metavar="CONFIG", help="write the settings into this config")
     add = parser.add_argument_group("what is measured").add_argument
@@ -200,7 +209,7 @@ def _effort(options: argparse.Namespace, remarks: list[str]) -> Effort:
 
 
 def _check_output(option: str, path: Path | None) -> None:
-    if path is None:
+    if path in (None, STDOUT):
         return
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"--{option} {path} is a directory; name a file")

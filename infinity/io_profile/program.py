@@ -3,6 +3,7 @@
     /mnt/nvme                                   # about two minutes
     /mnt/nvme0 /mnt/nvme1 --quick --no-fio      # several drives, striped
     /mnt/nvme --json io.json --png io.png --model 7B --tbw 600 --apply ds_config.json
+    /mnt/nvme --quick --json                    # results on stdout, all else on stderr
 
 Ctrl-C ends it at any time, with a report of what was measured by then. The test files have no names, so that nothing
 is left in the directories, whatever ends the program. It writes for about a minute as fast as it can, and says how much.
@@ -11,6 +12,7 @@ is left in the directories, whatever ends the program. It writes for about a min
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
 import signal
 import sys
@@ -21,7 +23,7 @@ from rich.console import Console
 
 from infinity.io_profile import config_file, fio, picture, tables
 from infinity.io_profile.advice import Advice, advise
-from infinity.io_profile.arguments import Asked, parse
+from infinity.io_profile.arguments import STDOUT, Asked, parse
 from infinity.io_profile.display import Display
 from infinity.io_profile.machine import describe_machine, why_no_copies
 from infinity.io_profile.model import facts_of
@@ -49,7 +51,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
         Other bad input ends the process with 2. Both signals are ignored from then on.
     """
     asked = parse(arguments, prog, __doc__)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    is_printed = asked.options.json == STDOUT
+    console = Console(highlight=False, stderr=is_printed, width=None if sys.stdout.isatty() else 100)
     executable = None if asked.options.no_fio else shutil.which("fio")
     facts = describe_machine(asked.places.paths[0]) | {
         "fio": None if executable is None else fio.version(executable),
@@ -138,8 +141,12 @@ def _report(console: Console, asked: Asked, facts: dict[str, Any], results: Resu
     training = _print_training(console, asked, results)
     try:
         if options.json is not None:
-            write_json(options.json, as_json(results, asked, facts, advice, training))
-            _say(console, f"Results: {options.json}")
+            found = as_json(results, asked, facts, advice, training)
+            if options.json == STDOUT:
+                json.dump(found, sys.stdout, indent=1, allow_nan=False)
+            else:
+                write_json(options.json, found)
+                _say(console, f"Results: {options.json}")
         if options.png is not None and results.ours:
             picture.draw(options.png, results, asked.effort, _subtitle(asked.places, facts))
             _say(console, f"Picture: {options.png}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -82,8 +83,12 @@ def test_a_host_that_fails_ends_the_others(
     hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _fake_ssh(tmp_path, monkeypatch, '[ "$host" = worker-2 ] && exit 3; exec sleep 1000')
-    assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 1
-    assert "worker-2 ended with status 3" in capsys.readouterr().err
+    assert main(["launch", "--hostfile", str(hostfile), "--json", "train.py"]) == 1
+    told = capsys.readouterr()
+    assert "worker-2 ended with status 3" in told.err
+    found = json.loads(told.out)
+    assert not found["has_succeeded"]
+    assert [each["status"] for each in found["hosts"]] == [-signal.SIGTERM, 3]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])

@@ -70,6 +70,14 @@ def outputs(tmp_path: Path) -> Path:
     return path
 
 
+def test_results_on_stdout_are_json_and_nothing_else(nvme_dir: Path) -> None:
+    command = [sys.executable, str(_ROOT / "tools" / "profile_io.py"), str(nvme_dir), *_SHORTEST, "--no-fio", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True, env=environment)
+    assert json.loads(ended.stdout)["partial"] is False
+    assert "Settings for the config" in ended.stderr
+
+
 @pytest.mark.slow
 def test_a_whole_run(nvme_dir: Path, outputs: Path) -> None:
     config = outputs / "config.json"

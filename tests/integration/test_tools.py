@@ -56,8 +56,13 @@ def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
 
 
 def test_train_reports_the_step_of_a_loss_that_is_not_a_number(nvme_dir: Path) -> None:
-    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--steps", "8", "--lr", "1e30", "--clip", "0"))
+    options = ["--model", "tiny", "--steps", "8", "--lr", "1e30", "--clip", "0", "--json"]
+    code, output = finish(start(nvme_dir, "train.py", *options))
     assert code == 1, output
+    found = json.loads(output[output.rindex("\n{\n") :])
+    assert "loss of step" in found["problem"]
+    assert found["steps"][-1]["loss"] is None, "JSON has no NaN"
+    assert found["steps"][0]["write_bytes"] + found["steps"][1]["write_bytes"] > 0
     assert "Ended after" in output
     assert "loss of step" in output
 
