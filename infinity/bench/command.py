@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import click
 
 from infinity.bench import program
-from infinity.bench.measured.models import MODEL_SIZES
+from infinity.bench.case import peers
+from infinity.bench.cgroup import why_unavailable
+from infinity.bench.machine import describe_machine
+from infinity.bench.measured.models import MODEL_SIZES, Workload
 from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.output import STDOUT, Console, check_output, json_or_file_option, print_json
@@ -19,6 +23,7 @@ from infinity.config.schema.quantities import parse_bytes
 
 _RESULTS = "bench_step.json"
 _WIDTH = 140
+_BUILD_DIR = Path.home() / ".cache" / "infinity-offload" / "peer_extensions"
 _AT_LEAST_ONE = click.IntRange(min=1)
 
 
@@ -128,7 +133,7 @@ Examples:
 @click.option(
     "--peer-build-dir",
     type=click.Path(path_type=Path),
-    default=Path.home() / ".cache" / "infinity-offload" / "peer_extensions",
+    default=_BUILD_DIR,
     help="Keeps what the peer compiles.",
 )
 @click.option("--without-ours", is_flag=True, help="Measure only the others.")
@@ -208,6 +213,95 @@ def update(workers: tuple[int, ...], parameters: float, turns: int, json_file: P
     console = Console(highlight=False)
     console.print(found.table())
     console.print(f"a chunk costs {found.chunk_seconds * 1e3:.3f} ms of processor time beside its arithmetic")
+
+
+@bench.command(
+    epilog="""\b
+Examples:
+  infinity bench scale --limit 4GiB --nvme-path /mnt/nvme
+  infinity bench scale --limit 1GiB --model 100m --most-layers 64 --png scale.png
+  infinity bench scale --peer deepspeed --peer-python DS/bin/python --json scale.json"""
+)
+@click.option("--limit", type=SIZE, default="4GiB", show_default=True, metavar="SIZE", help="Of host memory.")
+@click.option(
+    "--model",
+    type=click.Choice(list(MODEL_SIZES)),
+    default="374m",
+    show_default=True,
+    help="Whose layers are repeated.",
+)
+@click.option("--most-layers", type=_AT_LEAST_ONE, default=256, show_default=True, help="No model is larger.")
+@click.option("--seq-len", type=_AT_LEAST_ONE, default=64, show_default=True, help="Tokens of a sequence.")
+@click.option("--steps", type=_AT_LEAST_ONE, default=1, show_default=True, help="Of each try, behind one to warm up.")
+@click.option("--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with its lean settings.")
+@click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
+@click.option(
+    "--peer-build-dir", type=click.Path(path_type=Path), default=_BUILD_DIR, help="Keeps what the peer compiles."
+)
+@click.option(
+    "--nvme-path", type=click.Path(path_type=Path), default=Path(), help="On the drive; by default the present one."
+)
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw it. Needs matplotlib.")
+@json_or_file_option
+def scale(
+    limit: int,
+    model: str,
+    most_layers: int,
+    seq_len: int,
+    steps: int,
+    peer: str | None,
+    peer_python: str,
+    peer_build_dir: Path,
+    nvme_path: Path,
+    png: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Find the largest model that trains within a memory limit: by plain torch, by offload to RAM, by offload to the drive.
+
+    Models differ by their number of layers, which is doubled and then halved towards the largest. Each try is a process of its
+    own in a memory control group (version 1, needs root), which the kernel ends if it needs more. No group and no file is left.
+    """
+    from infinity.bench import scale as scaling
+
+    problem = program.place_problem(nvme_path) or program.peer_problem(peer, peer_python)
+    if problem is None and (reason := why_unavailable("memory")) is not None:
+        problem = f"--limit cannot be used: {reason}; run it as root on a machine with control groups, version 1"
+    if problem is not None:
+        raise click.UsageError(f"{problem}.")
+    for path in filter(None, (json_file, png)):
+        check_output(path)
+    console = Console(highlight=False, stderr=json_file == Path(STDOUT))
+    peer_build_dir.mkdir(parents=True, exist_ok=True)
+    specs = list(peers(peer_build_dir, peer_python))[:1] if peer else []
+    results = []
+    with tempfile.TemporaryDirectory(prefix="bench_scale_", dir=nvme_path) as directory:
+        for way in scaling.ways(limit, iter(specs)):
+
+            def attempt_with(layers: int, way: scaling.Way = way) -> scaling.Try:
+                workload = Workload(model=model, num_layers=layers, seq_len=seq_len, checkpointing="non-reentrant")
+                return scaling.attempt(way, workload, Path(directory), steps)
+
+            def tell(made: scaling.Try, way: scaling.Way = way) -> None:
+                what = (
+                    made.problem
+                    or f"{made.seconds_per_step:.2f} s per step, peak {(made.peak_bytes or 0) / 1e9:.2f} GB"
+                )
+                console.print(f"{way.name}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
+
+            results.append(scaling.largest(way.name, most_layers, attempt_with, tell))
+    console.print(scaling.scale_table(results, limit))
+    if png is not None:
+        scaling.draw(results, limit, png)
+    if json_file is not None:
+        found = {
+            "limit_bytes": limit,
+            "machine": describe_machine(nvme_path),
+            "ways": [each.as_json() for each in results],
+        }
+        if json_file == Path(STDOUT):
+            print_json(found)
+        else:
+            json_file.write_text(f"{json.dumps(found, indent=1)}\n")
 
 
 __all__ = ["bench"]

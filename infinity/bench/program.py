@@ -69,17 +69,33 @@ class Asked:
     timeline: Path | None
 
 
-def problem_of(asked: Asked) -> str | None:
-    """What could not be measured here, with its cure; None if all can."""
-    if not asked.nvme_path.is_dir():
-        return f"--nvme-path {asked.nvme_path}: no such directory; name one on the drive"
-    if not os.access(asked.nvme_path, os.W_OK):
-        return f"--nvme-path {asked.nvme_path} cannot be written to; change its permissions, or name another one"
-    if block_device(asked.nvme_path) is None:
+def place_problem(path: Path) -> str | None:
+    """Why nothing could be measured in that directory, with its cure."""
+    if not path.is_dir():
+        return f"--nvme-path {path}: no such directory; name one on the drive"
+    if not os.access(path, os.W_OK):
+        return f"--nvme-path {path} cannot be written to; change its permissions, or name another one"
+    if block_device(path) is None:
         return (
-            f"--nvme-path {asked.nvme_path} lies on no block device, so its bytes could not be counted; "
+            f"--nvme-path {path} lies on no block device, so its bytes could not be counted; "
             "name a directory on a drive"
         )
+    return None
+
+
+def peer_problem(peer: str | None, python: str) -> str | None:
+    """Why the peer could not be measured, with its cure."""
+    if peer and shutil.which(python) is None:
+        return f"--peer-python {python}: no such program; name the Python of the peer's environment"
+    if peer and version_in(python, peer) is None:
+        return f"{peer} is not installed for {python}; name another with --peer-python"
+    return None
+
+
+def problem_of(asked: Asked) -> str | None:
+    """What could not be measured here, with its cure; None if all can."""
+    if (problem := place_problem(asked.nvme_path)) is not None:
+        return problem
     if asked.timeline is not None and not asked.timeline.absolute().parent.is_dir():
         return f"--timeline {asked.timeline}: there is no directory {asked.timeline.absolute().parent}; create it first"
     for controller, wanted, option in (
@@ -90,11 +106,7 @@ def problem_of(asked: Asked) -> str | None:
         if wanted and reason is not None:
             cure = "pass --throttle none" if controller == "blkio" else "leave it out"
             return f"{option} cannot be used: {reason}; {cure}"
-    if asked.peer and shutil.which(asked.peer_python) is None:
-        return f"--peer-python {asked.peer_python}: no such program; name the Python of the peer's environment"
-    if asked.peer and version_in(asked.peer_python, asked.peer) is None:
-        return f"{asked.peer} is not installed for {asked.peer_python}; name another with --peer-python"
-    return None
+    return peer_problem(asked.peer, asked.peer_python)
 
 
 def make_cases(asked: Asked) -> Iterator[Case]:
@@ -252,4 +264,4 @@ def _run_cases(asked: Asked, directory: Path, results: list[CaseResult], console
     return code
 
 
-__all__ = ["Asked", "as_json", "make_cases", "numbered", "problem_of", "run"]
+__all__ = ["Asked", "as_json", "make_cases", "numbered", "peer_problem", "place_problem", "problem_of", "run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from .models import Workload, build_model, micro_batches
 
 def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON config of the run: DeepSpeed's keys plus our budget."""
-    place = {"device": "nvme", "nvme_path": settings["directory"]}
+    device = settings.get("device", "nvme")
+    place = {"device": device} | ({"nvme_path": settings["directory"]} if device == "nvme" else {})
     return {
         "train_micro_batch_size_per_gpu": workload.batch_size,
         "gradient_accumulation_steps": workload.num_micro_batches,
@@ -36,12 +38,15 @@ class Ours:
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
         from infinity.initialize import initialize
+        from infinity.loading.init import Init
 
         self._workload = workload
         self._timeline = settings.get("timeline")
         self._reports: list[Any] = []
         config = make_config(workload, settings)
-        self._engine, *_ = initialize(model=build_model(workload), config=config)
+        with Init(config_dict_or_path=config) if settings.get("builds_on_drive") else contextlib.nullcontext():
+            model = build_model(workload)
+        self._engine, *_ = initialize(model=model, config=config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._batches = micro_batches(workload, device)
 

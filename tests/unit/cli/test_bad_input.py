@@ -48,9 +48,10 @@ _WITH_A_PATH: dict[tuple[str, ...], list[str]] = {
     ("train",): ["--config", "PATH", "--steps", "1"],
     ("clean",): ["PATH", "--yes"],
     ("bench", "step"): ["--nvme-path", "PATH"],
+    ("bench", "scale"): ["--nvme-path", "PATH"],
 }
 """Each command that reads something, and where the path of it stands."""
-_TAKES_ANY_DIRECTORY = {("profile",), ("clean",), ("bench", "step")}
+_TAKES_ANY_DIRECTORY = {("profile",), ("clean",), ("bench", "step"), ("bench", "scale")}
 _WITHOUT = {("completion",), ("bench", "update"), ("config", "schema")}
 
 

@@ -1,0 +1,73 @@
+"""The search for the largest model, and one try of it at a tiny limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.bench.cgroup import why_unavailable
+from infinity.bench.measured.models import Workload
+from infinity.bench.scale import Try, Way, attempt, draw, largest, scale_table, ways
+
+
+def _search(fits: int, most: int = 64) -> tuple[int | None, int | None, list[int]]:
+    tried: list[int] = []
+
+    def attempt_with(layers: int) -> Try:
+        tried.append(layers)
+        return Try(layers, layers * 10, 1.0, 100) if layers <= fits else Try(layers, problem="too large")
+
+    found = largest("a way", most, attempt_with, lambda made: None)
+    return found.best and found.best.num_layers, found.next and found.next.num_layers, tried
+
+
+@pytest.mark.parametrize("fits", range(0, 40))
+def test_the_largest_is_found_in_few_tries(fits: int) -> None:
+    best, following, tried = _search(fits)
+    assert (best, following) == (fits or None, fits + 1)
+    assert len(set(tried)) == len(tried) <= 2 * fits.bit_length() + 2
+
+
+@pytest.mark.parametrize("most", [1, 5, 8])
+def test_no_model_is_larger_than_asked_for(most: int) -> None:
+    best, following, tried = _search(100, most)
+    assert (best, following) == (most, None)
+    assert max(tried) == most
+
+
+def test_the_table_and_the_picture_tell_both(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = [
+        largest("one", 4, lambda layers: Try(layers, 5, 1.0, 100), lambda made: None),
+        largest("other", 4, lambda layers: Try(layers, problem="too large"), lambda made: None),
+    ]
+    table = scale_table(results, 1 << 30)
+    assert [list(column.cells) for column in table.columns][:2] == [["one", "other"], ["4", "none"]]
+    assert list(table.columns[5].cells) == ["", "1 layers: too large"]
+    draw(results, 1 << 30, tmp_path / "scale.png")
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ways_share_the_limit() -> None:
+    found = {way.name: way.spec for way in ways(1000, iter(()))}
+    assert [spec.memory_limit_bytes for spec in found.values()] == [1000] * 3
+    assert found["offload to RAM"].settings["budget"] == 600
+
+
+def test_a_model_that_trains_and_one_that_the_kernel_ends(nvme_dir: Path) -> None:
+    reason = why_unavailable("memory")
+    if reason is not None:
+        pytest.skip(reason)
+    workload = Workload(model="tiny", num_layers=1, seq_len=8)
+    for limit, trains in ((2 << 30, True), (32 << 20, False)):
+        way: Way = ways(limit, iter(()))[0]
+        made = attempt(way, workload, nvme_dir, 1)
+        if trains:
+            assert made.problem is None and made.seconds_per_step is not None
+            assert made.peak_bytes is not None and 50e6 < made.peak_bytes < limit
+            assert made.num_parameters is not None and made.num_parameters > 200_000
+        else:
+            assert made.problem is not None and "memory limit of 0.03 GB" in made.problem
+    assert not list(Path("/sys/fs/cgroup/memory").glob("infinity_bench_*_in_memory"))
+    assert list(nvme_dir.iterdir()) == []
