@@ -122,6 +122,8 @@ class Glue:
         self._waiting: dict[Edge, torch.Tensor] = {}
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._hooked: set[Edge] = set()
+        self.repeated: set[int] = set()
+        """Parameters, by ``id``, that are used more than once between two calls."""
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """The user may put hooks on these tensors, which have to see whole gradients."""
@@ -252,6 +254,8 @@ class Glue:
             if edge[0] is None:
                 continue
             if self._is_end(edge[0]):
+                if edge in stretch.ends:
+                    self.repeated.add(id(getattr(edge[0], "variable", None)))
                 stretch.ends[edge] = None
             elif self._stretch_of[edge[0]] != position:
                 stretch.borders[edge] = None

@@ -66,8 +66,9 @@ class Tools:
 class MicroBatch:
     """Runs one forward, and stops before and after each call of a unit."""
 
-    def __init__(self, lane: Lane, compute_loss: Callable[[], torch.Tensor], tools: Tools) -> None:
-        """``compute_loss`` runs the user's forward."""
+    def __init__(self, index: int, lane: Lane, compute_loss: Callable[[], torch.Tensor], tools: Tools) -> None:
+        """``index`` is its number in the step; ``compute_loss`` runs the user's forward."""
+        self.index = index
         self._lane = lane
         self._tools = tools
         self.calls: list[UnitCall | None] = []

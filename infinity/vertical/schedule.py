@@ -6,6 +6,7 @@ Knows when a step may be tried and what a failure means; must not know what happ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,11 @@ from infinity.vertical.replay import ambient
 from infinity.vertical.replay.buffer_watch import Key
 from infinity.vertical.replay.effects import StepStart
 from infinity.vertical.step import Loop, Surroundings, Terms, VerticalStep
+from infinity.vertical.tied import Key as ParameterKey
 from swapper import SwapperError
+
+_NUM_IN_MEMORY = 2
+"""Tensors that a `Boundary` has in memory at least, whatever room there is."""
 
 
 class VerticalSchedule:
@@ -51,6 +56,7 @@ class VerticalSchedule:
         self._interception = Interception(surroundings.module_hooks, surroundings.blocks)
         self._lanes = Lanes()
         self._start: StepStart | None = None
+        self._tied: list[ParameterKey] = []
         self._written: set[Key] = set()
         """Buffers of which it is known that each is used at one place only."""
         self._anchor = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
@@ -101,8 +107,25 @@ class VerticalSchedule:
             if nothing had happened.
         """
         with self._on.pager.turn.taken("engine.train_batch()"):
-            terms = Terms(divisor or len(compute_losses), updates, self._note_difference if keeps_bits else None)
+            terms = Terms(divisor or len(compute_losses), updates)
+            if keeps_bits:
+                if not self._suitability.is_proven:
+                    self._tied = self._find_tied()
+                terms = replace(terms, note_difference=self._note_difference, tied=self._tied)
             return self._run(compute_losses, terms)
+
+    def _find_tied(self) -> list[ParameterKey]:
+        """The parameters between blocks that two modules have, and of whose gradients there is room for some."""
+        on, hooks = self._on, self._on.module_hooks
+        capacity_bytes = on.activation_bytes if on.device.shares_host_memory else None
+        found = []
+        for unit in hooks.units if capacity_bytes is not None else ():
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                fits = _NUM_IN_MEMORY * parameter.numel() * parameter.itemsize <= (capacity_bytes or 0)
+                if slot.spec.is_trainable and fits and not self._interception.is_unit(unit):
+                    found.append((unit.index, slot.index))
+        owners = hooks.num_owners()
+        return [key for key in found if owners.get(key) == 2]
 
     def _note_difference(self, what: str) -> None:
         if not self._suitability.note_difference(what):

@@ -5,9 +5,10 @@ Knows the order of things; must not know how a call is computed or where gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from infinity.loop.phase import Phase, PhaseGuard
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.telemetry.clock import StepClock
+from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.vertical.baton import Failed, Finished, Lanes
@@ -34,6 +36,8 @@ from infinity.vertical.replay.buffer_watch import BufferWatch, Key, has_own_writ
 from infinity.vertical.replay.effects import StepStart
 from infinity.vertical.shared_forward import SharedForward
 from infinity.vertical.sums import UnitSums
+from infinity.vertical.tied import Key as ParameterKey
+from infinity.vertical.tied import TiedParts
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Terms:
     note_difference: Callable[[str], None] | None = None
     """Called with what makes bits differ from those of one micro-batch after the other, without checkpointing; may raise
     `Refusal`. In a trial that is before any update. None: it is not looked for."""
+    tied: Collection[ParameterKey] = ()
+    """Parameters whose gradients come in two parts, which are added up as they would be one micro-batch after the other."""
 
 
 class VerticalStep:
@@ -101,6 +107,7 @@ class VerticalStep:
             BufferWatch(on.module_hooks.model) if is_trial or has_own_writers(on.module_hooks.model, known) else None
         )
         self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
+        self._tied = TiedParts(self.boundary, terms.tied)
         self._updates_in_backward = on.stepper.rules.updates_in_backward and terms.updates
         self._updates_now = self._updates_in_backward and not is_trial
         self._shared = SharedForward(on.pager, interception)
@@ -119,8 +126,8 @@ class VerticalStep:
         self._place = 0
         """What all micro-batches do one after the other before any of them goes on, counted."""
         self._drew_at: int | None = None
-        self._gradient_at: dict[tuple[int, int], int] = {}
-        """By unit and slot: the place where its gradient came from."""
+        self._gradient_at: dict[ParameterKey, int] = {}
+        """The moment at which its gradient came."""
 
     # -------------------------------------------------------------------------------------------------------- the step
 
@@ -139,8 +146,8 @@ class VerticalStep:
         self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
         pager.share(self._shared)
         self._loop.backwards.collector.begin_handing_out()
-        for lane, compute_loss in zip(lanes.take(len(compute_losses)), compute_losses, strict=True):
-            self._batches.append(MicroBatch(lane, compute_loss, tools))
+        for index, lane in enumerate(lanes.take(len(compute_losses))):
+            self._batches.append(MicroBatch(index, lane, compute_losses[index], tools))
         self._forward(start)
         self._shared.begin_moment(None)
         pager.end_forward()
@@ -177,9 +184,10 @@ class VerticalStep:
             what = message if isinstance(message, Arrived) else None
             if process_state() != self._process_state:
                 raise Refusal("the model's forward sets something for the whole process while it calls its blocks")
-            if self.is_trial and self._terms.note_difference is not None and what is not None:
-                # Whoever computes a loss may call a model that he has changed for the time of the call.
-                self._check_attributes(start)
+            if what is not None and self._terms.note_difference is not None:
+                begins_model = not self._sites or what.site is self._sites[0]
+                if begins_model or self.is_trial:  # which a loss function may have changed for the time of the call
+                    self._check_attributes(start)
             if batch is not self._batches[0] and what != first:
                 raise Refusal(f"micro-batches call different blocks: {_name(first)}, {_name(what)}")
             first = what
@@ -215,6 +223,9 @@ class VerticalStep:
         if not share.requires_grad:
             raise Refusal("the loss does not depend on the parameters")
         batch.glue.seal(share)
+        for unit, slot in self._tied.tied:
+            if id(self._units[unit].parameters[slot]) in batch.glue.repeated:
+                self._note_places(unit, slot)
         batch.end_forward()
         del share, loss
         if self._loop.guard.phase is Phase.READY:
@@ -255,7 +266,8 @@ class VerticalStep:
     def _backward(self) -> None:
         positions = range(len(self._sites), 0, -1)
         calls = (batch.calls[position - 1] for position in positions for batch in self._batches)
-        self.boundary.begin_backward(kept for call in calls if call is not None for kept in call.kept)
+        inputs = (kept for call in calls if call is not None for kept in call.kept)
+        self.boundary.begin_backward(chain(inputs, self._tied.kept))
         self._is_final = self._updates_now
         self._end_moment(2 * len(self._sites))
         for position in positions:
@@ -288,7 +300,7 @@ class VerticalStep:
                         self._differs(
                             "parts of a value's gradient come from several blocks, and are added up in another order"
                         )
-                self._gather(batch, 2 * position)
+                self._gather(batch, 2 * position - 1)
         finally:
             self._on.pager.leave(unit)
 
@@ -304,22 +316,41 @@ class VerticalStep:
             batch.glue.run(position)
         finally:
             self._runs_glue_backward = False
-        self._gather(batch, 2 * position + 1)
+        self._gather(batch, 2 * position - 2)
 
-    def _gather(self, batch: MicroBatch, place: int) -> None:
+    def _gather(self, batch: MicroBatch, moment: int) -> None:
         for unit, gradients in self._loop.backwards.collector.take():
             for slot in gradients:
-                if self._gradient_at.setdefault((unit.index, slot.index), place) != place:
-                    self._differs(
-                        f"'{slot.spec.fqn}' is used at several places, and the parts of its gradient are added up in another "
-                        "order"
-                    )
+                key = unit.index, slot.index
+                if key not in self._tied.tied and self._gradient_at.setdefault(key, moment) != moment:
+                    self._note_places(*key)
                 if unit.parameters[slot.index]._backward_hooks:
                     if (batch, unit.index, slot.index) in self._hooked:
                         raise Refusal(f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient")
                     self._hooked.add((batch, unit.index, slot.index))
-            self._sums.add(unit, gradients)
+            self._sums.add(unit, self._joined(batch, unit, gradients, moment))
+        for index, _ in self._tied.waiting_of(batch.index):
+            unit = self._units[index]
+            if self._shared.first_moments.get(index) == moment:  # nothing more has come of them
+                self._sums.add(unit, self._joined(batch, unit, {}, moment))
         self._on.pager.pause()
+
+    def _joined(
+        self, batch: MicroBatch, unit: Unit, gradients: dict[Slot, torch.Tensor], moment: int
+    ) -> dict[Slot, torch.Tensor]:
+        """``gradients`` without those of which another part is to come; see [Note: parts] in `infinity.vertical.tied`."""
+        is_last = self._shared.first_moments.get(unit.index) == moment
+        for index, number in self._tied.tied:
+            slot = unit.layout.slots[number] if index == unit.index else None
+            if slot is not None and (slot in gradients or is_last):
+                whole = self._tied.join(batch.index, (index, number), gradients.pop(slot, None), is_last=is_last)
+                if whole is not None:
+                    gradients[slot] = whole
+        return gradients
+
+    def _note_places(self, unit: int, slot: int) -> None:
+        fqn = self._units[unit].layout.slots[slot].spec.fqn
+        self._differs(f"'{fqn}' is used at several places, and the parts of its gradient are added up in another order")
 
     def _end_moment(self, moment: int) -> None:
         firsts = self._shared.first_moments
