@@ -231,9 +231,9 @@ class Preparing(Trainer):
 
 
 class TwoBackwards(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         for _ in range(2):
-            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+            loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
             self.accelerator.backward(loss / 2)
         return loss.detach()
 
@@ -266,7 +266,11 @@ def _adapted() -> Any:
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_what_would_differ_goes_one_after_the_other(train: Any, base: Any, make: Any, reason: str) -> None:
-    changes = {"max_steps": 2, "callbacks": [Stopping()] if "Stopping" in reason else []}
+    changes = {
+        "max_steps": 2,
+        "gradient_accumulation_steps": 2,
+        "callbacks": [Stopping()] if "Stopping" in reason else [],
+    }
     expected = train(base, make(), None, **changes)
     found = train(base, make(), "auto", **changes)
     assert_same(found, expected)
