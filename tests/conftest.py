@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full-grid", action="store_true", help="run the exactness suite over its whole grid (days on two cores)"
     )
     parser.addoption("--nvme-dir", default=None, help="directory on the drive that tests of real files use")
+
+
+def pytest_configure() -> None:
+    # Shells start what runs in the background with SIGINT ignored, also in what that starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
