@@ -98,9 +98,10 @@ def no_turn_left_open() -> Iterator[None]:
         pytest.fail("the test has left a turn open")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread: small models spend ten times as long on waking others as on computing."""
+    """torch computes with one thread, in all of a module, since the number decides how sums are split: small models spend ten
+    times as long on waking others as on computing."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -22,6 +22,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("case", "row"), combinations)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread(one_thread: None) -> None:
     """``test_threads`` uses several."""
