@@ -11,7 +11,7 @@ import click
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.output import Console, json_option, print_facts, print_json, table
 from infinity.cli.scale import check_plot, show_scale
-from infinity.forecast.ladder import Ladder, Outcome
+from infinity.forecast.ladder import OFFLOADS, Ladder, Outcome
 from infinity.forecast.machine import Machine, glance
 from infinity.forecast.scale import Cluster, Scale
 from infinity.io_profile.machine import measure_flops_per_second
@@ -58,6 +58,9 @@ Examples:
     "--scale", is_flag=True, help="On 1, 2, 4, ... 512 GPUs: --ram and drives are each node's, --tokens each GPU's."
 )
 @click.option("--stage", "stages", type=click.IntRange(0, 3), multiple=True, help="Of ZeRO, with --scale; else all.")
+@click.option(
+    "--offload", type=click.Choice(OFFLOADS), help="With --scale: of weights/states; else the least that fits."
+)
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="With --scale; by default 8, and 1 without GPUs.")
 @click.option("--pcie", type=SIZE, metavar="SIZE", help="Bytes per second between host and each GPU; else no limit.")
 @click.option(
@@ -82,6 +85,7 @@ def plan(
     largest: bool,
     scale: bool,
     stages: tuple[int, ...],
+    offload: str | None,
     gpus_per_node: int | None,
     pcie: int | None,
     link: int | None,
@@ -143,7 +147,9 @@ def plan(
     nvme_path = [str(path) for path in paths]
     if scale:
         cluster = Cluster(machine, gpus_per_node or (1 if machine.shares_host_memory else 8), pcie, link, network)
-        return show_scale(name, Scale(shapes, file, cluster, nvme_path, tokens), cluster, stages, plot, as_json=as_json)
+        return show_scale(
+            name, Scale(shapes, file, cluster, nvme_path, tokens, offload), cluster, stages, plot, as_json=as_json
+        )
     ladder = Ladder(shapes, file, machine, nvme_path, tokens)
     rungs = list(ladder.rungs())
     given = ladder.given() if file is not None else next((each for each in rungs if each.fits), rungs[-1])

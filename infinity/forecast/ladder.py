@@ -45,6 +45,8 @@ PLAIN: Mapping[str, Any] = {
 """What is planned for where nobody gives a config."""
 _ON_CPU = (("none", "none"), ("none", "nvme"), ("nvme", "nvme"))
 _ON_GPU = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("none", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
+OFFLOADS = tuple("/".join(tiers) for tiers in _ON_GPU)
+"""Weights/states."""
 _TILES = ("256MiB", "64MiB")
 _MOST_LAYERS = 1 << 14
 
@@ -157,8 +159,12 @@ class Ladder:
 
     def rungs(self) -> Iterator[Outcome]:
         """Each choice of tiers, with the rest of the config as it is."""
-        for param, optimizer in _ON_CPU if self._machine.shares_host_memory else _ON_GPU:
-            yield self.outcome(self._tiers(param, optimizer))
+        for tiers in _ON_CPU if self._machine.shares_host_memory else _ON_GPU:
+            yield self.rung(*tiers)
+
+    def rung(self, param: str, optimizer: str) -> Outcome:
+        """One choice of tiers ("none", "cpu" or "nvme"), with the rest of the config as it is."""
+        return self.outcome(self._tiers(param, optimizer))
 
     def _tiers(self, param: str, optimizer: str) -> dict[str, Any]:
         keys: dict[str, Any] = {}
@@ -353,4 +359,4 @@ def _last(fits: Callable[[int], bool]) -> int:
     return low
 
 
-__all__ = ["PLAIN", "Change", "Ladder", "Outcome", "Part"]
+__all__ = ["OFFLOADS", "PLAIN", "Change", "Ladder", "Outcome", "Part"]

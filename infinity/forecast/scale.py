@@ -118,7 +118,13 @@ class Scale:
     """One model and config on a cluster, with any number of ranks."""
 
     def __init__(
-        self, model: nn.Module, config: ConfigSource | None, cluster: Cluster, nvme_path: Sequence[str], tokens: int
+        self,
+        model: nn.Module,
+        config: ConfigSource | None,
+        cluster: Cluster,
+        nvme_path: Sequence[str],
+        tokens: int,
+        offload: str | None = None,
     ) -> None:
         """
         Args:
@@ -127,12 +133,14 @@ class Scale:
             cluster: where.
             nvme_path: for what is offloaded to drives.
             tokens: of a step and rank.
+            offload: one of `ladder.OFFLOADS`; None: the config's, or the least that fits.
         """
         self._model = model
         self._config = config
         self._cluster = cluster
         self._nvme_path = list(nvme_path)
         self._tokens = tokens
+        self._offload = offload
         self._taken: dict[tuple[int, int], Scaled] = {}
 
     def choices(self, stage: int, num_ranks: int) -> Iterator[Scaled]:
@@ -141,13 +149,16 @@ class Scale:
             yield self._scaled(stage, num_ranks, outcome)
 
     def taken(self, stage: int, num_ranks: int) -> Scaled:
-        """The config's own choice; without a config, the first that fits, or the last."""
+        """The choice that is asked for, or the config's; without both, the first that fits, or the last."""
         alike = (1 if stage == 2 else stage, num_ranks)  # they differ in nothing that is counted
         if alike not in self._taken:
             self._taken[alike] = self._chosen(*alike)
         return dataclasses.replace(self._taken[alike], stage=stage)
 
     def _chosen(self, stage: int, num_ranks: int) -> Scaled:
+        if self._offload is not None:
+            param, _, optimizer = self._offload.partition("/")
+            return self._scaled(stage, num_ranks, self._ladder(stage, num_ranks).rung(param, optimizer))
         if self._config is not None:
             return self._scaled(stage, num_ranks, self._ladder(stage, num_ranks).given())
         last = None

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from infinity.cli.main import main
-from infinity.forecast.ladder import Ladder
+from infinity.forecast.ladder import OFFLOADS, Ladder
 from infinity.forecast.machine import Machine
 from infinity.forecast.scale import Cluster, Scale, Scaled
 from infinity.io_profile.model import read_model
@@ -133,6 +133,16 @@ def test_drives_add_up_with_the_nodes() -> None:
     assert crowded.bandwidth is not None and crowded.bandwidth.read_bytes_per_second == 4e9 / 8
 
 
+def test_an_offload_can_be_asked_for() -> None:
+    cluster, model = Cluster(_GPUS, 8), _model("100m")
+    choices = list(_scale(cluster, None, model).choices(3, 4))
+    names = [f"{each.outcome.param_tier}/{each.outcome.optimizer_tier}" for each in choices]
+    assert names == list(OFFLOADS)
+    for name, each in zip(names, choices, strict=True):
+        asked = Scale(model, None, cluster, ["/"], 4096, name).taken(3, 4)
+        assert asked.outcome.plan == each.outcome.plan and asked.time == each.time
+
+
 _DESCRIBED = ["--ram", "100GB", "--disk", "4TB", "--drive-speed", "8GB", "--gpu", "40GB", "--tflops", "100"]
 
 
@@ -163,7 +173,9 @@ def test_the_table_says_where_there_is_no_room(capsys: pytest.CaptureFixture[str
     ("arguments", "told"),
     [
         (["--stage", "3"], "--stage: what it says is of several GPUs. Add --scale"),
+        (["--offload", "none/cpu"], "--offload: what it says is of several GPUs"),
         (["--plot", "a.svg"], "Add --scale"),
+        (["--scale", "--offload", "cpu/none"], "cpu/none"),
         (["--scale", "--plot", "a.pdf"], "ends in .png or .svg"),
         (["--scale", "--plot", "missing/a.svg"], "there is no directory"),
         (["--scale", "--largest"], "two questions"),
