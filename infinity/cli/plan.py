@@ -103,6 +103,7 @@ def plan(
     """
     of_many = {
         "--stage": stages,
+        "--offload": offload,
         "--gpus-per-node": gpus_per_node,
         "--pcie": pcie,
         "--link": link,
