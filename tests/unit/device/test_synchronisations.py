@@ -120,6 +120,13 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "((flat >= start) & (flat < stop)).nonzero()": "likewise",
     },
     "updates/job.py": {"device.synchronize(device.download(here, coefficient.reshape(1), device.mark()))": _BACKGROUND},
+    "updates/momenta.py": {
+        "bool(found)": _NO_TENSOR,
+        "int(state.scalars['step'])": _HOST,
+        "int(norm.detach().cpu().float().view(torch.int32))": "once a step, where there are several ranks",
+        "norm.detach().cpu()": "likewise",
+        "multiplier.cpu()": "before ranks exchange what was multiplied, which waits for all of them",
+    },
     "updates/stepper.py": {
         "bool(unit.gathered)": _NO_TENSOR,
         "bool(self.updated)": _NO_TENSOR,
