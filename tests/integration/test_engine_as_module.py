@@ -18,6 +18,7 @@ import infinity
 from infinity.errors import ModelInUseError, UnsupportedModelError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -176,8 +177,7 @@ def test_a_dropped_engine_is_collected(tmp_path: Path) -> None:
     engine.step()
     watch = weakref.ref(engine)
     del engine, model
-    gc.collect()
-    assert watch() is None
+    wait_until(lambda: gc.collect() >= 0 and watch() is None)  # a thread may have some of it in hand at that moment
 
 
 def test_a_second_engine_on_the_same_model_is_refused(both: Lockstep, tmp_path: Path) -> None:
