@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch._dynamo  # which optimizers import at their first use: once here, not in each process
@@ -94,12 +95,14 @@ def _start(machine: str, shared: Path, volume: Path, hangs_in: int, *options: st
 
 
 def _kill(running: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(running.pid, signal.SIGKILL)
-    for line in subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(running.pid)], capture_output=True, text=True
-    ).stdout.split():
-        os.kill(int(line), signal.SIGKILL)
+    """End torchrun and what it has started, which is in sessions of its own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in (
+            *psutil.Process(running.pid).children(recursive=True),
+            running,
+        ):  # found before they lose their parent
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                os.kill(each.pid, signal.SIGKILL)
 
 
 def test_one_machine_is_lost_and_the_other_goes_on(
