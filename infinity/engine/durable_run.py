@@ -139,7 +139,7 @@ class DurableRun:
             )
         if self._header is not None:
             self.directory.remove(self._number)
-            self._header = None
+            self._header, self._number = None, 0  # the next one is the very first again
         return None
 
     @property

@@ -86,12 +86,12 @@ def _run(num: int, directory: Path, dies_in: tuple[int, ...] = (-1,) * 3) -> lis
 
 @pytest.mark.parametrize("num", [2, 3])
 def test_killed_in_a_commit_all_go_on_from_the_same_step(num: int, tmp_path: Path) -> None:
-    """Rank 1 dies before its commit, once the others have made theirs or are about to; in the very first one, too."""
+    """Rank 1 dies before its commit, once the others have made theirs or are about to; in the very first one, twice, too."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
     assert _run(num, whole) == [""] * num
-    for dies_in in ((-1, 1, -1), (-1, 3, -1), (4, -1, -1)):
+    for dies_in in ((-1, 1, -1), (-1, 1, -1), (-1, 3, -1), (4, -1, -1)):
         errors = _run(num, killed, dies_in)
         assert any("RankError" in error for error in errors), errors
     assert _run(num, killed) == [""] * num
