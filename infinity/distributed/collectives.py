@@ -25,13 +25,20 @@ with another rank in each part of its buckets, and last bits differ.
 [Note: meeting] Each exchange begins with a few numbers that say what it is. A rank that is elsewhere in its script (another
 number of backwards, an exception that it caught) is thus found by all, before gradients of two kinds are added up. One that has
 ended closes its connections, which ends the waiting of the others; one that hangs is waited for as long as the group's timeout.
+
+[Note: how a group ends] gloo's threads let go of tensors some time after what they carried is over, which takes Python's lock:
+once the interpreter has begun to end, that aborts the process. A group joins its threads when nothing refers to it any more. So
+nothing here keeps one alive that a script has destroyed, and one that nobody has destroyed is before the interpreter ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import secrets
+import threading
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,6 +49,7 @@ import torch
 
 from infinity.distributed.causes import Causes
 from infinity.errors import ConfigError, RankError
+from infinity.torch_internals.default_groups import forget_default_groups
 from infinity.torch_internals.group_store import default_store
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
@@ -142,6 +150,18 @@ def destroy_process_group(group: Any = None) -> None:
         torch.distributed.destroy_process_group(group)
 
 
+def _destroy_at_exit() -> None:
+    """See [Note: how a group ends]. One that still waits for other processes is left as it is."""
+
+    def end() -> None:
+        destroy_process_group()
+        forget_default_groups()
+
+    thread = threading.Thread(target=end, name="infinity-group-end", daemon=True)
+    thread.start()
+    thread.join(_EXIT_SECONDS)
+
+
 def call_torch(name: str, *args: Any, **kwargs: Any) -> Any:
     """A function of ``torch.distributed``, by its name."""
     return getattr(torch.distributed, name)(*args, **kwargs)
@@ -164,6 +184,8 @@ _STEP_NUMEL = 2048
 _ALL_GATHER = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
 """Since torch 2.13, and before."""
 _LONG = timedelta(days=3650)
+_EXIT_SECONDS = 5.0
+"""How long a group may take to end with the interpreter."""
 _CURE = "All ranks have to make the same calls in the same order: as many backwards and steps, each on its own data"
 
 
@@ -183,7 +205,7 @@ class Ranks:
         """
         self.index = index
         self.num = num
-        self._group = group
+        self._group = weakref.ref(group) if group is not None else lambda: None
         self._causes = causes
         self.sent_bytes: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
@@ -350,7 +372,7 @@ class Ranks:
 
     def _begin(self, what: str, name: str, tensor: torch.Tensor, other: int | None, tag: int) -> Any:
         try:
-            return getattr(torch.distributed, name)(tensor, other, group=self._group, tag=tag)
+            return getattr(torch.distributed, name)(tensor, other, group=self._group(), tag=tag)
         except (RuntimeError, ValueError) as error:  # the second where the group has been destroyed
             raise self._failed(what, error) from error
 
@@ -382,7 +404,7 @@ class Ranks:
 
     def _run(self, what: str, name: str, *args: Any) -> None:
         try:
-            getattr(torch.distributed, name)(*args, group=self._group)
+            getattr(torch.distributed, name)(*args, group=self._group())
         except RuntimeError as error:
             raise self._failed(what, error) from error
 
@@ -405,8 +427,8 @@ def _in_memory(
 
 
 _ALONE = Ranks()
-_worlds: list[tuple[Any, Ranks]] = []
-"""torch's default group, and what `world` made of it: none, or one."""
+_worlds: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+"""By torch's default group, what `world` made of it: see [Note: how a group ends]."""
 
 
 def world() -> Ranks:
@@ -414,7 +436,7 @@ def world() -> Ranks:
     if not is_initialized() or torch.distributed.get_world_size() == 1:
         return _ALONE
     default = torch.distributed.group.WORLD
-    if not _worlds or _worlds[0][0] is not default:
+    if default not in _worlds:
         takes_host_memory = "gloo" in torch.distributed.get_backend_config()
         group = None if takes_host_memory else torch.distributed.new_group(backend="gloo")
         index, num = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -424,5 +446,6 @@ def world() -> Ranks:
         causes = Causes(store, f"infinity/{number}", index, num) if store is not None else None
         if causes is not None:
             causes.listen()
-        _worlds[:] = [(default, Ranks(index, num, group, causes))]
-    return _worlds[0][1]
+        atexit.register(_destroy_at_exit)
+        _worlds[default] = Ranks(index, num, group, causes)
+    return _worlds[default]

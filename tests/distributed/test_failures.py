@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -175,3 +176,26 @@ def test_the_mean_is_that_of_ranks_in_their_order(tmp_path: Path, monkeypatch: p
         assert torch.equal(sent, torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() * 2)
 
     assert run_ranks(3, average, tmp_path) == ["", "", ""]
+
+
+def _gloo_threads() -> int:
+    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("is_destroyed", [False, True])
+def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path, is_destroyed: bool, stage: int) -> None:
+    """Else it may let go of a tensor while the interpreter ends, which aborts the process."""
+
+    def train(rank: int) -> None:
+        atexit._clear()  # what belongs to the process that this one was forked from
+        engine = _engine(zero_optimization={"stage": stage})
+        _step(engine)
+        assert _gloo_threads() > 0
+        if is_destroyed:
+            torch.distributed.destroy_process_group()
+        atexit._run_exitfuncs()
+        assert _gloo_threads() == 0
+        assert engine.global_steps == 1
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]

@@ -184,6 +184,7 @@ _NOT_FOR_THE_DEVICE = (
     "infinity/vertical/baton.py",
     "infinity/distributed/agreement.py",
     "infinity/distributed/pulls.py",
+    "infinity/distributed/collectives.py",
 )
 """Threads that run the user's code, in what is set in the user's own thread: see `Ambient`; and those that only talk."""
 
