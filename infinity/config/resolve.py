@@ -91,8 +91,6 @@ def resolve(
     stage = zero.stage
     if stage < 3 and world_size == 1:
         findings.note("zero_optimization.stage", f"stage {stage} runs as stage 3, with the same numbers")
-    elif stage == 3 and world_size > 1:
-        findings.note("zero_optimization.stage", "stage 3 runs as stage 2: each process keeps all model weights")
     config = InfinityConfig(
         train_batch_size=batch.train,
         train_micro_batch_size_per_gpu=batch.micro,

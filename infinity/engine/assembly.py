@@ -100,13 +100,10 @@ def build(
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
     share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
     shares = Shares(ranks.index, ranks.num) if config.zero_stage > 0 else Shares()
-    divides = (
-        config.zero_stage == 3
-        and shares.is_divided
-        and config.offload_param.device == "nvme"
-        and device.shares_host_memory
-        and durable is None
-    )
+    divides = config.zero_stage == 3 and shares.is_divided and device.shares_host_memory and durable is None
+    if config.zero_stage == 3 and shares.is_divided and not divides:
+        why = "on GPUs" if durable is None else "in a durable run"
+        logger.warning("zero_optimization.stage: 3 runs as 2, each process keeps all model weights %s", why)
     draft = Draft.of(
         model,
         config,

@@ -64,7 +64,7 @@ class EngineResources:
             request: what the placement was asked, for predictions.
             sizes: all units.
             run: where a durable run is committed; closed with the rest.
-            shares: of weights that rest on drives, where ranks divide those. All of them come here at the same point then.
+            shares: of weights that do not stay in memory whole, where ranks divide those. All come here at the same point then.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -95,6 +95,10 @@ class EngineResources:
             needed[param_key] = sum(self._resting["nvme"].values())
         if param_key[0] == "nvme":
             needed[param_key] = self._resting["nvme"]["weights"]
+        elif shares is not None:
+            param_key = ("shares", ())
+            num_bytes = request.shares_in_memory(sizes) or 4096
+            self._swappers[param_key] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
         if state_key[0] == "nvme":
             needed[state_key] = needed.get(state_key, 0) + sum(
                 size for kind, size in self._resting["nvme"].items() if kind != "weights"

@@ -214,6 +214,12 @@ class Request:
         """Bytes of the memory through which shares of weights go to other processes."""
         return NUM_SERVED * max((unit.weight_share_bytes or 0 for unit in units), default=0)
 
+    def shares_in_memory(self, units: Sequence[UnitSize]) -> int | None:
+        """Bytes of this process's share of weights that rest in host memory; None if no weights are divided there."""
+        if not self.keeps_all_weights or all(unit.weight_share_bytes is None for unit in units):
+            return None
+        return sum(unit.weight_share_bytes or 0 for unit in units)
+
     def saved_by_weights(self, unit: UnitSize) -> int:
         """Bytes that a step does not move if the unit's weights stay in memory."""
         return self.weight_reads * unit.stored_weight_bytes + self.trainable_bytes(unit)

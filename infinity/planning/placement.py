@@ -83,7 +83,7 @@ class Placement:
     resident_units: frozenset[int]
     """Units whose weights rest in their flat buffers."""
     hosted_units: frozenset[int]
-    """Units whose weights rest in host memory beside the device's."""
+    """Units whose weights rest in host memory beside the device's, or this process's share of them does."""
     states_in_memory: tuple[int, ...]
     """For each unit, of how many elements, from the first on whose states this process keeps, those rest in host memory."""
     kept_bytes: int
@@ -120,7 +120,7 @@ class _Option:
 
     residents: frozenset[int]
     hosts_all: bool
-    """All units that do not stay on the device rest in host memory."""
+    """All units that do not stay on the device, or this process's share of each, rest in host memory."""
     keeps_all_records: bool
     flat_bytes: int
     """Of the host's: flat buffers."""
@@ -275,7 +275,8 @@ class _Planner:
     def _option(self, residents: frozenset[int], *, hosts_all: bool, records: bool) -> _Option:
         request = self._request
         moving = [index for index in self._order if index not in residents]
-        flat_bytes = upload_bytes = kept_bytes = 0
+        flat_bytes = upload_bytes = 0
+        kept_bytes = request.shares_in_memory(self._units) or 0
         if request.shares_host_memory:
             flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
         elif hosts_all:
@@ -310,6 +311,8 @@ class _Planner:
                 hosts = {request.param_tier == "cpu", request.param_tier == "cpu" or self._may_host()}
                 for hosts_all in sorted(hosts, reverse=True):
                     yield self._option(self._on_device, hosts_all=hosts_all, records=keeps_records)
+            elif request.shares_in_memory(self._units) is not None:
+                yield self._option(frozenset(), hosts_all=True, records=keeps_records)
             elif request.keeps_all_weights:
                 yield self._option(frozenset(self._order), hosts_all=False, records=keeps_records)
             else:
@@ -359,11 +362,12 @@ class _Planner:
         gradient_bytes = max(share.num_bytes, option.gradient_bytes + gradients)
         left -= gradient_bytes - option.gradient_bytes - gradients
 
-        hosted = frozenset() if request.shares_host_memory else frozenset(taken)
-        residents = option.residents.union(taken) if request.shares_host_memory else option.residents
+        is_resident = request.shares_host_memory and not option.hosts_all
+        hosted = frozenset() if is_resident else frozenset(taken)
+        residents = option.residents.union(taken) if is_resident else option.residents
         weights_bytes = self._device_bytes
         if request.shares_host_memory:
-            base = option.flat_bytes + flats + self._bytes_of(taken)
+            base = option.flat_bytes + flats + (self._bytes_of(taken) if is_resident else 0)
             weights_bytes = min(base + left, self._total)
             left -= max(weights_bytes - base, 0)
         elif not option.hosts_all:
@@ -447,14 +451,18 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
     largest = sorted(units, key=lambda unit: -unit.weight_bytes)[:2]
     names = " and ".join(unit.name for unit in largest)
     parts = []
-    if least.kept_bytes:
+    share_bytes = request.shares_in_memory(units)
+    if share_bytes is not None:
+        parts.append(f"{format_bytes(share_bytes)} for this process's share of the weights")
+    kept_bytes = least.kept_bytes - (share_bytes or 0)
+    if kept_bytes:
         keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
         keys += ["offload_optimizer"] if least.keeps_all_records else []
         what = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
-        parts.append(f"{format_bytes(least.kept_bytes)} for {what}")
+        parts.append(f"{format_bytes(kept_bytes)} for {what}")
     if least.flat_bytes:
         what = f"the weights of {names}"
-        if request.keeps_all_weights:
+        if request.keeps_all_weights and share_bytes is None:
             what = f'all weights (offload_param.device is "{request.param_tier}")'
         parts.append(f"{format_bytes(least.flat_bytes)} for {what}")
     parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")

@@ -49,7 +49,7 @@ def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> d
     for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
         is_hosted = index in placement.hosted_units
         tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
-        tiers[tier]["weights"] += size.stored_weight_bytes if tier == "nvme" else size.weight_bytes
+        tiers[tier]["weights"] += size.weight_bytes if index in placement.resident_units else size.stored_weight_bytes
         if request.optimizer_tier == "none" and not request.shares_host_memory:
             add_records("device", size.state_numel, size.num_states)
         else:

@@ -1,9 +1,10 @@
-"""Stage 3 on drives: each rank keeps its share of the weights, and units are put together from all ranks."""
+"""Stage 3: each rank keeps its share of the weights, and units are put together from all ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -48,12 +49,12 @@ class _Model(nn.Module):
         return out
 
 
-def _config(directory: Path, stage: int = 3, **changes: Any) -> dict[str, Any]:
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
+def _config(directory: Path, stage: int = 3, tier: str = "nvme", **changes: Any) -> dict[str, Any]:
+    where = {"device": tier, "nvme_path": str(directory)}
     return {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "offload_param": nvme, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {"stage": stage, "offload_param": where, "offload_optimizer": {"device": "cpu"}},
         "infinity": {"keep_in_memory": False},
     } | changes
 
@@ -89,7 +90,9 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
-@pytest.mark.parametrize(("num", "changes"), [(2, {}), (4, {"bf16": {"enabled": True}})])
+@pytest.mark.parametrize(
+    ("num", "changes"), [(2, {}), (4, {"bf16": {"enabled": True}}), (2, {"tier": "none"}), (3, {"tier": "cpu"})]
+)
 def test_tied_and_frozen_weights_train_as_whole_ones(num: int, changes: dict[str, Any], tmp_path: Path) -> None:
     def train(rank: int) -> None:
         expected: dict[str, torch.Tensor] = {}
@@ -182,9 +185,40 @@ def test_what_each_rank_keeps_reads_and_sends(tmp_path: Path) -> None:
         assert sum(found["sent"]["fetches"] for found in of_ranks) == num_fetches * unit_bytes * others
 
 
-def test_one_rank_alone_reads_what_it_likes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_weights_in_host_memory_are_divided(tier: str, tmp_path: Path) -> None:
+    """Each rank's share lies there, and what the budget has room for of the others, but nothing on drives."""
+    num_layers, width, num = 12, 512, 3
+    model_bytes = 4 * num_layers * width * width
+    section = {"host_memory_budget": "24MB"}  # of it, gradients: as many bytes as the model
+
+    def train(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+        config = _config(tmp_path, tier=tier, infinity=section, optimizer={"type": "SGD", "params": {"lr": 0.01}})
+        with infinity.initialize(model=model, config=config)[0] as engine:
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, width)).sum())
+                engine.step()
+            plan = engine.plan
+            assert plan.resting_bytes["host"]["weights"] == pytest.approx(model_bytes / num, rel=0.01)
+            assert plan.resting_bytes["nvme"]["weights"] == plan.predicted_read_bytes_per_step == 0
+            assert plan.placement.weights_bytes < model_bytes
+            assert plan.placement.host_bytes(engine._parts.storage._request) <= 24e6
+            assert engine.report.read_bytes == engine.report.write_bytes == 0
+            assert 3 * world().sent_bytes["fetches"] > model_bytes
+
+    _require(num, train, tmp_path)
+    tight: dict[str, Any] = {"infinity": {"host_memory_budget": "200KB"}}
+    (tmp_path / "tight").mkdir()
+    for error in run_ranks(2, lambda rank: _engine(tmp_path, tier=tier, **tight), tmp_path / "tight"):
+        assert re.search(r"for this process's share of the weights, .* for the weights of", error)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
     def look(rank: int) -> None:
-        with _engine(tmp_path) as engine:
+        with _engine(tmp_path, tier=tier) as engine:
             _step(engine, rank, 0)
             if rank == 1:
                 found = _weights(engine)

@@ -67,7 +67,7 @@ class ZeroBlock(Block):
 
     stage: Annotated[Count, Field(le=3)] = 3
     """What several processes divide among them: from 1 on main weights, optimizer states and their updates; with 3
-    also model weights that rest on drives. The numbers are the same with all of them, and one process takes it as 3."""
+    also model weights. The numbers are the same with all of them, and one process takes it as 3."""
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 

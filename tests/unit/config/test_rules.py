@@ -152,7 +152,6 @@ def test_lower_stages_are_noted(stage: int) -> None:
 def test_several_processes_exchange_updates_in_the_step_from_stage_1_on(stage: int) -> None:
     config = load_config(BASE | {"train_batch_size": 2, "zero_optimization": {"stage": stage}}, world_size=2)
     assert config.infinity.update == ("deferred" if stage == 0 else "step")
-    assert any("stage 3 runs as stage 2" in notice for notice in config.notices) == (stage == 3)
 
 
 @pytest.mark.parametrize(
