@@ -11,7 +11,6 @@ import math
 import struct
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from infinity.errors import CheckpointError
 from infinity.torch_internals.foreign_writes import plain_array
 from swapper.volumes.block_files import BlockFile, BlockThreads
+from swapper.volumes.thread_pool import Work
 from swapper.wrappers.checksum import crc32c
 
 CHUNK_BYTES = 2 << 20
@@ -327,7 +327,7 @@ class ArrayReader:
         spec = self.spec
         self._check_size(self._path.stat().st_size)
         file = BlockFile(self._path)
-        pending: deque[tuple[int, int, Future[_Bytes]]] = deque()
+        pending: deque[tuple[int, int, Work[_Bytes]]] = deque()
         waiting = enumerate(spec.spans())
         start_of_chunks = _aligned(spec.index_bytes)
         try:
@@ -354,8 +354,6 @@ class ArrayReader:
             raise CheckpointError(self._path, str(error)) from error
         finally:
             file.let_go()
-            for *_, reading in pending:
-                reading.cancel()
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes != self.spec.num_bytes:

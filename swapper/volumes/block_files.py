@@ -11,7 +11,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
-from swapper.volumes.thread_pool import ThreadPool
+from swapper.volumes.thread_pool import ThreadPool, Work
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -99,11 +98,11 @@ class BlockThreads:
     def __init__(self, block_bytes: int, num_threads: int = 8) -> None:
         """``block_bytes``: the largest block; rounded up to a multiple of 4096."""
         self.block_bytes = round_up(block_bytes, ALIGNMENT)
-        self._executor = ThreadPool(num_threads, thread_name_prefix="checkpoint")
+        self._pool = ThreadPool(num_threads)
         self._num_threads = num_threads
         self._free: list[Bytes] = []
         self._regions: list[AlignedRegion] = []
-        self._writes: deque[Future[None]] = deque()
+        self._writes: deque[Work[None]] = deque()
 
     def __enter__(self) -> BlockThreads:
         return self
@@ -111,7 +110,7 @@ class BlockThreads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._executor.shutdown(cancel_futures=kind is not None)
+        self._pool.close()
         self._free.clear()
         self._regions.clear()  # each goes when nobody looks at it
 
@@ -146,7 +145,7 @@ class BlockThreads:
                 file.let_go()
                 self._free.append(block)
 
-        self._writes.append(self._executor.submit(run))
+        self._writes.append(self._pool.submit(run))
 
     def finish(self) -> None:
         """Return when all is written; raises OSError if something was not."""
@@ -155,10 +154,10 @@ class BlockThreads:
 
     def run(self, works: Sequence[Callable[[], None]]) -> None:
         """Do all of these, several at a time; raises the first error."""
-        for future in [self._executor.submit(work) for work in works]:
-            future.result()
+        for work in [self._pool.submit(each) for each in works]:
+            work.result()
 
-    def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Future[Bytes]:
+    def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Work[Bytes]:
         """Start to read a block; the result is its memory, of ``block_bytes``, after ``check`` has seen what was read."""
         block = self.take()
         file.use()
@@ -172,7 +171,7 @@ class BlockThreads:
                 file.let_go()
 
         try:
-            return self._executor.submit(run)
+            return self._pool.submit(run)
         except BaseException:
             file.let_go()
             raise

@@ -110,9 +110,8 @@ class Volume(Uncopyable):
         Raises:
             OSError: One of them failed. What was written may be lost, also if it is tried again.
         """
-        with ThreadPool(len(self.files), "swapper-sync") as pool:
-            for done in [pool.submit(os.fdatasync, file.fd) for file in self.files]:
-                done.result()
+        with ThreadPool(len(self.files)) as pool:
+            pool.map(os.fdatasync, [file.fd for file in self.files])
 
     def describe(self) -> str:
         """Return one line for logs."""
