@@ -1,8 +1,8 @@
 """Threads for work on files that also has to be done while the interpreter ends.
 
-[Note: pools and interrupts] A KeyboardInterrupt inside of ``ThreadPoolExecutor.submit`` can leave a lock of it taken, even the one
-that all executors of a process share: then the next save waits for ever, and so does the end of the interpreter. Here what the
-caller does takes locks for one step only; see [Note: bells] in `swapper.sync.bell`.
+[Note: pools and interrupts] A KeyboardInterrupt inside of ``ThreadPoolExecutor.submit`` can leave a lock of it taken, even the
+one that all executors of a process share: then the next save waits for ever, and so does the end of the interpreter. Here what
+the caller does takes locks for one step only; see [Note: bells] in `swapper.sync.bell`.
 """
 
 from __future__ import annotations
