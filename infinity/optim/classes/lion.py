@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from infinity.optim.classes.per_parameter import PerParameterOptimizer
 
-class Lion(Optimizer):
+
+class Lion(PerParameterOptimizer):
     """Lion by Algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023).
 
     Per element, with gradient `g`, momentum `m`, weight `w`::
@@ -48,35 +48,7 @@ class Lion(Optimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: recomputes the model's loss with gradients; called once, before the update.
-
-        Returns:
-            What the closure returned, or None without one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        self._update(param, param.grad, group)
-        return loss
-
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise RuntimeError("Lion does not support sparse gradients")
         state = self.state[param]
         if not state:
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
+
+from infinity.optim.classes.per_parameter import PerParameterOptimizer
 
 IS_MOMENTUM = "is_momentum"
 """In a group's hyperparameters: what stands in the place of gradients is the new momentum."""
 
 
-class OneBitAdam(Optimizer):
+class OneBitAdam(PerParameterOptimizer):
     """1-bit Adam by Algorithm 1 of "1-bit Adam" (Tang et al., 2021, arXiv 2102.02888).
 
     In a parameter's first ``freeze_step`` steps (the warm-up) it is AdamW. Then, per element, with gradient `g`, momentum `m`,
@@ -74,35 +74,7 @@ class OneBitAdam(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: recomputes the model's loss with gradients; called once, before the update.
-
-        Returns:
-            What the closure returned, or None without one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        self._update(param, param.grad, group)
-        return loss
-
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise RuntimeError("OneBitAdam does not support sparse gradients")
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu")
