@@ -6,7 +6,6 @@ import _thread
 import random
 import signal
 import threading
-import time
 from types import FrameType
 
 import pytest
@@ -67,8 +66,7 @@ def test_interrupts_leave_nothing_locked() -> None:
     draw = random.Random(0)
     num_interrupted = 0
     try:
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
+        while num_interrupted < 300:
             done: list[int] = []
             brought = 0
             pool = ThreadPool(2)
@@ -85,4 +83,3 @@ def test_interrupts_leave_nothing_locked() -> None:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-    assert num_interrupted > 50
