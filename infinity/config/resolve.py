@@ -258,7 +258,9 @@ def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book
     autotune: AutotuneMode = "once" if measures_once else "always" if infinity.autotune_io else "off"
     rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
     book.note("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
-    book.note("aio.intra_op_parallelism", num_threads)
+    wanted_threads = aio.intra_op_parallelism or num_threads
+    raised = f"{num_threads} ({wanted_threads} raised to the fewest that keep a drive busy)"
+    book.note("aio.intra_op_parallelism", num_threads if wanted_threads == num_threads else raised)
     book.note("aio.queue_depth", f"{max_inflight} requests in flight")
     book.note("infinity.io_backend", infinity.io_backend)
     book.note("infinity.verify_checksums", infinity.verify_checksums)

@@ -113,6 +113,12 @@ def test_a_rounded_block_size_is_said() -> None:
     assert _decided(_load({"block_size": 8192}))["aio.block_size"] == (8192, "config")
 
 
+def test_raised_threads_are_said() -> None:
+    value, who = _decided(_load({"thread_count": 1}))["aio.intra_op_parallelism"]
+    assert (value, who) == ("4 (1 raised to the fewest that keep a drive busy)", "config")
+    assert _decided(_load({"thread_count": 6}))["aio.intra_op_parallelism"] == (6, "config")
+
+
 def test_deepspeeds_switch_for_gds() -> None:
     config = _load({"use_gds": True})
     assert config.io.use_gds and config.notices == () and config.io.backend == "auto"
