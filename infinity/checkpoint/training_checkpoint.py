@@ -47,6 +47,7 @@ from infinity.tiers.user_copies import NewCopy
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
 from infinity.units.unit import Unit
+from swapper import Latch
 from swapper.volumes.block_files import BlockThreads
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,8 @@ class Saving:
         self._sinks: dict[tuple[int, int, str], _Sink] = {}
         self._left: dict[int, int] = {}
         """Unit index -> tensors that are not saved yet; of those that have any."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._ahead_bytes = 0 if is_watching else AHEAD_BYTES
         self._wanted: deque[int] = deque()
         """Units that somebody waits for."""
@@ -301,7 +303,7 @@ class Saving:
                 for sink in self._sinks.values():
                     sink.end()
         finally:
-            with self._changed:
+            with self._lock:
                 self._left.clear()
                 self._changed.notify_all()
 
@@ -309,7 +311,7 @@ class Saving:
         """Whether the unit is saved, or is so in time."""
         if unit.index not in self._left:
             return True
-        with self._changed:
+        with self._lock:
             self._wanted.append(unit.index)
             return self._changed.wait_for(lambda: unit.index not in self._left, timeout_seconds)
 
@@ -318,7 +320,7 @@ class Saving:
         waiting = dict.fromkeys(self._left)
         while waiting:
             index = next(iter(waiting))
-            with self._changed:
+            with self._lock:
                 while self._wanted:
                     wanted = self._wanted.popleft()
                     if wanted in waiting:
@@ -336,7 +338,7 @@ class Saving:
                 f"weights of unit '{self._units[index].name}' were written to by the script while they were being saved",
                 cure="Call engine.wait_for_checkpoint() before writing to weights, or save with blocking=True",
             )
-        with self._changed:
+        with self._lock:
             self._left[index] -= 1
             if not self._left[index]:
                 del self._left[index]
@@ -358,7 +360,7 @@ class BackgroundSave:
         self._error: BaseException | None = None
         self._begun = threading.Lock()
         """Taken by the thread that runs it, for good."""
-        self._over = threading.Event()
+        self._over = Latch()
 
     def start(self, owner: object) -> None:
         """Begin, unless that has happened. ``owner`` is no garbage until it is over.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
+from swapper import Latch
 
 T = TypeVar("T")
 PULSE_SECONDS = 1.0
@@ -92,7 +93,7 @@ def on_first(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
 @contextlib.contextmanager
 def _pulse(ranks: Ranks, waiting: str) -> Iterator[None]:
     """Inside the ``with`` block, in which this thread talks to nobody, another one tells the others that it is still there."""
-    is_over = threading.Event()
+    is_over = Latch()
     problems: list[RankError] = []
 
     def beat() -> None:

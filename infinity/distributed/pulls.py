@@ -27,6 +27,7 @@ import torch
 
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
+from swapper import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ class Pulls:
                 self.ranks.finish("waiting for requests", begun, is_patient=True)
             except RankError:  # one rank has ended; others may still ask
                 num_failures += 1
-                threading.Event().wait(_PAUSE_SECONDS)
+                Latch().wait(_PAUSE_SECONDS)
                 continue
             self._take(_Request(self.ranks.source_of(begun), *request.tolist()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from infinity.errors import RunLogError
 from infinity.reporting.verdict import judge, steady_steps
 from infinity.run_log import Run, RunReader
 from infinity.telemetry.report import StepReport
+from swapper import Latch
 
 _BETWEEN_SECONDS = 0.5
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -84,7 +84,7 @@ def _check(reader: RunReader, *, goes_on: bool) -> None:
 
 
 def _pause() -> None:
-    threading.Event().wait(_BETWEEN_SECONDS)
+    Latch().wait(_BETWEEN_SECONDS)
 
 
 def show(run: Run, *, goes_on: bool) -> RenderableType:

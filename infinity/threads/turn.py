@@ -156,7 +156,8 @@ class Turn:
 
     def __init__(self, rules: TurnRules) -> None:
         self._rules = rules
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._owner: int | None = None
         self._what = ""
         self._depth = 0
@@ -227,10 +228,10 @@ class Turn:
         try:
             # Before the lock, which is not fair: those who come and go would take it again and again.
             self._queue.append(ticket)
-            with self._changed:
+            with self._lock:
                 return self._begin(ticket, what, joins=joins, inside=inside)
         finally:
-            with self._changed:
+            with self._lock:
                 if ticket in self._queue:  # else an interrupt came before that
                     self._queue.remove(ticket)
                 if self._owner is None:
@@ -276,7 +277,7 @@ class Turn:
         """The counterpart of `begin`."""
         if self._guests:
             me = get_ident()
-            with self._changed:
+            with self._lock:
                 if me in self._guests and me != self._owner:
                     self._guests[me] -= 1
                     if not self._guests[me]:
@@ -285,7 +286,7 @@ class Turn:
         if self._depth > 1:
             self._depth -= 1
             return
-        with self._changed:
+        with self._lock:
             self._release()
 
     def be_outermost(self) -> None:
@@ -336,12 +337,12 @@ class Turn:
             TurnError: one does not move any more.
         """
         if self._guests:
-            with self._changed:
+            with self._lock:
                 self._wait(lambda: not self._guests, lambda: next(iter(self._guests)), "changing weights")
 
     def look_again(self) -> None:
         """What `TurnRules.admits_guests` says may have changed."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     @resting
@@ -400,7 +401,8 @@ class Turn:
 
     def _forget(self) -> None:
         """This is a forked child: no other thread is there, and the memory of the parent's is not."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._is_forked = True
         self._owner, self._depth = None, 0
         self._queue.clear()

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError, VolumeTooSmallError, error_words
+from swapper.sync.bell import Latch
 from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, open_nameless, write_in_place
 
 WINDOW_BYTES = 64 << 20
@@ -238,7 +239,7 @@ class _Writer:
         self._floor_bytes = _mapped_bytes()
 
     def _run(self) -> None:
-        pause = threading.Event()
+        pause = Latch()
         while True:
             pause.wait(_SECONDS_BETWEEN_LOOKS)
             mapped_bytes = _mapped_bytes()

@@ -166,13 +166,14 @@ class DelayLine:
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
         """Call the function after so many seconds; at once if there is nothing to wait for."""
-        with self._changed:
+        with self._lock:
             is_due = seconds <= 0 or self._is_closed
             if not is_due:
                 heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), function))
@@ -185,7 +186,7 @@ class DelayLine:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._due and not self._is_closed:
                     self._changed.wait()
                 if not self._due:
@@ -199,7 +200,7 @@ class DelayLine:
 
     def close(self) -> None:
         """Call everything that still waits now, and stop the thread. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -139,6 +139,27 @@ def no_print(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno} {dotted(node.func)}"
 
 
+_LOCKS_IN_PYTHON = frozenset(
+    f"threading.{name}" for name in ("Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier")
+) | {"queue.Queue", "ThreadPoolExecutor", "concurrent.futures.ThreadPoolExecutor"}
+
+
+def no_locks_in_python(module: Module) -> Iterator[str]:
+    """An interrupt inside of them leaves their lock taken: see [Note: bells] in swapper.sync.bell."""
+    if module.path.startswith(("swapper/testing/", "infinity/bench/")):
+        return
+    for node in ast.walk(module.tree):
+        name = dotted(node.func) if isinstance(node, ast.Call) else ""
+        if (
+            isinstance(node, ast.Call)
+            and name in _LOCKS_IN_PYTHON
+            and not (name == "threading.Condition" and node.args)
+        ):
+            yield f"{module.path}:{node.lineno} uses {name}"
+        if isinstance(node, ast.With) and any(ast.unparse(item.context_expr) == "self._changed" for item in node.items):
+            yield f"{module.path}:{node.lineno} enters a condition, and not its lock"
+
+
 def distributed_in_collectives(module: Module) -> Iterator[str]:
     """`torch.distributed` appears in collectives.py only."""
     if Path(module.path).name == "collectives.py":
@@ -327,6 +348,7 @@ _RULES: dict[Rule, tuple[str, str]] = {
     public_swapper_only: ("infinity/engine/engine.py", "from swapper.scheduling.scheduler import _Queue\n"),
     named_by_noun: ("infinity/utils.py", ""),
     no_print: ("infinity/engine/engine.py", "print('hello')\n"),
+    no_locks_in_python: ("swapper/swapper.py", "import threading\nx = threading.Event()\n"),
     distributed_in_collectives: ("infinity/engine/engine.py", "import torch\nx = torch.distributed.get_rank()\n"),
     streams_in_device: ("infinity/engine/engine.py", "import torch\ns = torch.cuda.Stream()\n"),
     threads_enter_the_device: ("infinity/engine/engine.py", "t = threading.Thread(target=run)\ndef run(): pass\n"),

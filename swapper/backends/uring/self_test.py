@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ from swapper.backend import Direction, IORequest
 from swapper.backends.uring.backend import UringBackend
 from swapper.config import ALIGNMENT
 from swapper.memory.region import AlignedRegion
+from swapper.sync.bell import Latch
 from swapper.volumes.volume import Volume
 
 _TEST_BYTES = 4 * ALIGNMENT
@@ -96,7 +96,7 @@ def _compare(expected: _Bytes, found: _Bytes, what: str) -> str:
 
 
 def _transfer(backend: UringBackend, direction: Direction, offset: int, array: _Bytes) -> str:
-    is_over = threading.Event()
+    is_over = Latch()
     outcome: list[str] = []
 
     def complete(request: IORequest, transferred_bytes: int, error: OSError | None) -> None:

@@ -68,7 +68,7 @@ class _Bench:
             self.units.append(Unit(index, f"unit {index}", parameters, layout))
             self.units[-1].stays_resident = not is_paged or index < num_resident
         chunks = [unit.layout.chunks(CHUNK_GRANULE) for unit in self.units]
-        arena = StagingArena(-(-form.workspace_bytes(CHUNK_GRANULE, 2) // 4096) * 4096, 1, deadline_seconds=0.2)
+        arena = StagingArena(-(-form.workspace_bytes(CHUNK_GRANULE, 2) // 4096) * 4096, 1, deadline_seconds=60)
         self.records = PagedStateStore(swapper, arena, form)
         self.weights = WeightStore(swapper, ComputeDevice()) if is_paged else None
         for unit in self.units:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import gc
+import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -144,6 +146,30 @@ def test_the_block_of_a_turn_ends_it_after_an_error_too(turn: Turn, workers: lis
         raise ZeroDivisionError
     assert not turn.is_mine
     workers[0].do(turn.begin, "a step", reads=False)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside of a callback
+def test_an_interrupt_leaves_no_lock_taken(turn: Turn, workers: list[_Worker]) -> None:
+    draw = random.Random(0)
+    before = signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+    num_interrupted = 0
+    try:
+        while num_interrupted < 300:
+            try:
+                signal.setitimer(signal.ITIMER_VIRTUAL, draw.uniform(2e-5, 4e-4))
+                for _ in range(100_000):
+                    turn.begin("a forward", reads=False)
+                    turn.end()
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            workers[0].do(turn.look_again)  # which waits for the lock
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    turn.be_outermost()
+    if turn.is_mine:
+        turn.end()
 
 
 def test_first_come_first_served(turn: Turn, workers: list[_Worker]) -> None:
