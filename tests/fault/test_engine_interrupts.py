@@ -78,8 +78,10 @@ def test_whoever_leaves_by_an_interrupt_leaves_nothing(order: str, tmp_path: Pat
     for point in some_of(counted.points, _NUM_POINTS):
         interrupt = Interrupt(_is_ours, point)
         num_interrupts += is_cut_off(functools.partial(_leave_by, interrupt, order, tmp_path), interrupt)
-        gc.collect()
-        wait_until(lambda: set(threading.enumerate()) <= before, f"the end of threads after {interrupt.where}")
+        wait_until(
+            lambda: gc.collect() >= 0 and set(threading.enumerate()) <= before,
+            f"the end of threads after {interrupt.where}",
+        )
         assert not _open_files(tmp_path), interrupt.where
         assert _top_hooks() is None and torch.is_grad_enabled(), interrupt.where
         torch.ones(2, requires_grad=True).exp().sum().backward()
@@ -205,6 +207,5 @@ def test_an_initialize_that_was_interrupted_anywhere_leaves_the_model_as_it_was(
                 assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), interrupt.where
             assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()), interrupt.where
             infinity.initialize(model=model, config=config)[0].close()
-    gc.collect()
-    wait_until(lambda: threading.active_count() <= num_threads)
+    wait_until(lambda: gc.collect() >= 0 and threading.active_count() <= num_threads)
     assert os.listdir(tmp_path) == []

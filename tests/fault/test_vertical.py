@@ -35,8 +35,7 @@ _AT_STEP = {**_VERTICAL, "infinity": {"schedule": "vertical", "update": "step"}}
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    gc.collect()
-    wait_until(lambda: not any(thread.is_alive() for thread in threading.enumerate() if thread not in before))
+    wait_until(lambda: gc.collect() >= 0 and not any(t.is_alive() for t in threading.enumerate() if t not in before))
 
 
 def _reference_step(both: Lockstep, step: int) -> None:

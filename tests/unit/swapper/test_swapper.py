@@ -221,8 +221,7 @@ def test_the_handle_keeps_the_buffer_alive(swapper: Swapper) -> None:
     handle.wait()
     assert (memory == 3).all()
     del memory
-    gc.collect()
-    wait_until(lambda: alive() is None)  # the worker may still be on its way out of the transfer
+    wait_until(lambda: gc.collect() >= 0 and alive() is None)  # the worker may still be on its way out of the transfer
     assert handle.done() and handle.error is None and "done" in repr(handle)
 
 
