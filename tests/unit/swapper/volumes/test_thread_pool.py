@@ -66,7 +66,7 @@ def test_interrupts_leave_nothing_locked() -> None:
     draw = random.Random(0)
     num_interrupted = 0
     try:
-        while num_interrupted < 300:
+        while num_interrupted < 100:
             done: list[int] = []
             brought = 0
             pool = ThreadPool(2)
