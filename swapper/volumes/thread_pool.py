@@ -53,7 +53,10 @@ class Work(Generic[T]):
         """Return what it returned, or raise what it raised, when it is over."""
         self.wait()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error's traceback has this frame, and would keep what failed alive
         return self._result
 
 

@@ -148,6 +148,11 @@ def no_locks_in_python(module: Module) -> Iterator[str]:
     """An interrupt inside of them leaves their lock taken: see [Note: bells] in swapper.sync.bell."""
     if module.path.startswith(("swapper/testing/", "infinity/bench/")):
         return
+    conditions = {
+        ast.unparse(node.targets[0])
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("threading.Condition(")
+    }
     for node in ast.walk(module.tree):
         name = dotted(node.func) if isinstance(node, ast.Call) else ""
         if (
@@ -156,7 +161,7 @@ def no_locks_in_python(module: Module) -> Iterator[str]:
             and not (name == "threading.Condition" and node.args)
         ):
             yield f"{module.path}:{node.lineno} uses {name}"
-        if isinstance(node, ast.With) and any(ast.unparse(item.context_expr) == "self._changed" for item in node.items):
+        if isinstance(node, ast.With) and any(ast.unparse(item.context_expr) in conditions for item in node.items):
             yield f"{module.path}:{node.lineno} enters a condition, and not its lock"
 
 
