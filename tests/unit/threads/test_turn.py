@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -464,15 +465,13 @@ def test_a_drive_is_waited_for_as_long_as_it_takes(turn: Turn, rules: _Rules, wo
 
 @pytest.mark.usefixtures("clock")
 def test_a_thread_whose_code_goes_on_is_waited_for(turn: Turn, rules: _Rules, workers: list[_Worker]) -> None:
-    odd, even = threading.Lock(), threading.Lock()
-    odd.acquire()
-    even.acquire()
+    goes_on: SimpleQueue[None] = SimpleQueue()
 
     def work() -> None:
         turn.begin("a forward", reads=False)
         for _ in range(20):
-            odd.acquire()
-            even.acquire()
+            goes_on.get()
+            goes_on.get()  # on another line: it has moved
         turn.end()
 
     num_looks = 0
@@ -481,8 +480,10 @@ def test_a_thread_whose_code_goes_on_is_waited_for(turn: Turn, rules: _Rules, wo
         """The waiting thread looks a second time: the other one goes on."""
         nonlocal num_looks
         before = module._position(workers[0].ident)
-        (even if num_looks % 2 else odd).release()
+        goes_on.put(None)
         num_looks += 1
+        if num_looks > 40:  # it is about to end, and may have to wait for a processor
+            return True
         wait_until(lambda: module._position(workers[0].ident) != before, "the next line")
         return False
 
@@ -491,7 +492,7 @@ def test_a_thread_whose_code_goes_on_is_waited_for(turn: Turn, rules: _Rules, wo
     wait_until(lambda: turn._owner == workers[0].ident)
     assert turn.begin("a step", reads=False) is False
     turn.end()
-    assert num_looks == 40
+    assert num_looks >= 40
     working.result(60)
 
 
