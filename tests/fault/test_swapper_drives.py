@@ -410,8 +410,8 @@ from swapper import Swapper, SwapperConfig
 
 config = SwapperConfig(request_bytes=256 << 10, backend="threads")
 with Swapper.open(json.loads({arguments!r}), 66 << 20, config) as swapper:
-    extent = swapper.allocate(16 << 20, "unit")
-    memory = np.ones(16 << 20, dtype=np.uint8)
+    extent = swapper.allocate(8 << 20, "unit")
+    memory = np.ones(8 << 20, dtype=np.uint8)
     swapper.write(extent, memory).wait()
     started = time.monotonic()
     for _ in range(4):
@@ -429,11 +429,11 @@ def test_drives_of_unequal_speed_are_measured_and_add_up(
     run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     directories = [loop_drive(96 * _MIB), loop_drive(96 * _MIB)]
-    limits = (48_000_000, 16_000_000)  # which take little of a processor
+    limits = (12_000_000, 4_000_000)  # which take little of a processor
     for directory, bytes_per_second in zip(directories, limits, strict=True):
         blkio_cgroup.throttle(directory, bytes_per_second)
     results = []
-    for _ in range(4):  # a machine that is busy otherwise may be late
+    for _ in range(8):  # a machine that is busy otherwise may be late
         code = _ADDING_UP.format(arguments=json.dumps([str(directory) for directory in directories]))
         answer = run_in_cgroup(blkio_cgroup, code)
         assert answer.returncode == 0, answer.stderr
