@@ -44,7 +44,7 @@
 
     NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
     SparseGradientWarning (UserWarning)        a gradient is sparse, and is made dense
-    OtherNumbersWarning (UserWarning)          fp64, or an order of elements in memory, is not kept as torch keeps it
+    OtherNumbersWarning (UserWarning)          a dtype, or an order of elements in memory, is not kept as torch keeps it
 
 Reads and writes that fail raise the errors of `swapper`, which name file, offset, bytes and errno.
 
@@ -473,7 +473,7 @@ class SparseGradientWarning(UserWarning):
 
 
 class OtherNumbersWarning(UserWarning):
-    """Training goes on, with numbers that are not torch's: fp64 is cast, or a weight keeps its own strides."""
+    """Training goes on, with numbers that are not torch's: a dtype is cast, or a weight has other strides than in torch."""
 
     def __init__(self, fqn: str, what: str, *, cure: str) -> None:
         self.fqn = fqn

@@ -32,7 +32,7 @@ from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.autotune import tune_io
 from infinity.planning.placement import DEVICE_KEY
 from infinity.run_log.notes import RunNotes
-from infinity.units.model_check import check_model, warn_of_doubles
+from infinity.units.model_check import check_model, warn_of_gaps, warn_of_other_dtypes
 from infinity.units.parameter import host_of
 from infinity.units.shared_weights import share_weights
 from infinity.units.tiles import Tiling
@@ -110,7 +110,8 @@ def initialize(
             return earlier, None, None, None
     check_model(model)
     if resolved.compute_dtype == torch.float32:
-        warn_of_doubles(model)
+        warn_of_other_dtypes(model)
+    warn_of_gaps(model)
     share_weights(model, world())
     write_out()  # what a model that was built on drives still has in memory
     torch_device = choose_device(model, device)

@@ -17,7 +17,9 @@ from infinity.errors import (
 )
 from infinity.torch_internals.operations import leaves
 from infinity.units.parameter import PagedParameter, ResidentParameter, host_of
+from infinity.units.unit import dense_strides
 
+_SHORT = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _OTHER_HOLDERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -60,14 +62,44 @@ def check_model(model: nn.Module) -> None:
         raise NoTrainableParameterError()
 
 
-def warn_of_doubles(model: nn.Module) -> None:
-    """Warn once of trainable parameters in fp64, of which a config without 16 bits makes fp32 ones, as DeepSpeed does."""
-    doubles = [fqn for fqn, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64]
-    if doubles:
-        others = f" (and {len(doubles) - 1} more)" if len(doubles) > 1 else ""
-        what = f"is fp64{others}, but is computed with and trained in fp32: the numbers are not those of torch"
-        cure = "Convert it before infinity.initialize (model.float()) and give it fp32 inputs; frozen ones stay fp64"
-        warnings.warn(OtherNumbersWarning(doubles[0], what, cure=cure), stacklevel=3)
+def warn_of_other_dtypes(model: nn.Module) -> None:
+    """Warn once of parameters of which a config without 16 bits makes fp32 ones, as DeepSpeed does; frozen fp64 stays."""
+    others = [
+        (fqn, parameter)
+        for fqn, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+        and parameter.dtype != torch.float32
+        and (parameter.requires_grad or parameter.dtype != torch.float64)
+    ]
+    if not others:
+        return
+    fqn, parameter = others[0]
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    trained = " and trained" if parameter.requires_grad else ""
+    what = (
+        f"is {_SHORT.get(parameter.dtype, parameter.dtype)}{more}, but is computed with{trained} in fp32: the numbers are not "
+        "those of torch"
+    )
+    cure = "Convert it before infinity.initialize (model.float()) and give it fp32 inputs"
+    if parameter.dtype == torch.float64:
+        cure += "; frozen ones stay fp64"
+    else:
+        cure += ', or set "bf16" or "fp16" in the config'
+    warnings.warn(OtherNumbersWarning(fqn, what, cure=cure), stacklevel=3)
+
+
+def warn_of_gaps(model: nn.Module) -> None:
+    """Warn once of parameters that lie in memory with gaps or overlaps, as slices do: they get memory without."""
+    for fqn, parameter in model.named_parameters():
+        strides = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
+        if strides != tuple(parameter.stride()):
+            what = (
+                f"does not fill its memory (strides {tuple(parameter.stride())}, as a slice of another tensor), and gets "
+                f"the strides {strides}: kernels may give other last bits than in torch"
+            )
+            cure = "Give it memory of its own before infinity.initialize (parameter.data = parameter.data.clone())"
+            warnings.warn(OtherNumbersWarning(fqn, what, cure=cure), stacklevel=3)
+            return
 
 
 def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:

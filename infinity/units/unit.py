@@ -409,7 +409,7 @@ def spec_of(
     keeps_double: bool = False,
     is_trainable: bool | None = None,
 ) -> ParameterSpec:
-    """The layout's view of a parameter. Overlapping or gapped strides become contiguous ones.
+    """The layout's view of a parameter. Of strides with gaps or overlaps, only the order of dimensions stays.
 
     ``keeps_double``: a frozen fp64 parameter stays one. ``is_trainable``: whether it gets room for states; None: if it
     requires a gradient.
@@ -419,15 +419,21 @@ def spec_of(
         is_trainable = parameter.requires_grad
     if keeps_double and parameter.dtype == torch.float64 and not is_trainable:
         dtype = torch.float64
-    stride = tuple(parameter.stride())
-    dense = torch.empty(0, device="meta", dtype=torch.float32).new_empty(parameter.shape)
-    if not _is_dense(tuple(parameter.shape), stride):
-        stride = tuple(dense.stride())
+    stride = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
     return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, is_trainable)
+
+
+def dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """``stride`` if elements fill their memory with it, else what ``clone()`` gives: dimensions in the same order."""
+    if _is_dense(shape, stride):
+        return stride
+    return tuple(torch.empty_like(torch.empty_strided(shape, stride, device="meta", dtype=torch.float32)).stride())
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements fill their memory without gap or overlap, in whatever order of dimensions."""
+    if 0 in shape:
+        return True
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
         if step != expected:

@@ -1,7 +1,8 @@
-"""Frozen parameters of other dtypes keep their values through training."""
+"""Parameters of other dtypes, and with gaps in memory: those that keep their values, and those that are warned of."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import OtherNumbersWarning
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import BF16, everything_on_nvme
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
 
@@ -57,6 +58,68 @@ def test_trained_fp64_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(OtherNumbersWarning, match=r"'scale' is fp64, but .* fp32.*model\.float"):
         engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
     engine.close()
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_16_bits_that_the_config_does_not_enable_are_warned_of(is_trained: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(is_trained))
+    message = r"'1\.weight' is bf16 \(and 1 more\), but is computed with%s in fp32.*or set \"bf16\" or \"fp16\""
+    with pytest.warns(OtherNumbersWarning, match=message % (" and trained" if is_trained else "")):
+        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    engine.close()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the config says it
+        infinity.initialize(model=model, config=everything_on_nvme(tmp_path, BF16))[0].close()
+
+
+class Sliced(nn.Module):
+    """Weights that begin as parts of larger ones, as in a model that is distilled from a wider one."""
+
+    def __init__(self, *, clones: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        for layer in self.layers:
+            layer.weight = nn.Parameter(torch.randn(8, 2, 32)[:, 1, ::4].t())
+        self.scale = nn.Parameter(torch.randn(4, 6, 8)[:, ::3, :].permute(2, 0, 1))
+        for parameter in self.parameters() if clones else ():
+            parameter.data = parameter.data.clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale.sum((1, 2))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
+def test_weights_with_gaps_are_warned_of_and_lie_as_their_clones(place: dict[str, Any], tmp_path: Path) -> None:
+    plain, model = Sliced(clones=True), Sliced(clones=False)
+    changes = {**place, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}}}
+    message = r"'scale' does not fill its memory .*strides \(1, 48, 24\).* \(1, 16, 8\).*parameter\.data\.clone\(\)"
+    with pytest.warns(OtherNumbersWarning, match=message):
+        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    with engine:
+        for step in range(3):
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+            expected = plain(x)
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            assert torch.equal(loss, expected)
+        for fqn, value in plain.named_parameters():
+            found = model.get_parameter(fqn)
+            assert found.stride() == value.stride() and torch.equal(found, value), fqn
+
+
+def test_parameters_without_elements_have_no_gaps(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_parameter("none", nn.Parameter(torch.empty(3, 8)[:0, ::2]))
+    infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0].close()
 
 
 @pytest.mark.filterwarnings("ignore::infinity.errors.OtherNumbersWarning")
