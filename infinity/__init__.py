@@ -12,6 +12,9 @@ The config is DeepSpeed's; what it has no key for stands in a block ``"infinity"
 import sys
 from typing import Any
 
+from infinity import interrupted_start as interrupted_start  # the first: what follows takes seconds
+
+# isort: split
 from infinity import checkpointing, comm, deepspeed_modules, zero
 from infinity.accelerator import get_accelerator
 from infinity.checkpoint.full_tensors import (

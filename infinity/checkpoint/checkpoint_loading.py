@@ -17,6 +17,7 @@ from infinity.optim.groups import TiledGroups
 from infinity.optim.named_groups import in_order_of
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.telemetry.progress import Note
+from infinity.units.buffers import write_buffer
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads
@@ -102,11 +103,10 @@ class Loading:
 
     def buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Into these."""
-        with torch.no_grad():
-            for fqn, buffer in buffers.items():
-                found = self._saved.tensor("buffers", fqn)
-                if found is not None:
-                    buffer.copy_(found.read(self._threads))
+        for fqn, buffer in buffers.items():
+            found = self._saved.tensor("buffers", fqn)
+            if found is not None:
+                write_buffer(buffer, found.read(self._threads))
 
     def parameters(self, parameters: Mapping[str, nn.Parameter], note: Note) -> None:
         """Weights and, of those that `optimizer` was told of, states; ``note`` is told of bytes, unit after unit."""

@@ -5,6 +5,7 @@ Checks all of that before anything is believed; must not know what the files mea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ _LARGEST_CHUNK = 64 << 20
 _MOST_CHUNKS = 1 << 22
 """Of one array, 8 TiB: their index is held in memory, and a sparse file may claim any number."""
 _NUM_SIZES = 64
+_MOST_LETTERS = 250
+"""Of a folder's name, where file systems have 255."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,16 @@ class Manifest:
 
 def array_path(spec: ArraySpec) -> str:
     """The folder of an array inside the checkpoint."""
-    return f"{TENSORS}/{spec.group}/{quote(spec.fqn, safe='')}/{quote(spec.kind, safe='')}"
+    return f"{TENSORS}/{spec.group}/{_folder(spec.fqn)}/{_folder(spec.kind)}"
+
+
+def _folder(name: str) -> str:
+    """As a file system has it. A percent sign that no two digits follow is in no other name."""
+    quoted = quote(name, safe="", errors="surrogatepass")
+    if len(quoted) <= _MOST_LETTERS:
+        return quoted
+    digest = hashlib.sha256(quoted.encode()).hexdigest()
+    return f"{quoted[: _MOST_LETTERS - 1 - len(digest)]}%-{digest}"
 
 
 def checksum_of(data: bytes) -> int:

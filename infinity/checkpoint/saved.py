@@ -271,14 +271,20 @@ def find(directory: Path, tag: str | None) -> Path | None:
     latest = directory / LATEST
     if tag is not None:
         return directory / tag if (directory / tag).is_dir() else None
-    if not latest.is_file():
+    tag = _latest(directory)
+    if tag is None:
         return None
-    tag = latest.read_bytes()[:4096].decode(errors="replace").strip()
     if not is_tag(tag) or not (directory / tag).is_dir():
         raise CheckpointError(
             latest, f"it names {tag!r}, which is no checkpoint beside it", cure="Give the tag of one that is there"
         )
     return directory / tag
+
+
+def _latest(directory: Path) -> str | None:
+    """What ``latest`` says, as it was written there or by hand; None if there is no such file."""
+    latest = directory / LATEST
+    return latest.read_bytes()[:4096].decode(errors="replace").strip() if latest.is_file() else None
 
 
 def reading_again(folder: Path, read: Callable[[], T]) -> T:
@@ -427,6 +433,11 @@ def writing(
         ) from error
 
 
+def tags(directory: Path) -> list[str]:
+    """Of the complete checkpoints in it, oldest first."""
+    return [tag for _, tag in _complete(directory)]
+
+
 def _complete(directory: Path) -> list[tuple[int, str]]:
     """The complete checkpoints in it, oldest first: since when, in nanoseconds, and the tag."""
     found: list[tuple[int, str]] = []
@@ -439,10 +450,11 @@ def _complete(directory: Path) -> list[tuple[int, str]]:
 
 def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
     """Move the oldest checkpoints to ``aside``: complete ones, but neither the newest nor the one that ``latest`` names."""
-    latest = (directory / LATEST).read_text() if (directory / LATEST).is_file() else newest
-    found = [name for _, name in _complete(directory) if name not in (newest, latest)]
-    num_others = keep_last - 1 - (latest != newest)
-    for name in found[: max(len(found) - max(num_others, 0), 0)]:
+    there = tags(directory)
+    staying = {newest, _latest(directory)}.intersection(there)
+    others = [name for name in there if name not in staying]
+    num_others = max(keep_last - len(staying), 0)
+    for name in others[: max(len(others) - num_others, 0)]:
         try:
             (directory / name).replace(aside / f"old-{name}")
         except OSError as error:  # the new one is complete, so this is no reason to say that it is not
@@ -518,6 +530,7 @@ __all__ = [
     "find",
     "is_tag",
     "reading_again",
+    "tags",
     "write_checkpoint",
     "writing",
 ]

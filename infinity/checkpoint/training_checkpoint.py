@@ -39,11 +39,13 @@ from infinity.numerics.stamp import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight
+from infinity.optim.scheduler_state import scheduler_with
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.telemetry.progress import progress
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
+from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
 from infinity.units.unit import Unit
@@ -507,10 +509,15 @@ def load(
     left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
     _check("parameters", saved, shapes, is_strict=is_strict, left_out=left_out)
     _check("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()}, is_strict=is_strict)
+    extra = rest.get(EXTRA_STATES)
+    if is_strict and extra is not None:  # which earlier versions did not save
+        _refuse("extra states", _on_one_side(takers(training.model), extra))
     if is_strict and left_out:
         _left_out(training, left_out).check(saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
+        if with_scheduler and not only_module and "lr_scheduler" in rest:
+            stack.enter_context(scheduler_with(training.lr_scheduler, rest["lr_scheduler"]))
         begin()
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
             loading.optimizer(training.optimizer, rest, parameters, is_strict=is_strict)
@@ -518,13 +525,7 @@ def load(
         with changing, one_thread(), progress("loading a checkpoint", total, is_shown=shows_progress) as note:
             loading.buffers(buffers)
             loading.parameters(parameters, note)
-    if (
-        not only_module
-        and with_scheduler
-        and "lr_scheduler" in rest
-        and hasattr(training.lr_scheduler, "load_state_dict")
-    ):
-        training.lr_scheduler.load_state_dict(rest["lr_scheduler"])
+            set_extra_states(training.model, extra or {})
     return rest
 
 
@@ -543,8 +544,16 @@ def _check(
         if fqn in found and found[fqn].shape != shape
     ]
     if is_strict:
-        problems += [f"'{fqn}' is missing" for fqn in wanted if fqn not in found and fqn not in left_out]
-        problems += [f"'{fqn}' is not in the model" for fqn in found if fqn not in wanted]
+        problems += _on_one_side([fqn for fqn in wanted if fqn in found or fqn not in left_out], found)
+    _refuse(group, problems)
+
+
+def _on_one_side(wanted: Collection[str], found: Collection[str]) -> list[str]:
+    problems = [f"'{fqn}' is missing" for fqn in wanted if fqn not in found]
+    return problems + [f"'{fqn}' is not in the model" for fqn in found if fqn not in wanted]
+
+
+def _refuse(group: str, problems: Sequence[str]) -> None:
     if problems:
         shown, num_others = "; ".join(problems[:4]), len(problems) - 4
         more = f" and {num_others} more" if num_others > 0 else ""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import click
 from click.shell_completion import shell_complete
 
+from infinity import interrupted_start
 from infinity.cli.output import Console, first_line
 from infinity.errors import InfinityError
 from infinity.version import __version__
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if instruction := os.environ.get(COMPLETE):
         return shell_complete(commands, {}, PROGRAM, COMPLETE, instruction)
     if arguments is None:
+        interrupted_start.over()
         gc.freeze()  # what is imported by now stays: each collection would go through all of it, a third of a short command
     try:
         with commands.make_context(PROGRAM, list(sys.argv[1:] if arguments is None else arguments)) as context:

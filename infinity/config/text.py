@@ -52,6 +52,10 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ConfigSyntaxError(source, f"{error.msg} at {place}", cure=_CURE) from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise ConfigSyntaxError(
+            source, str(error), cure="Give a config: nothing in one is as long or as deep"
+        ) from error
     if not isinstance(content, dict):
         raise ConfigSyntaxError(source, f"it holds a {type(content).__name__}, not an object", cure="Begin it with {")
     _refuse_duplicates(content, "", source)

@@ -23,7 +23,7 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
 from infinity.distributed.collectives import Ranks, num_local_processes, world
-from infinity.engine.commit_parts import layout_of
+from infinity.engine.commit_parts import layout_of, persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
 from infinity.engine.late import UpperParts
@@ -138,6 +138,7 @@ def build(
                 request.record_format,
                 template.name,
                 [[template.fqn(parameter) for parameter in group["params"]] for group in template.param_groups],
+                persistent_buffers_of(model),
             ),
             placement.page_bytes,
         )

@@ -21,6 +21,7 @@ from typing import Any
 from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.record_stream import SharedStream
+from infinity.checkpoint.saved import tags
 from infinity.checkpoint.state_access import StateAccess
 from infinity.distributed.agreement import agree, on_first, together
 from infinity.distributed.collectives import Ranks, world
@@ -32,10 +33,12 @@ from infinity.loop.random_states import random_states, set_random_states_of
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.run_log.notes import RunNotes
 from infinity.threads.interrupts import surely
+from infinity.units.extra_states import EXTRA_STATES, extra_states
 from swapper.volumes.publish import remove_abandoned
 
 logger = logging.getLogger(__name__)
 _OTHER_RANKS = "ranks"
+_MOST_TAGS = 8
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
@@ -229,6 +232,8 @@ class CheckpointCalls(ExportCalls):
             hint = ""
             if tag is None and (Path(load_dir) / MANIFEST).is_file():
                 hint = f". It is a checkpoint itself: load '{Path(load_dir).parent}' with tag='{Path(load_dir).name}'"
+            elif Path(load_dir).is_dir() and (there := tags(Path(load_dir))):
+                hint = f". To load one that is there, give its tag: {', '.join(map(repr, there[-_MOST_TAGS:]))}"
             logger.warning(
                 "there is no checkpoint %s in '%s': nothing was loaded%s",
                 *(tag or "that is the latest", load_dir, hint),
@@ -315,8 +320,9 @@ class CheckpointCalls(ExportCalls):
         )
 
     def rest(self) -> dict[str, Any]:
-        """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler."""
-        rest: dict[str, Any] = {"counters": self.counters(), **self._own()}
+        """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler, and
+        what modules keep for themselves."""
+        rest: dict[str, Any] = {"counters": self.counters(), EXTRA_STATES: extra_states(self.module), **self._own()}
         if hasattr(self.lr_scheduler, "state_dict"):
             rest["lr_scheduler"] = self.lr_scheduler.state_dict()
         return rest

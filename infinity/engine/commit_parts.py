@@ -16,9 +16,12 @@ from torch import nn
 
 from infinity.errors import UnsupportedModelError
 from infinity.numerics.chunk_format import ChunkFormat
+from infinity.units.buffers import write_buffer
 from infinity.units.unit import Unit
 
 _MOST_SHOWN = 4
+Buffer = torch.Tensor | str | None
+"""A value; or the name of the buffer that is the same."""
 
 
 def layout_of(
@@ -27,6 +30,7 @@ def layout_of(
     form: ChunkFormat,
     optimizer: str,
     groups: Sequence[Sequence[str]],
+    buffers: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What must be the same for a commit to be gone on from, as JSON has it."""
     parameters = {
@@ -42,7 +46,7 @@ def layout_of(
         for slot in unit.layout.slots
     }
     records = [str(form.weight_dtype), form.main.value, form.states.value]
-    return {"parameters": parameters, "records": records, "optimizer": optimizer, "groups": groups}
+    return {"parameters": parameters, "records": records, "optimizer": optimizer, "groups": groups, "buffers": buffers}
 
 
 def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -54,6 +58,8 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     old, new = found["parameters"], json.loads(json.dumps(wanted["parameters"]))
     problems = [f"'{fqn}' is missing in it" for fqn in new if fqn not in old]
     problems += [f"'{fqn}' is not in the model" for fqn in old if fqn not in new]
+    had, has = found.get("buffers", wanted["buffers"]), wanted["buffers"]  # commits of before have none
+    problems += [f"buffer '{fqn}' is not the model's" for fqn in {**had, **has} if had.get(fqn, 0) != has.get(fqn, 0)]
     words = ("unit", "shape", "strides", "dtype", "trainable", "states")
     for fqn in new:
         if fqn in old and old[fqn] != new[fqn]:
@@ -88,9 +94,19 @@ def header(layout: Mapping[str, Any], step: int, page_bytes: int, places: Mappin
 
 
 def pack(rest: Mapping[str, Any]) -> bytes:
-    """Scalars and small tensors as bytes."""
+    """Scalars and small tensors as bytes.
+
+    Raises:
+        UnsupportedModelError: something of it cannot be pickled.
+    """
     buffer = io.BytesIO()
-    torch.save(dict(rest), buffer)
+    try:
+        torch.save(dict(rest), buffer)
+    except Exception as error:  # whatever the objects' classes raise
+        raise UnsupportedModelError(
+            f"a durable run cannot keep what stands in the optimizer's groups, the scheduler or a module's extra state: {error}",
+            cure="Leave functions, locks and open files out of them, or set infinity.durable to false",
+        ) from error
     return buffer.getvalue()
 
 
@@ -100,14 +116,64 @@ def unpack(data: bytes) -> dict[str, Any]:
     return found
 
 
-def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All buffers by name, also those that a state dict leaves out: each once."""
-    return {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
+def buffers_of(model: nn.Module) -> dict[str, Buffer]:
+    """All buffers, also those that a state dict leaves out, and those that are None."""
+    found: dict[str, Buffer] = {}
+    first: dict[int, str] = {}
+    for fqn, (module, name) in _places(model).items():
+        buffer = module._buffers[name]
+        if buffer is None:
+            found[fqn] = None
+        elif first.setdefault(id(buffer), fqn) != fqn:
+            found[fqn] = first[id(buffer)]
+        else:
+            found[fqn] = buffer.detach().cpu().clone()
+    return found
 
 
-def set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Go on from what `buffers_of` gave."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in values and values[name].shape == buffer.shape:
-                buffer.copy_(values[name])
+def set_buffers(model: nn.Module, values: Mapping[str, Buffer], device: torch.device) -> None:
+    """Go on from what `buffers_of` gave: what has come, gone, or got another shape since is what it was.
+
+    A buffer of which nothing was known then goes, unless a state dict leaves it out: then it follows from others.
+    """
+    there = _places(model)
+    for fqn, (module, name) in there.items():
+        if fqn not in values and name not in module._non_persistent_buffers_set:
+            del module._buffers[name]
+    for fqn, value in values.items():
+        prefix, _, name = fqn.rpartition(".")
+        owner = there[fqn][0] if fqn in there else _module(model, prefix)
+        buffer = owner._buffers.get(name)
+        if isinstance(value, str):
+            owner._buffers[name] = model.get_buffer(value)
+        elif value is None or buffer is None or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+            owner._buffers[name] = None if value is None else value.to(device)
+        else:
+            write_buffer(buffer, value)
+
+
+def _module(model: nn.Module, fqn: str) -> nn.Module:
+    try:
+        return model.get_submodule(fqn)
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"the durable run has buffers of module '{fqn}', and the model has no such module",
+            cure="Make the model as it was, or name another infinity.durable_path",
+        ) from error
+
+
+def persistent_buffers_of(model: nn.Module) -> dict[str, list[int] | None]:
+    """Shapes of those that a state dict has; None for what is None."""
+    return {
+        fqn: None if (buffer := module._buffers[name]) is None else list(buffer.shape)
+        for fqn, (module, name) in _places(model).items()
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    return {
+        f"{prefix}.{name}" if prefix else name: (module, name)
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+    }

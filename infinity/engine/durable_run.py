@@ -32,8 +32,10 @@ from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
 from infinity.errors import CommitError, StepOrderError, StorageError, UnsupportedModelError
 from infinity.loop.random_states import set_random_states
+from infinity.optim.scheduler_state import scheduler_with
 from infinity.paging.pager import Pager
 from infinity.tiers.state_store import PagedStateStore
+from infinity.units.extra_states import EXTRA_STATES, set_extra_states
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import UpdateStream
@@ -50,6 +52,9 @@ class Training(Protocol):
     lr_scheduler: Any
     training_dataloader: Any
     global_steps: int
+
+    @property
+    def device(self) -> torch.device: ...
 
     def flush(self) -> None: ...
 
@@ -337,9 +342,15 @@ class DurableRun:
                     state.load(scalars, None if is_fresh else names, num_updates)
         for group, values in zip(training.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
-        commit_parts.set_buffers(training.module, rest["buffers"])
-        if "lr_scheduler" in rest and hasattr(training.lr_scheduler, "load_state_dict"):
-            training.lr_scheduler.load_state_dict(rest["lr_scheduler"])
+        # In commits of before, those that are tied or None are missing.
+        saved = (
+            rest["all_buffers"] if "all_buffers" in rest else commit_parts.buffers_of(training.module) | rest["buffers"]
+        )
+        commit_parts.set_buffers(training.module, saved, training.device)
+        set_extra_states(training.module, rest.get(EXTRA_STATES, {}))  # which earlier versions did not save
+        if "lr_scheduler" in rest:
+            with scheduler_with(training.lr_scheduler, rest["lr_scheduler"]):
+                pass
         if "loader" in rest and hasattr(training.training_dataloader, "load_state_dict"):
             training.training_dataloader.load_state_dict(rest["loader"])
         training.count_on(rest["counters"])
@@ -350,7 +361,7 @@ class DurableRun:
         groups = training.optimizer.param_groups
         return {
             "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
-            "buffers": commit_parts.buffers_of(training.module),
+            "all_buffers": commit_parts.buffers_of(training.module),
             **training.rest(),
         }
 

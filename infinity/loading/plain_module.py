@@ -6,6 +6,7 @@ Knows `nn.Module` and what ``load_state_dict`` means.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,15 +31,13 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
         for name, value in wanted.items()
         if name in tensors and tensors[name].shape != value.shape
     )
-    unfit = {name for name, *_ in mismatched}
     odd = [
         (name, str(tensors[name].dtype).removeprefix("torch."))
         for name, value in wanted.items()
-        if name in tensors
-        and (tensors[name].is_floating_point() or tensors[name].is_complex())
-        != (value.is_floating_point() or value.is_complex())
+        if name in tensors and _loses_values(tensors[name], value)
     ]
-    made: dict[int, nn.Parameter] = {}
+    unfit = {name for name, *_ in (*mismatched, *odd)}
+    made: dict[int, torch.Tensor] = {}
     loaded: set[int] = set()
     for name, value in wanted.items():
         if name in tensors and name not in unfit:
@@ -47,7 +46,8 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
     for name, value in wanted.items():  # the other names of tied ones
         if id(value) in made:
             module, last = places[name]
-            module._parameters[last] = made[id(value)]
+            values: dict[str, Any] = module._buffers if last in module._buffers else module._parameters
+            values[last] = made[id(value)]
     _refuse_unknown_buffers(model)
     missing = sorted(name for name, value in wanted.items() if name not in unfit and id(value) not in loaded)
     return Outcome(missing, sorted(tensors.keys() - wanted.keys()), mismatched, sorted(odd))
@@ -68,13 +68,23 @@ def _value(module: nn.Module, last: str) -> torch.Tensor:
     return value if value is not None else module._buffers[last]  # type: ignore[return-value]
 
 
-def _set(module: nn.Module, last: str, value: torch.Tensor, new: torch.Tensor, made: dict[int, nn.Parameter]) -> None:
-    if last in module._buffers:
-        module._buffers[last] = new
-    elif value.is_meta:
-        if id(value) not in made:
-            made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
-        module._parameters[last] = made[id(value)]
+def _loses_values(new: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a cast from one to the other is more than rounding: between integers and others, and of imaginary parts."""
+    if new.is_complex() or value.is_complex():
+        return not (value.is_complex() and (new.is_complex() or new.is_floating_point()))
+    return new.is_floating_point() != value.is_floating_point()
+
+
+def _set(module: nn.Module, last: str, value: torch.Tensor, new: torch.Tensor, made: dict[int, torch.Tensor]) -> None:
+    """What had a value stays the same object, under all its names."""
+    if value.is_meta:
+        if last in module._buffers:
+            module._buffers[last] = made[id(value)] = new
+        elif id(value) not in made:
+            module._parameters[last] = made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+    elif last in module._buffers:
+        with torch.no_grad():
+            value.copy_(new)  # what else looks at its memory sees it, as after load_state_dict
     else:
         value.data = new
 

@@ -36,6 +36,23 @@ def restore_buffers(buffers: Sequence[Place]) -> None:
         module._buffers[name] = buffer
 
 
+def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a buffer other values, of the same shape. An expanded one, which torch does not write to, takes each value once.
+
+    Raises:
+        RuntimeError: its elements share memory, and the values are not the same where they do.
+    """
+    with torch.no_grad():
+        once = tuple(slice(1 if step == 0 else None) for step in buffer.stride())
+        if buffer[once].shape != buffer.shape and _bytes_of(value[once].expand_as(value)).equal(_bytes_of(value)):
+            buffer, value = buffer[once], value[once]
+        buffer.copy_(value)
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(-1).view(torch.uint8)
+
+
 class BufferCast:
     """Which dtype each buffer gets. Made before the parameters are taken over."""
 

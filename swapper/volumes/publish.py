@@ -31,6 +31,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 class Staging:
     """A hidden directory for what is being written; it goes when the ``with`` block ends, whatever became of it.
 
+    Where that fails, directories that were made for it go as well, unless somebody else has put something there.
+
     Attributes:
         path: where to write.
     """
@@ -44,13 +46,19 @@ class Staging:
         self._directory = directory
         self.path = directory / f".{prefix}.saving-{secrets.token_hex(8)}"
         self._lock: int | None = None
+        self._missing: list[Path] = []
 
     def __enter__(self) -> Staging:
-        make_directory(self._directory)
-        with locked(self._directory):
-            _remove_abandoned(self._directory)
-            self.path.mkdir()
-            self._lock = _try_lock(self.path)
+        self._missing = _missing(self._directory)
+        try:
+            make_directory(self._directory)
+            with locked(self._directory):
+                _remove_abandoned(self._directory)
+                self.path.mkdir()
+                self._lock = _try_lock(self.path)
+        except BaseException:
+            _remove_empty(self._missing)
+            raise
         return self
 
     def __exit__(
@@ -59,6 +67,8 @@ class Staging:
         remove_tree(self.path)
         if self._lock is not None:
             os.close(self._lock)
+        if error is not None:
+            _remove_empty(self._missing)
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[IO[bytes]]:
@@ -167,10 +177,21 @@ def remove(path: Path) -> None:
 
 def make_directory(directory: Path, mode: int = 0o777) -> None:
     """Make it, with ``mode``, and its parents, so that it is still there after a crash."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    missing = _missing(directory)
     directory.mkdir(mode, parents=True, exist_ok=True)
     for path in missing:
         sync_directory(path.parent)
+
+
+def _missing(directory: Path) -> list[Path]:
+    """What would have to be made, the innermost first."""
+    return [path for path in (directory, *directory.parents) if not path.exists()]
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    for path in directories:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def sync_directory(directory: Path) -> None:
@@ -187,6 +208,10 @@ def locked(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(
+            OSError
+        ):  # a child that was forked meanwhile has the descriptor, too, and would keep the lock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -309,6 +309,16 @@ def test_older_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
     assert not [path for path in saved.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize(("latest", "staying"), [("t1\n", "t1 t4"), ("gone", "t3 t4"), ("\udcff", "t3 t4")])
+def test_as_many_stay_as_were_asked_for_whatever_latest_says(latest: str, staying: str, tmp_path: Path) -> None:
+    with training(tmp_path / "drive", BF16) as engine:
+        for tag in ("t1", "t2", "t3"):
+            engine.save_checkpoint(tmp_path / "saved", tag=tag)
+        (tmp_path / "saved" / "latest").write_bytes(os.fsencode(latest))  # somebody did, by hand
+        engine.save_checkpoint(tmp_path / "saved", tag="t4", keep_last=2, save_latest=False)
+    assert sorted(path.name for path in (tmp_path / "saved").glob("t*")) == staying.split()
+
+
 def test_an_older_checkpoint_that_cannot_be_removed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -395,7 +395,7 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing(value: Any, tmp_path:
     with training(tmp_path / "drive", {}) as engine:
         with pytest.raises(CheckpointError, match="Leave functions, locks"):
             engine.save_checkpoint(tmp_path / "saved", client_state={"mine": value})
-        assert not list((tmp_path / "saved").iterdir())
+        assert not (tmp_path / "saved").exists()
         with pytest.raises(TypeError, match="client_state must be a dict, not list"):
             engine.save_checkpoint(tmp_path / "saved", client_state=[1])
 
@@ -411,6 +411,9 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, caplo
         engine.save_checkpoint(tmp_path / "saved", tag="mine")
         assert engine.load_checkpoint(tmp_path / "saved" / "mine") == (None, None)
         assert f"load '{tmp_path / 'saved'}' with tag='mine'" in caplog.text
+        (tmp_path / "saved" / "latest").unlink()
+        assert engine.load_checkpoint(tmp_path / "saved") == (None, None)
+        assert "To load one that is there, give its tag: 'mine'" in caplog.text
 
 
 @pytest.mark.parametrize("tag", [" ends in blanks", "ends in blanks\n", "\ud800", "", "a/b", "..", "latest"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
@@ -217,6 +218,31 @@ def test_a_file_with_a_state_dict_fills_any_module(
             value.data.zero_()
     infinity.load_pretrained(model, file, config=config)
     assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_buffer_with_two_names_stays_one(on_meta: bool, tmp_path: Path) -> None:
+    def model(value: float) -> nn.Module:
+        made = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+        made.one.register_buffer("scale", torch.full((3,), value))
+        made.other.register_buffer("scale", made.one.scale)
+        return made
+
+    safetensors.torch.save_model(model(7.0), str(tmp_path / "saved.safetensors"))  # one of both names
+    with torch.device("meta" if on_meta else "cpu"):
+        loaded = model(0.0)
+    before = loaded.one.scale
+    infinity.load_pretrained(loaded, tmp_path / "saved.safetensors")
+    assert loaded.one.scale is loaded.other.scale and loaded.one.scale.tolist() == [7.0] * 3
+    assert on_meta or loaded.one.scale is before
+
+
+def test_imaginary_parts_are_not_left_out(tmp_path: Path) -> None:
+    torch.save({"weight": torch.full((2, 2), 1j), "bias": torch.zeros(2)}, tmp_path / "saved.pt")
+    with pytest.raises(WeightsMismatchError, match="weight is complex64"):
+        infinity.load_pretrained(nn.Linear(2, 2), tmp_path / "saved.pt")
+    loaded = infinity.load_pretrained(nn.Linear(2, 2, dtype=torch.complex128), tmp_path / "saved.pt")
+    assert loaded.weight.tolist() == [[1j, 1j]] * 2
 
 
 def test_a_buffer_that_nobody_knows_is_named(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, UnsupportedModelError
-from swapper.volumes.publish import Staging, make_directory
+from swapper.volumes.publish import Staging
 
 
 class CheckpointExport:
@@ -81,7 +81,6 @@ class CheckpointExport:
         """
         shards = cut(self._entries, max_shard_bytes)
         with told_of(self._directory, self.num_bytes):
-            make_directory(self._directory)
             write_shards(shards, self._directory, "model", self._configs, has_index=len(shards) > 1, note=note)
 
     def _configs(self, staging: Staging) -> Sequence[str]:

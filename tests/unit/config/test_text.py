@@ -54,6 +54,12 @@ def test_broken_text(text: str) -> None:
         read_text(text)
 
 
+@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", "[" * 100_000], ids=["long number", "deep"])
+def test_what_the_parser_gives_up_on(text: str) -> None:
+    with pytest.raises(ConfigSyntaxError, match="nothing in one is as long or as deep"):
+        read_text(text)
+
+
 @pytest.mark.parametrize("text", ["[]", "3", '"stage"'])
 def test_not_an_object(text: str) -> None:
     with pytest.raises(ConfigSyntaxError, match="not an object"):

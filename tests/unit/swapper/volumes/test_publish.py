@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -54,3 +55,34 @@ def test_a_tree_is_removed_and_what_its_links_name_is_not(tmp_path: Path) -> Non
     assert not folder.exists()
     assert sum(path.is_file() for path in kept.rglob("*")) == 3
     publish.remove_tree(folder)  # is gone already
+
+
+def test_what_fails_leaves_no_directory_that_was_made_for_it(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for target in (tmp_path / "new" / "below", tmp_path / "there"):
+        with pytest.raises(ValueError), publish.Staging(target, "name") as staging:
+            (staging.path / "file").write_text("half")
+            raise ValueError
+    assert [path.name for path in tmp_path.iterdir()] == ["there"] and not any((tmp_path / "there").iterdir())
+    with pytest.raises(ValueError), publish.Staging(tmp_path / "new", "name"):
+        (tmp_path / "new" / "of somebody else").touch()
+        raise ValueError
+    assert (tmp_path / "new" / "of somebody else").exists()
+
+
+def test_a_child_that_was_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:
+    with publish.locked(tmp_path):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.read(reading, 1)
+            os._exit(0)
+    try:
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the child has it
+        os.close(descriptor)
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
