@@ -188,7 +188,8 @@ def _is_empty(items: Any) -> bool:
 
 def _engine_of(model: nn.Module) -> Engine | None:
     host = next((host_of(parameter) for parameter in model.parameters()), None)
-    engine = host.gatherer if isinstance(host, ParameterHandler) else None
+    gatherer = host.gatherer if isinstance(host, ParameterHandler) else None
+    engine = None if gatherer is None else gatherer.owner
     return engine if isinstance(engine, Engine) and engine.module is model else None
 
 

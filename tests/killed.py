@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.states import state_of
+
 
 def run_killed(run: Callable[[Callable[[], None]], None], num_ticks: int | None) -> int | None:
     """Run in a child, with a function to call at each tick; the child is killed at number ``num_ticks`` (None: never).
@@ -68,7 +70,7 @@ def fingerprint(engine: Any) -> str:
     for _, parameter in sorted(engine.module.named_parameters()):
         found.update(parameter.float().detach().numpy().tobytes())
         if parameter.requires_grad:
-            for _, value in sorted(engine.state_of(parameter).items()):
+            for _, value in sorted(state_of(engine, parameter).items()):
                 found.update(torch.as_tensor(value).float().numpy().tobytes())
     found.update(torch.get_rng_state().numpy().tobytes())
     return f"{engine.global_steps} {engine.global_samples} {engine.get_lr()} {found.hexdigest()}"

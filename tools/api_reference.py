@@ -41,9 +41,9 @@ INTEGRATIONS = {
 }
 PARTS_OF_THE_ENGINE = frozenset(
     """
-    backward_together begin_notes build_by count_on counters forget_step gather gather_main_weight gather_state has_place
-    has_state load_main_weight load_state loose make_room not_held note_arguments note_ordinary note_passed note_untiling
-    optimizer_step optimizer_turn optimizer_zero_grad relay rest resume scatter state_of workload
+    backward_together begin_notes build_by count_on counters forget_step loose make_room not_held note_arguments
+    note_ordinary note_passed note_untiling optimizer_step optimizer_turn optimizer_zero_grad relay rest resume
+    workload
     """.split()  # noqa: SIM905 - read as a text
 )
 """What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""

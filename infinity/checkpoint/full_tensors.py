@@ -12,26 +12,22 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
+from infinity.optim.facade.lazy_state import StateKeeper
+from infinity.optim.main_weights import MainWeightKeeper
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.units.parameter import PagedView, host_of
 
 
-class _Engine(Protocol):
-    def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor: ...
-
-    def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None: ...
-
-    def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]: ...
-
-    def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None: ...
+class _Keeper(StateKeeper, MainWeightKeeper, Protocol):
+    """Who has all of a parameter that is held: its engine."""
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of the fp32 main weight, of the parameter's shape. None of a frozen parameter, as in DeepSpeed."""
-    engine = _engine_of(param)
-    if engine is None:
+    keeper = _keeper_of(param)
+    if keeper is None:
         return param.detach().float().cpu().clone()
-    return engine.gather_main_weight(param) if param.requires_grad else None
+    return keeper.gather_main_weight(param) if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -40,9 +36,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: ``value`` has another shape; nothing has been changed.
     """
-    engine = _engine_of(param)
-    if engine is not None:
-        engine.load_main_weight(param, value.detach())
+    keeper = _keeper_of(param)
+    if keeper is not None:
+        keeper.load_main_weight(param, value.detach())
         return
     if value.shape != param.shape:
         raise ValueError(f"value has shape {tuple(value.shape)}, but the parameter has shape {tuple(param.shape)}")
@@ -62,11 +58,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     Raises:
         ValueError: ``value`` has another shape, or the parameter has no such state yet; nothing has been changed.
     """
-    engine = _needed(param)
-    state = engine.gather_state(param)
+    keeper = _needed(param)
+    state = keeper.gather_state(param)
     if optim_state_key not in state:
         raise ValueError(f"the parameter has no state '{optim_state_key}'. It has {', '.join(state) or 'none yet'}")
-    engine.load_state(param, {**state, optim_state_key: value})
+    keeper.load_state(param, {**state, optim_state_key: value})
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -165,21 +161,21 @@ def _shaped(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     return value.reshape(param.shape)
 
 
-def _engine_of(param: nn.Parameter) -> _Engine | None:
+def _keeper_of(param: nn.Parameter) -> _Keeper | None:
     host = host_of(param)
     if host is None or isinstance(param, PagedView):  # a parameter over the memory of another one has only its values
         return None
     if not isinstance(host, ParameterHandler) or host.gatherer is None:
         raise ModelError("the engine that holds this parameter is not ready")
-    engine: Any = host.gatherer
-    return engine  # type: ignore[no-any-return]
+    keeper: Any = host.gatherer
+    return keeper  # type: ignore[no-any-return]
 
 
-def _needed(param: nn.Parameter) -> _Engine:
-    engine = _engine_of(param)
-    if engine is None:
+def _needed(param: nn.Parameter) -> _Keeper:
+    keeper = _keeper_of(param)
+    if keeper is None:
         raise ModelError("no engine holds this parameter, so nobody knows its optimizer state: look at optimizer.state")
-    return engine
+    return keeper
 
 
 __all__ = [

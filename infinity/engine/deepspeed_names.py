@@ -186,12 +186,16 @@ class DeepSpeedNames(ModuleFacade):
         if is_boundary is None:
             self.micro_steps -= self.micro_steps % self._accumulation_steps
 
-    def _count_samples(self) -> None:
-        """A step has ended: count its samples, where the engine does not count micro-batches those of its backwards."""
+    def _count_samples(self, num_seen: int | None) -> None:
+        """A step has ended: count its samples, where the engine does not count micro-batches those of its backwards.
+
+        ``num_seen``: counts where the config leaves their number open.
+        """
         if self.config.managed_gradient_accumulation:
-            self.global_samples += self._train_batch_size or 0
+            num_samples = self._train_batch_size
         else:
-            self.global_samples += (self._micro_batch_size or 0) * self.world_size * (self._num_backwards or 1)
+            num_samples = (self._micro_batch_size or 0) * self.world_size * (self._num_backwards or 1)
+        self.global_samples += num_samples or num_seen or 0
         self._num_backwards = 0
 
     def _check_counts(self, call: str) -> None:

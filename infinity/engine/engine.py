@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import InfinityConfig
 from infinity.engine.listener import EngineListener
 from infinity.engine.parts import Parts
 from infinity.engine.relayout import Relayout
-from infinity.engine.shutdown import Shutdown, finish_pending
+from infinity.engine.settled_access import SettledAccess
+from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.engine.weights_at_close import leave
 from infinity.errors import StepOrderError
@@ -59,8 +59,9 @@ class Engine(Relayout):
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
         super().__init__(parts.module_hooks.model, config)
-        mains = self if parts.access.has_main_weights else None
-        self._paged = PagedOptimizer(parts.template, parts.updater, self, parts.groups.loose, mains)
+        self._settled = SettledAccess(self, lambda: self._parts, self._check_settled)
+        mains = self._settled if parts.access.has_main_weights else None
+        self._paged = PagedOptimizer(parts.template, parts.updater, self, self._settled, parts.groups.loose, mains)
         self.optimizer = self._paged if parts.template.param_groups else None
         self.run_module = ModelCall(
             self.module, config, parts.device.torch_device, lambda *size: self._reporter.note_size(*size)
@@ -107,11 +108,11 @@ class Engine(Relayout):
         parts.upper.pager_listener.connect(self._listener)
         parts.upper.gradient_listener.connect(self._gradients)
         parts.upper.gradient_host.connect(self._gradients)
-        parts.upper.gatherer.connect(self)
+        parts.upper.gatherer.connect(self._settled)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
         self._watched = WatchedMemory(self._residency)
         watch(self._watched)
-        parts.module_hooks.install(self._pager, self, self.gather, self.scatter)
+        parts.module_hooks.install(self._pager, self, self._settled.gather, self._settled.scatter)
 
     # ------------------------------------------------------------------------------------------------ the training loop
 
@@ -239,9 +240,7 @@ class Engine(Relayout):
         self._style.note_engine_step()
         if is_boundary:
             samples_before = self.global_samples
-            self._count_samples()
-            if self.global_samples == samples_before and self.report is not None:  # the config leaves their number open
-                self.global_samples += self.report.num_samples or 0
+            self._count_samples(None if self.report is None else self.report.num_samples)
             self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
             # One on a plateau needs a metric: in lr_kwargs, or its owner steps it.
             is_left_alone = self.lr_scheduler is None or (
@@ -249,21 +248,13 @@ class Engine(Relayout):
             )
             if self.was_step_applied() and not is_left_alone:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._write_curves(samples_before)
+            if self.report is not None:
+                lr = next(iter(self.get_lr()), None)
+                with_seconds = self.config.wall_clock_breakdown
+                self.monitor.write_step(self.report, lr, samples_before, self.global_samples, with_seconds=with_seconds)
             if self._parts.durable is not None:
                 self._parts.durable.commit(self)
         self._check_saving()
-
-    def _write_curves(self, samples_before: int) -> None:
-        if self.report is not None and self.monitor.enabled:
-            has_samples = self.global_samples > samples_before
-            before, now = (
-                (samples_before, self.global_samples) if has_samples else (self.global_steps - 1, self.global_steps)
-            )
-            with_seconds = self.config.wall_clock_breakdown
-            self.monitor.write_step(
-                self.report, next(iter(self.get_lr()), None), before, now, with_seconds=with_seconds
-            )
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights.
@@ -434,72 +425,7 @@ class Engine(Relayout):
 
         In a durable run the last step is committed then.
         """
-        self._check_usable()
-        self._guard.check_settled()
-        self._parts.module_hooks.settle_loads()
-        with self._parts.clock.waiting("update"):
-            self._parts.stream.drain(self._residency.attach_wanted)
-        for unit in self._parts.module_hooks.units:
-            self._parts.access.store_gathered(unit)
-        with self._parts.clock.waiting("write"):
-            self._parts.storage.flush()
-        self._residency.collect_all()
-        self._settle_commit()
-
-    def _settle_commit(self) -> None:
-        if self._parts.durable is not None:
-            self._parts.durable.settle()
-
-    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""
-        self._paged.settle_states()
-        self.flush()
-        return {**self._parts.access.state(parameter), "weight": self._parts.access.main_weight(parameter)}
-
-    def has_place(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter can have optimizer state: it was trainable, or in a group, in `initialize`."""
-        return self._parts.access.has_place(parameter)
-
-    def has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has optimizer state. Waits for nothing but its first update."""
-        return self._parts.access.has_state(parameter)
-
-    def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Copies of a parameter's optimizer state, as torch keeps it."""
-        self.flush()
-        return self._parts.access.state(parameter)
-
-    def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
-        """Replace a parameter's optimizer state. Raises ValueError, and changes nothing, where that does not fit."""
-        self.flush()
-        self._parts.access.load_state(parameter, values)
-
-    def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy of a parameter's fp32 main weight, on the CPU; of a frozen one, its weight as fp32."""
-        self.flush()
-        return self._parts.access.main_weight(parameter)
-
-    def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace a parameter's main weight; its model weight becomes the cast of it.
-
-        Raises:
-            ValueError: ``values`` has another shape; nothing has been changed.
-        """
-        self.flush()
-        self._parts.access.load_main_weight(parameter, values)
-
-    def gather(self, parameters: Sequence[nn.Parameter]) -> Any:
-        """Make the parameters hold their full weights until `scatter`. See `infinity.GatheredParameters`."""
-        with self._pager.gathering():
-            self.flush()
-            return self._parts.access.gather(parameters), self._pager.save_gathered()
-
-    def scatter(self, gathering: Any) -> None:
-        """The counterpart of `gather`: store what was changed."""
-        gathered, is_saving = gathering
-        self._settle_commit()
-        with self._pager.scattering(is_saving=is_saving):
-            self._parts.access.scatter(gathered)
+        self._settled.flush()
 
     # ------------------------------------------------------------------------------------------------------- life cycle
 
@@ -627,21 +553,15 @@ class Engine(Relayout):
                 self.flush()  # whoever closes has to hear of a commit that fails
             if self._guard.phase is Phase.CLOSED:
                 rest.callback(self._shutdown.hurry)  # an interrupt has cut off an attempt to close
-            elif restore_weights:
-                self.flush()
-                self._restore()
-                self._parts.exchange.leave()
-            elif self._guard.is_settled and restore_weights is None:
+            elif restore_weights or self._guard.is_settled:
                 leave(
                     self._parts.module_hooks.units,
-                    self._parts.device.torch_device,
+                    self.device,
                     self.flush,
                     self._restore,
+                    is_wanted=restore_weights,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
-                self._parts.exchange.leave()
-            elif self._guard.is_settled:
-                finish_pending(self.flush)
                 self._parts.exchange.leave()
             else:
                 rest.callback(self._shutdown.hurry)
@@ -694,5 +614,16 @@ class Engine(Relayout):
     def _check_usable(self) -> None:
         self._listener.check_usable()
 
+    def _check_settled(self) -> None:
+        self._check_usable()
+        self._guard.check_settled()
 
-take_turns(Engine)
+
+take_turns(
+    Engine,
+    reading=("save_16bit_model", "save_checkpoint"),
+    others=(
+        *("backward", "step", "optimizer_step", "optimizer_zero_grad"),
+        *("load_checkpoint", "reset", "close"),
+    ),
+)

@@ -13,7 +13,6 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
 
 from infinity.engine.resources import EngineResources
 from infinity.telemetry import Recording
@@ -24,14 +23,6 @@ logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 2.0
 """How long to wait for drives when nothing depends on them any more."""
 _REAP_SECONDS = 10.0
-
-
-def finish_pending(flush: Callable[[], None]) -> None:
-    """Let ``flush`` finish what is pending before an engine is closed. What fails then is logged: the states go anyway."""
-    try:
-        flush()
-    except Exception:
-        logger.warning("an update or write that was still pending failed while the engine was closed", exc_info=True)
 
 
 class Shutdown:

@@ -87,17 +87,20 @@ class Monitors:
                 del self._monitors[key]
                 logger.warning("%s gets no more values: %s: %s. Training goes on", key, type(error).__name__, error)
 
-    def write_step(self, report: StepReport, lr: float | None, before: int, now: int, *, with_seconds: bool) -> None:
+    def write_step(
+        self, report: StepReport, lr: float | None, samples_before: int, samples: int, *, with_seconds: bool
+    ) -> None:
         """What DeepSpeed writes of a step, under its names.
 
         Args:
             report: of the step.
             lr: learning rate of the first group, for the next step; None without groups.
-            before, now: samples without and with this step.
+            samples_before, samples: without and with this step. Where nobody counts them, steps are the axis.
             with_seconds: whether the seconds of its phases are wanted as well.
         """
         if not self._monitors:
             return
+        before, now = (samples_before, samples) if samples > samples_before else (report.step - 1, report.step)
         events: list[Event] = []
         if report.loss is not None:  # DeepSpeed writes it in backward, when the step does not count yet
             events.append(("Train/Samples/train_loss", report.loss, before))

@@ -39,7 +39,12 @@ class GradientHost(Protocol):
 
 
 class Gatherer(Protocol):
-    """Whoever gives full weights: the engine."""
+    """Whoever gives full weights."""
+
+    @property
+    def owner(self) -> object:
+        """The engine."""
+        ...
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> Any: ...
 
@@ -73,7 +78,7 @@ class ParameterHandler:
 
     @property
     def gatherer(self) -> Gatherer | None:
-        """Who gathers full weights: the engine."""
+        """Who gathers full weights; None before there is an engine."""
         return self._gatherer()
 
     def operate(

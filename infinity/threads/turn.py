@@ -39,7 +39,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FrameType
@@ -413,20 +413,12 @@ class Turn:
         self._rules.leave_to_parent()
 
 
-_READING = (
-    *("flush", "state_of", "has_state", "gather_state", "gather_main_weight"),
-    *("save_16bit_model", "save_checkpoint"),
-)
-"""Methods of an engine that need all weights to belong to one step."""
-_OTHERS = (
-    *("backward", "step", "optimizer_step", "optimizer_zero_grad"),
-    *("load_state", "load_main_weight", "load_checkpoint", "reset", "close"),
-)
+def take_turns(kind: type, *, reading: Sequence[str], others: Sequence[str]) -> None:
+    """These methods are called in their thread's turn from now on, that of ``self._pager.turn``.
 
-
-def take_turns(kind: type) -> None:
-    """The methods of an engine's class are called in their thread's turn from now on, that of ``self._pager.turn``."""
-    for names, reads in ((_READING, True), (_OTHERS, False)):
+    ``reading``: those that need all weights to belong to one step.
+    """
+    for names, reads in ((reading, True), (others, False)):
         for name in names:
             setattr(kind, name, _in_turn(getattr(kind, name), reads=reads))
 

@@ -65,7 +65,7 @@ def _contents(engine: Any) -> dict[str, Any]:
     found: dict[str, Any] = dict(engine.module.state_dict())
     for index, state in engine.optimizer.state_dict()["state"].items():
         found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
-    found |= {f"{i} main": engine.gather_main_weight(p) for i, p in enumerate(engine.module.parameters())}
+    found |= {f"{i} main": engine._settled.gather_main_weight(p) for i, p in enumerate(engine.module.parameters())}
     return found | {"lr": torch.tensor(engine.get_lr()), "steps": torch.tensor(engine.global_steps)}
 
 

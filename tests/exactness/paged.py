@@ -14,6 +14,7 @@ from tests.exactness.case import Case, loss_of
 from tests.exactness.grid import Row
 from tests.exactness.optimizers import CONFIG_SECTION, MAX_NORM, parameter_groups, torch_optimizer
 from tests.exactness.record import Snapshot
+from tests.states import state_of
 
 _PAGE_BYTES = {"small": 36864, "large": 131072, "auto": None}
 _ROOMY_BYTES = 1 << 30
@@ -161,6 +162,6 @@ def paged_snapshot(engine: Any, optimizer: torch.optim.Optimizer) -> Snapshot:
     return Snapshot.copied(
         weights=weights,
         buffers=dict(model.named_buffers()),
-        main_weights={fqn: engine.state_of(param)["weight"] for fqn, param in trainable.items()},
+        main_weights={fqn: state_of(engine, param)["weight"] for fqn, param in trainable.items()},
         state={fqn: dict(optimizer.state.get(param, {})) for fqn, param in trainable.items()},
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.reference import _half_up
+from tests.states import state_of
 
 Batch = dict[str, Any]
 
@@ -276,7 +277,7 @@ class PagedSide:
             change(self.params[fqn])
 
     def main_weight(self, fqn: str) -> Tensor:
-        weight: Tensor = self.engine.state_of(self.params[fqn])["weight"]
+        weight: Tensor = state_of(self.engine, self.params[fqn])["weight"]
         return weight
 
     def state(self, fqn: str) -> dict[str, Any]:

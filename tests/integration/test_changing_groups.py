@@ -16,6 +16,7 @@ import infinity
 from infinity.errors import ModelError, ParameterGroupError, UnpreparedParameterError
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.user_edits import MODES, Named, sides, start, take_step
+from tests.states import state_of
 
 in_all_modes = pytest.mark.parametrize("mode", MODES)
 
@@ -154,7 +155,7 @@ def test_learning_rates_of_any_kind(lr: Any, mode: str, tmp_path: Path) -> None:
             both.engine.step()
             both.reference.step()
         for fqn, main in both.reference.main.items():
-            found = both.engine.state_of(both.model.get_parameter(fqn))["weight"]
+            found = state_of(both.engine, both.model.get_parameter(fqn))["weight"]
             torch.testing.assert_close(found, main.detach(), rtol=0, atol=0, equal_nan=True)
 
 

@@ -28,6 +28,7 @@ from infinity.checkpoint.values import unpickled
 from infinity.errors import CheckpointError, StorageError
 from swapper.volumes.block_files import BlockFile, free_bytes
 from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.states import state_of
 
 
 class Model(nn.Module):
@@ -72,7 +73,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         expected = {f"{name} {WEIGHT}": p.detach().clone() for name, p in engine.module.named_buffers()}
         for name, p in engine.module.named_parameters():
             if p.requires_grad and p.numel():
-                expected |= {f"{name} {kind}": torch.as_tensor(value) for kind, value in engine.state_of(p).items()}
+                expected |= {f"{name} {kind}": torch.as_tensor(value) for kind, value in state_of(engine, p).items()}
         expected["frozen.weight weight"] = engine.module.frozen.weight.clone()
         torch.save(expected, tmp_path / "expected.pt")
     return tmp_path / "saved" / "one"

@@ -95,7 +95,7 @@ _LOOPS = {"loader": _by_loader, "repeating": _by_repeating, "plain": _by_plain_l
 
 
 def _weights(engine: Any) -> list[torch.Tensor]:
-    return [engine.gather_main_weight(p) for p in engine.module.parameters()]
+    return [engine._settled.gather_main_weight(p) for p in engine.module.parameters()]
 
 
 @pytest.mark.parametrize("num_steps", [3, 5, 8])

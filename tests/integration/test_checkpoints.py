@@ -18,6 +18,7 @@ from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.errors import CheckpointError, StorageError, UnsupportedModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
+from tests.states import state_of
 
 _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
 _MODES: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def _everything(engine: Any) -> dict[str, Any]:
     for fqn, parameter in engine.module.named_parameters():
         found[fqn] = parameter.clone()
         if parameter.requires_grad:
-            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in engine.state_of(parameter).items()}
+            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in state_of(engine, parameter).items()}
     found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers() if fqn != "aside"}
     found["lr"] = torch.tensor(engine.get_lr())
     found["counts"] = torch.tensor(
@@ -144,11 +145,11 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved", tag="one", load_module_only=True)
         assert engine.global_steps == 0
         assert torch.equal(engine.module.first.weight.clone(), saved["first.weight"])
-        assert not engine.has_state(engine.module.first.weight)
+        assert not engine._settled.has_state(engine.module.first.weight)
         engine.load_checkpoint(
             tmp_path / "saved", tag="one", load_optimizer_states=False, load_lr_scheduler_states=False
         )
-        assert engine.global_steps == 2 and not engine.has_state(engine.module.first.weight)
+        assert engine.global_steps == 2 and not engine._settled.has_state(engine.module.first.weight)
         assert engine.lr_scheduler.state_dict()["last_epoch"] != 2
         engine.load_checkpoint(tmp_path / "saved", tag="one")
         _require_equal(_everything(engine), saved)
@@ -293,15 +294,15 @@ def test_a_parameter_that_the_checkpoint_does_not_train_starts_anew_only_if_aske
     with _in_groups(tmp_path / "drive", "fewer") as engine:
         steps_of(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved")
-        expected = {name: engine.state_of(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+        expected = {name: state_of(engine, p) for name, p in engine.module.named_parameters() if p.requires_grad}
     with _in_groups(tmp_path / "drive", "") as engine:
         with pytest.raises(ValueError, match=r"'norm.weight' is in none of the checkpoint's optimizer, and in group 0"):
             engine.load_checkpoint(tmp_path / "saved")
         engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
         for name, parameter in engine.module.named_parameters():
             if "exp_avg" in expected.get(name, ()):
-                assert torch.equal(engine.state_of(parameter)["exp_avg"], expected[name]["exp_avg"])
-        assert not engine.state_of(engine.module.norm.weight).get("step")
+                assert torch.equal(state_of(engine, parameter)["exp_avg"], expected[name]["exp_avg"])
+        assert not state_of(engine, engine.module.norm.weight).get("step")
 
 
 def test_a_durable_run_with_parameters_in_other_groups_is_refused(tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_what_is_written_to_gathered_weights_is_saved(tmp_path: Path) -> None:
         with torch.no_grad(), infinity.GatheredParameters([weight], modifier_rank=0):
             weight.fill_(3)
             engine.save_checkpoint(tmp_path / "saved")
-            assert float(engine.state_of(weight)["weight"].mean()) == 3
+            assert float(state_of(engine, weight)["weight"].mean()) == 3
     found = saved_files.Checkpoint.open(tmp_path / "saved").tensor("parameters", "late.weight")
     assert found is not None and torch.equal(found.read(), torch.full((96, 8), 3.0))
 

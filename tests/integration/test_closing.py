@@ -15,6 +15,7 @@ from torch import nn
 import infinity
 from infinity.errors import EngineClosedError, InfinityError
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.states import state_of
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
 
@@ -35,7 +36,7 @@ def test_leaving_the_with_block_closes(tmp_path: Path) -> None:
         engine.flush,
         both.optimizer.step,
         lambda: engine.save_16bit_model(tmp_path / "out"),
-        lambda: engine.state_of(next(both.model.parameters())),
+        lambda: state_of(engine, next(both.model.parameters())),
     ):
         with pytest.raises(EngineClosedError):
             call()

@@ -18,6 +18,7 @@ import infinity
 from infinity.errors import CommitError, ConfigValueError, StepOrderError, StorageError, UnsupportedModelError
 from swapper import ChecksumMismatchError
 from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.states import state_of
 
 _MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -95,7 +96,7 @@ def everything(engine: Any) -> dict[str, Any]:
     for fqn, parameter in engine.module.named_parameters():
         found[fqn] = parameter.clone()
         if parameter.requires_grad:
-            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in engine.state_of(parameter).items()}
+            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in state_of(engine, parameter).items()}
     found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers()}
     found["lr"] = torch.tensor(engine.get_lr())
     found["generators"] = torch.cat([torch.get_rng_state().long(), torch.tensor(random.getstate()[1])])

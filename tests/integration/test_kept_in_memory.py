@@ -14,6 +14,7 @@ from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.states import state_of
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
 _MODES: dict[str, dict[str, Any]] = {
@@ -96,12 +97,12 @@ def test_weights_that_stay_may_be_changed_and_read(tmp_path: Path) -> None:
         for step in range(2):
             pair.engine_step(step)
         parameter = next(iter(pair.model.parameters()))
-        weight = pair.engine.state_of(parameter)["weight"]
+        weight = state_of(pair.engine, parameter)["weight"]
         with infinity.GatheredParameters(parameter):
             assert torch.equal(parameter.detach().float(), weight.to(parameter.dtype).float())
             with torch.no_grad():
                 parameter.mul_(2)
-        changed = pair.engine.state_of(parameter)["weight"]
+        changed = state_of(pair.engine, parameter)["weight"]
         with infinity.GatheredParameters(parameter):
             assert torch.equal(parameter.detach().float(), changed), "a new weight is its own main weight"
         assert not torch.equal(changed, weight)

@@ -11,6 +11,7 @@ from torch import nn
 
 import infinity
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
+from tests.states import state_of
 
 _NAME = "blocks.1.up.weight"
 _TIERS = [("nvme", "nvme"), ("none", "nvme"), ("cpu", "cpu"), ("none", "none"), ("nvme", "none")]
@@ -85,7 +86,7 @@ def test_main_weights_are_the_parameters_as_they_came(main_weights: str, dtype: 
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
     with engine:
         for fqn, value in before.items():
-            found = engine.state_of(model.get_parameter(fqn))["weight"]
+            found = state_of(engine, model.get_parameter(fqn))["weight"]
             assert torch.equal(found, value.bfloat16().float() if fqn == "1.weight" else value.float()), fqn
         frozen, bias = (model.get_parameter(fqn).clone() for fqn in ("1.weight", "0.bias"))
         assert torch.equal(frozen, before["1.weight"].bfloat16()), "what is not trained is cast as torch casts"
@@ -120,8 +121,8 @@ def test_state_that_is_loaded_leaves_main_weights_alone(main_weights: str, tmp_p
         both.engine_step(0)
         both.optimizer.load_state_dict(both.optimizer.state_dict())
         for param in both.model.parameters():
-            state = both.engine.gather_state(param)
-            both.engine.load_state(param, state)
+            state = both.engine._settled.gather_state(param)
+            both.engine._settled.load_state(param, state)
         both.engine_step(1)
         both.require_equal()
 
@@ -176,10 +177,10 @@ def test_state_that_does_not_fit_changes_nothing(misfit: str, tmp_path: Path) ->
         both.engine_step(0)
         param = both.model.get_parameter("blocks.0.up.weight")
         for _ in range(5):  # nor does it keep pages
-            state = both.engine.gather_state(param)
+            state = both.engine._settled.gather_state(param)
             _MISFITS[misfit](state)
             with pytest.raises(ValueError):
-                both.engine.load_state(param, state)
+                both.engine._settled.load_state(param, state)
         both.engine_step(1)
         both.require_equal()
 

@@ -15,6 +15,7 @@ from infinity.optim.classes.one_bit_adam import OneBitAdam
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.exactness.paged import paged_snapshot
+from tests.states import state_of
 
 Named = Mapping[str, nn.Parameter]
 
@@ -100,7 +101,7 @@ def test_lion_follows_the_paper(dtype: str, tmp_path: Path) -> None:
             both.engine_step(step)
         # Not bit for bit: the paper's formula can be rounded in more than one order.
         for fqn, param in both.model.named_parameters():
-            torch.testing.assert_close(both.engine.state_of(param)["weight"], both.reference.main[fqn].detach())
+            torch.testing.assert_close(state_of(both.engine, param)["weight"], both.reference.main[fqn].detach())
 
 
 _INSTANCES: dict[str, Callable[[Named], torch.optim.Optimizer]] = {

@@ -22,6 +22,7 @@ from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep, make_batch
 from tests.exactness.shapes.blocks import Block, Net, token_batch
 from tests.forked import require_in_child
+from tests.states import state_of
 
 _NAMES = ("blocks.0.up.weight", "blocks.2.down.weight", "head.weight", "embedding.weight")
 _MODES: dict[str, dict[str, Any]] = {
@@ -82,7 +83,7 @@ _READS: dict[str, Callable[[Lockstep, str], dict[str, Tensor]]] = {
     "average": lambda both, name: {name: _averaged(both, name)},
     "state_dict": lambda both, name: both.model.state_dict(),
     "gathered": lambda both, name: {name: _gathered(both, name)},
-    "state_of": lambda both, name: {name: both.engine.state_of(both.model.get_parameter(name))["weight"]},
+    "state_of": lambda both, name: {name: state_of(both.engine, both.model.get_parameter(name))["weight"]},
 }
 
 
@@ -337,7 +338,7 @@ def test_many_threads_call_the_model_and_one_sums_their_losses(tmp_path: Path) -
             both.engine.step()
             both.note(f"loss {step}", torch.as_tensor(expected), torch.as_tensor(loss))
         for name, main in both.reference.main.items():
-            torch.testing.assert_close(both.engine.state_of(both.model.get_parameter(name))["weight"], main.detach())
+            torch.testing.assert_close(state_of(both.engine, both.model.get_parameter(name))["weight"], main.detach())
 
 
 # -------------------------------------------------------------------------------------------------------------- endings

@@ -13,6 +13,7 @@ import infinity
 from infinity.errors import BudgetTooSmallError, InfinityError, ModelError, ParameterNotResidentError
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.states import state_of
 
 
 @pytest.mark.parametrize("changes", [{}, BF16])
@@ -47,7 +48,7 @@ def test_modifications_of_gathered_parameters_are_trained_on(changes: dict[str, 
                 modified[0] = 0.25
                 both.reference.main[name].copy_(modified)
         both.engine_step(3)
-        snapshot_weight = both.engine.state_of(both.model.get_parameter(name))["weight"]
+        snapshot_weight = state_of(both.engine, both.model.get_parameter(name))["weight"]
         if changes != BF16:
             both.require_equal()
         else:
@@ -220,11 +221,11 @@ def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> 
         assert all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
 
 
-@pytest.mark.parametrize("call", ["state_of", "has_state", "gather_state", "gather"])
+@pytest.mark.parametrize("call", ["has_state", "gather_state", "gather_main_weight", "gather"])
 def test_a_foreign_tensor_is_refused(call: str, tmp_path: Path) -> None:
     foreign = nn.Parameter(torch.ones(3, 2))
     with Lockstep.start(tmp_path) as both:
         with pytest.raises(ModelError, match=r"\(3, 2\) is no parameter of the engine's model"):
-            getattr(both.engine, call)([foreign] if call == "gather" else foreign)
+            getattr(both.engine._settled, call)([foreign] if call == "gather" else foreign)
         both.engine_step(0)
         both.require_equal()

@@ -13,6 +13,7 @@ from torch import nn
 
 import infinity
 from tests.exactness.lockstep import everything_on_nvme
+from tests.states import state_of
 
 _MODES: dict[str, dict[str, Any]] = {
     "remainder": {"bf16": {"enabled": True}},
@@ -67,7 +68,7 @@ def _step(engine: Any, step: int) -> float:
 def _bits(engine: Any) -> dict[str, torch.Tensor]:
     found = {}
     for fqn, parameter in engine.module.named_parameters():
-        for name, value in engine.state_of(parameter).items():
+        for name, value in state_of(engine, parameter).items():
             found[f"{fqn} {name}"] = torch.as_tensor(value)
         found[fqn] = parameter.clone()
     return found
@@ -146,7 +147,7 @@ def test_a_plain_optimizer_keeps_main_weights_and_trains_on(tmp_path: Path) -> N
             assert torch.equal(parameter.clone(), expected[fqn].bfloat16()), fqn
     with _training(tmp_path, "remainder", model, plain) as (engine, _):
         for fqn, parameter in engine.module.named_parameters():
-            assert torch.equal(engine.state_of(parameter)["weight"], expected[fqn]), fqn
+            assert torch.equal(state_of(engine, parameter)["weight"], expected[fqn]), fqn
 
 
 def test_a_main_weight_of_another_shape_is_refused_before_anything_changes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.exactness import lockstep
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.reference import PlainTorch
+from tests.states import state_of
 from tests.updates_on_demand import num_pending, updates_on_demand
 
 _FP16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}
@@ -219,6 +220,6 @@ def test_a_scale_that_cannot_become_smaller_is_an_error_and_training_can_go_on(
         ):
             both.engine_step(1)
         assert both.engine.skipped_steps == 2
-        before = both.engine.state_of(next(both.model.parameters()))["weight"]
+        before = state_of(both.engine, next(both.model.parameters()))["weight"]
         assert torch.equal(before, next(iter(both.reference.main.values())))
         assert both.engine.micro_steps == 2 * num_micro_batches

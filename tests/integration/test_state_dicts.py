@@ -14,6 +14,7 @@ import infinity
 from infinity.errors import ParameterNotResidentError
 from swapper import Swapper
 from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep
+from tests.states import state_of
 
 
 def test_model_state_dict_is_true_or_raises(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_optimizer_state_is_loaded_from_plain_torch(changes: dict[str, Any], tmp
             # The low bits of the reference's main weights are not in its model weights.
             with torch.no_grad():
                 for fqn, main in both.reference.main.items():
-                    main.copy_(both.engine.state_of(both.model.get_parameter(fqn))["weight"])
+                    main.copy_(state_of(both.engine, both.model.get_parameter(fqn))["weight"])
         both.optimizer.load_state_dict(both.reference.optimizer.state_dict())
         assert both.optimizer.param_groups[0]["lr"] == 1e-3
         for step in range(2, 4):

@@ -16,6 +16,7 @@ from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.paged import paged_snapshot
 from tests.exactness.record import Record, require_equal
+from tests.states import state_of
 
 _SMALL = pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
 _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -117,7 +118,7 @@ def test_a_run_goes_on_from_a_state_dict(state_dtype: str, compute: dict[str, An
         entries = [value for entry in saved["state"].values() for value in entry.values()]
         tensors = [value for value in entries if isinstance(value, torch.Tensor) and value.dim()]
         assert tensors and all(value.dtype == torch.float32 for value in tensors)
-        mains = {fqn: engine.state_of(p)["weight"] for fqn, p in engine.module.named_parameters()}
+        mains = {fqn: state_of(engine, p)["weight"] for fqn, p in engine.module.named_parameters()}
         train(engine, range(3, 5))
         expected = result(engine, optimizer)
     model = PLAIN.make("none")

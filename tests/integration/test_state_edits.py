@@ -16,6 +16,7 @@ from infinity.errors import StaleStateError
 from tests.exactness import user_edits
 from tests.exactness.lockstep import Lockstep
 from tests.exactness.user_edits import Named, sides, start, take_step
+from tests.states import state_of
 
 _NAME = "blocks.0.up.weight"
 MODES = [mode for mode in user_edits.MODES if mode != "step"]
@@ -188,7 +189,7 @@ def test_reading_again_gives_the_same_tensors(tmp_path: Path) -> None:
         state["exp_avg"].zero_()
         assert not state["exp_avg"].any()
         assert not copy.deepcopy(state)["exp_avg"].any()
-        assert not both.engine.state_of(both.model.get_parameter(_NAME))["exp_avg"].any()
+        assert not state_of(both.engine, both.model.get_parameter(_NAME))["exp_avg"].any()
 
 
 def test_states_that_were_read_do_not_stay_in_memory(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import infinity
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.states import state_of
 from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
 
 _MODES = ("in_backward", "deferred", "step")
@@ -66,7 +67,7 @@ _LOOKS: dict[str, Callable[[Lockstep, Path], Any]] = {
     "save": lambda both, directory: both.engine.save_16bit_model(directory / "out"),
     "gather": _gather,
     "optimizer-state": lambda both, directory: dict(both.optimizer.state_dict()["state"][0]),
-    "state": lambda both, directory: both.engine.state_of(both.model.blocks[0].up.weight),
+    "state": lambda both, directory: state_of(both.engine, both.model.blocks[0].up.weight),
     "flush": lambda both, directory: both.engine.flush(),
 }
 

@@ -16,6 +16,7 @@ from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES, VOCABULARY
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import Block, Net, token_batch
+from tests.states import state_of
 
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
@@ -204,7 +205,7 @@ def test_arguments_and_results_of_all_kinds(tmp_path: Path) -> None:
             assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
         # The gain is used at three places, so it is summed in another order.
         for fqn, parameter in both.model.named_parameters():
-            weight = both.engine.state_of(parameter)["weight"]
+            weight = state_of(both.engine, parameter)["weight"]
             assert torch.allclose(weight, reference.main[fqn], rtol=1e-4, atol=1e-5), fqn
 
 

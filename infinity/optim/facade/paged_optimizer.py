@@ -45,8 +45,8 @@ class LossScale(Protocol):
     def min_scale(self) -> float | None: ...
 
 
-class StepBackend(StateKeeper, Protocol):
-    """Who holds weights, gradients and state, and runs the updates: the engine."""
+class StepBackend(Protocol):
+    """Who holds weights and gradients, and runs the updates: the engine."""
 
     def optimizer_turn(self, what: str, *, reads: bool = False) -> AbstractContextManager[None]:
         """No other thread uses the model, its optimizer or its engine inside the ``with`` block.
@@ -91,6 +91,7 @@ class PagedOptimizer(Optimizer):
         template: class, hyperparameters and groups.
         updater: knows which state there is.
         backend: does the work.
+        keeper: has the states.
         loose: updates what is added later; whose step the backend makes.
         mains: has the main weights, where those are something else than the parameters.
     """
@@ -100,6 +101,7 @@ class PagedOptimizer(Optimizer):
         template: Template,
         updater: PieceUpdater,
         backend: StepBackend,
+        keeper: StateKeeper,
         loose: LooseParameters | None = None,
         mains: MainWeightKeeper | None = None,
     ) -> None:
@@ -107,6 +109,7 @@ class PagedOptimizer(Optimizer):
         self._template = template
         self._updater = updater
         self._backend = backend
+        self._keeper = keeper
         self._loose = loose or LooseParameters(template)
         self._mains = mains
         source = template.optimizer
@@ -329,15 +332,15 @@ class PagedOptimizer(Optimizer):
         """Whether a parameter has state."""
         if param not in self._template:
             return bool(self._loose.state.get(param))
-        return self._template.is_started(param) or self._backend.has_state(param)
+        return self._template.is_started(param) or self._keeper.has_state(param)
 
     def has_place(self, param: Tensor) -> bool:
         """Whether a parameter can have state."""
-        return param not in self._template or self._backend.has_place(param)
+        return param not in self._template or self._keeper.has_place(param)
 
     def gather_state(self, param: Tensor) -> dict[str, Any]:
         """See `StateKeeper.gather_state`; before the first step, what the constructor made."""
-        return self._backend.gather_state(param) or self._template.started_state(param)
+        return self._keeper.gather_state(param) or self._template.started_state(param)
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """See `StateKeeper.load_state`.
@@ -353,7 +356,7 @@ class PagedOptimizer(Optimizer):
         if state and values is not None:
             names, scalars = self._updater.names_under(values), self._updater.scalars_under(values)
             check_entry(self._template.fqn(param), state, names, scalars)
-        self._backend.load_state(param, state)
+        self._keeper.load_state(param, state)
         self._template.forget_started(param)
         if main is not None and self._mains is not None:
             self._mains.load_main_weight(param, main)

@@ -145,7 +145,7 @@ def page(
     backend = MemoryBackend(template, updater)
     for param, state in template.take_initial_states():
         backend.load_state(param, state)
-    return PagedOptimizer(template, updater, backend, backend.loose), backend
+    return PagedOptimizer(template, updater, backend, backend, backend.loose), backend
 
 
 class Mixed(torch.nn.Module):

@@ -1,0 +1,113 @@
+"""Weights and states for whoever is not in the midst of a step: whole, of one step, with nothing pending.
+
+Knows parts; must not know the loop, nor what is done with the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.engine.parts import Parts
+from infinity.paging.pager import Pager
+from infinity.threads.turn import take_turns
+
+
+class SettledAccess:
+    """`StateAccess` in the calling thread's turn, after all that is pending.
+
+    It keeps states and main weights for the optimizer (`StateKeeper`, `MainWeightKeeper`), and gathers parameters for
+    `GatheredParameters`.
+
+    Attributes:
+        owner: The engine, which lives as long as somebody has this.
+    """
+
+    def __init__(self, owner: object, parts: Callable[[], Parts], check: Callable[[], None]) -> None:
+        """
+        Args:
+            owner: the engine.
+            parts: gives the engine's present ones.
+            check: raises if the engine cannot be used now, or its weights are of two steps.
+        """
+        self.owner = owner
+        self._parts = parts
+        self._check = check
+
+    @property
+    def _pager(self) -> Pager:
+        return self._parts().pager
+
+    def flush(self) -> None:
+        """See `Engine.flush`."""
+        self._check()
+        parts = self._parts()
+        parts.module_hooks.settle_loads()
+        with parts.clock.waiting("update"):
+            parts.stream.drain(parts.pager.residency.attach_wanted)
+        for unit in parts.module_hooks.units:
+            parts.access.store_gathered(unit)
+        with parts.clock.waiting("write"):
+            parts.storage.flush()
+        parts.pager.residency.collect_all()
+        self._settle_commit()
+
+    def _settle_commit(self) -> None:
+        durable = self._parts().durable
+        if durable is not None:
+            durable.settle()
+
+    def has_place(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter can have optimizer state: it was trainable, or in a group, in `initialize`."""
+        return self._parts().access.has_place(parameter)
+
+    def has_state(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has optimizer state. Waits for nothing but its first update."""
+        return self._parts().access.has_state(parameter)
+
+    def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Copies of a parameter's optimizer state, as torch keeps it."""
+        self.flush()
+        return self._parts().access.state(parameter)
+
+    def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
+        """Replace a parameter's optimizer state. Raises ValueError, and changes nothing, where that does not fit."""
+        self.flush()
+        self._parts().access.load_state(parameter, values)
+
+    def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of a parameter's fp32 main weight, on the CPU; of a frozen one, its weight as fp32."""
+        self.flush()
+        return self._parts().access.main_weight(parameter)
+
+    def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace a parameter's main weight; its model weight becomes the cast of it.
+
+        Raises:
+            ValueError: ``values`` has another shape; nothing has been changed.
+        """
+        self.flush()
+        self._parts().access.load_main_weight(parameter, values)
+
+    def gather(self, parameters: Sequence[nn.Parameter]) -> Any:
+        """Make the parameters hold their full weights until `scatter`. See `infinity.GatheredParameters`."""
+        with self._pager.gathering():
+            self.flush()
+            return self._parts().access.gather(parameters), self._pager.save_gathered()
+
+    def scatter(self, gathering: Any) -> None:
+        """The counterpart of `gather`: store what was changed."""
+        gathered, is_saving = gathering
+        self._settle_commit()
+        with self._pager.scattering(is_saving=is_saving):
+            self._parts().access.scatter(gathered)
+
+
+take_turns(
+    SettledAccess,
+    reading=("flush", "has_state", "gather_state", "gather_main_weight"),
+    others=("load_state", "load_main_weight"),
+)
