@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from infinity.threads.turn import is_in
 from swapper.backend import IOBackend, IORequest
 from swapper.scheduling.operation import Operation, Transfer
 from swapper.scheduling.scheduler import IOScheduler
@@ -84,8 +85,8 @@ def await_hand_over(scheduler: IOScheduler) -> None:
     """Return when all that the main thread has asked for is with the backend, if that takes so much."""
     if threading.current_thread().name != HAND_OVER:
         wait_until(lambda: not any(queue.has_room for queue in scheduler.queues), "the hand-over")
-        with scheduler._hander.at_work:
-            pass
+        thread = scheduler._hander._thread.ident or 0
+        wait_until(lambda: not is_in(thread, IOScheduler._hand_ready_over.__code__), "the hand-over")
 
 
 def stall(scheduler: IOScheduler, hangs: Callable[[Transfer], bool] = lambda transfer: True) -> None:

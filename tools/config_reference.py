@@ -97,20 +97,20 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def between_marks(text: str) -> str:
-    """What a README holds of the reference."""
-    return text.split(MARKS[0])[1].split(MARKS[1])[0].strip("\n") + "\n"
+def page() -> str:
+    """The README, with the reference as it is now."""
+    text = README.read_text()
+    return f"{text.split(MARKS[0])[0]}{MARKS[0]}\n\n{reference()}\n{MARKS[1]}{text.split(MARKS[1])[1]}"
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put it into configs/README.md")
-    if not parser.parse_args().write:
+    if parser.parse_args().write:
+        README.write_text(page())
+    else:
         print(reference(), end="")
-        return
-    before, after = README.read_text().split(MARKS[0])[0], README.read_text().split(MARKS[1])[1]
-    README.write_text(f"{before}{MARKS[0]}\n\n{reference()}\n{MARKS[1]}{after}")
 
 
 if __name__ == "__main__":

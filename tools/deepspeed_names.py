@@ -78,9 +78,10 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def between_marks(text: str) -> str:
-    """What stands between the two marks."""
-    return text.partition(MARKS[0])[2].partition(MARKS[1])[0].strip()
+def page() -> str:
+    """The README, with the table as it is now."""
+    text = README.read_text()
+    return f"{text.partition(MARKS[0])[0]}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{text.partition(MARKS[1])[2]}"
 
 
 def _list() -> Iterator[str]:
@@ -110,12 +111,10 @@ def main() -> None:
         print("\n".join(_list()))
         return
     sys.path.insert(0, str(_ROOT))
-    if not arguments.write:
+    if arguments.write:
+        README.write_text(page())
+    else:
         print(table())
-        return
-    text = README.read_text()
-    before, after = text.partition(MARKS[0])[0], text.partition(MARKS[1])[2]
-    README.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch import nn
 
 import infinity
 from infinity.bench.cgroup import Cgroup
+from infinity.bench.measured.child import drive_bytes
 
 
 class Block(nn.Module):
@@ -52,20 +53,15 @@ def make_engine(directory: Path, num_blocks: int, width: int, clipping: float, *
 
 def measure(engine: Any, batch: torch.Tensor, num_steps: int) -> tuple[float, int, int]:
     """Seconds, and bytes read and written, of a step."""
-    read, written = _moved()
+    read, written = drive_bytes()
     begin = time.perf_counter()
     for _ in range(num_steps):
         engine.backward(engine(batch).float().square().mean())
         engine.step()
     engine.flush()
     seconds = time.perf_counter() - begin
-    after = _moved()
+    after = drive_bytes()
     return seconds / num_steps, (after[0] - read) // num_steps, (after[1] - written) // num_steps
-
-
-def _moved() -> tuple[int, int]:
-    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(found["read_bytes"]), int(found["write_bytes"])
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Weights:
         return progress("saving weights", total, is_shown=self.shows_progress)
 
 
-def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool = False) -> None:
+def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool) -> None:
     """One shard per unit, one for all that no unit holds, and an index; all at once, see ``swapper.volumes.publish``.
 
     What the model's modules have now is written: parameters that came later, too, and none that were removed. Older weights
@@ -144,7 +144,7 @@ def write_shards(
     configs: Callable[[Staging], Sequence[str]],
     *,
     has_index: bool,
-    note: Callable[[int], None] = lambda num_bytes: None,
+    note: Callable[[int], None],
 ) -> None:
     """Write files, and let them appear all at once.
 

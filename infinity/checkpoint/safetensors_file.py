@@ -76,9 +76,7 @@ class OpenSource:
         return entry.value(self._given)
 
 
-def write_file(
-    file: IO[bytes], entries: Sequence[Entry], opened: OpenSource, note: Callable[[int], None] = lambda num_bytes: None
-) -> None:
+def write_file(file: IO[bytes], entries: Sequence[Entry], opened: OpenSource, note: Callable[[int], None]) -> None:
     """Write all tensors. See [Note: streaming safetensors]. ``note`` is told of bytes that were written."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -16,7 +16,7 @@ from infinity.units.unit import Unit
 class WrittenWeights:
     """The `WeightWriter` of an engine."""
 
-    def __init__(self, access: StateAccess, before_writes: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, access: StateAccess, before_writes: Callable[[], None]) -> None:
         """``before_writes``: as in `infinity.updates.stepper.Stepper`."""
         self._access = access
         self._before_writes = before_writes

@@ -106,9 +106,7 @@ def commands_of(hosts: Hosts, arguments: argparse.Namespace, environment: Mappin
     return found
 
 
-def run_all(
-    commands: Mapping[str, Sequence[str]], statuses: dict[str, int | None], *, output: int | None = None
-) -> None:
+def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | None], *, output: int | None) -> None:
     """Run one command per host until all have ended; the first that fails ends the others, and so does a signal to this process.
 
     A command gets SIGTERM, which torchrun and ssh hand on, and half a minute later, or at a second signal, SIGKILL; each

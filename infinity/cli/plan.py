@@ -296,14 +296,8 @@ def _largest(most: tuple[int, int]) -> str:
 def _as_json(each: Outcome) -> dict[str, Any]:
     plan = each.plan
     return {
-        "param_tier": each.param_tier,
-        "optimizer_tier": each.optimizer_tier,
-        "fits": each.fits,
-        "problem": each.problem,
+        **each.as_plain(),
         "minimum_memory_bytes": each.minimum_bytes,
-        "resting_bytes": None if plan is None else plan.resting_bytes,
-        "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
-        "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
         "step_seconds": each.seconds,
         "tokens_per_second": None if each.seconds is None else each.tokens / each.seconds,
         "drive_life_steps": None if plan is None else plan.predicted_drive_life_steps,

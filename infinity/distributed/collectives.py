@@ -320,9 +320,7 @@ class Ranks:
                 if rank != self.index and count > 0:
                     write(start + offset, found[rank * num : rank * num + count])
 
-    def gather_in_memory(
-        self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], *, kind: str = "gradients"
-    ) -> None:
+    def gather_in_memory(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], *, kind: str) -> None:
         """As `gather_parts`, where all parts lie in ``values`` (1-D, on the CPU)."""
         self.gather_parts(what, parts, *_in_memory(values), dtype=values.dtype, kind=kind)
 

@@ -67,7 +67,6 @@ class Engine(Relayout):
             self.module, config, parts.device.torch_device, lambda *size: self._reporter.note_size(*size)
         )
         self.report: StepReport | None = None
-        self._is_in_step = False
         self._was_applied = False
         self._saving = None
         self._untile: Callable[[], None] = lambda: None
@@ -113,6 +112,33 @@ class Engine(Relayout):
         self._watched = WatchedMemory(self._residency)
         watch(self._watched)
         parts.module_hooks.install(self._pager, self, self._settled.gather, self._settled.scatter)
+
+    def _release_parts(self, rest: contextlib.ExitStack) -> None:
+        """At the end of ``rest``, in reverse, and each even if the one before fails."""
+        rest.callback(self._shutdown.now)
+        rest.callback(self._stepper.gradients.close)
+        rest.callback(self._pager.close)
+        rest.callback(self._parts.exchange.stop)
+        rest.callback(unwatch, self._watched)
+        rest.callback(self._parts.stream.close)
+        rest.callback(self._pager.abandon_forward)
+        rest.callback(self._vertical.close)
+        rest.callback(self._parts.module_hooks.uninstall)
+        rest.callback(self._backwards.collector.close)
+
+    def note_untiling(self, untile: Callable[[], None]) -> None:
+        """What makes weights whole again, once the model is an ordinary one."""
+        self._untile = untile
+
+    def note_passed(self, passed: PassedOptimizer) -> None:
+        """The script has this optimizer, too."""
+        self._passed = passed
+
+    def begin_notes(self, notes: RunNotes, monitors: Monitors) -> None:
+        """The engine is complete: what happens is written down from now on."""
+        self._notes = notes
+        self.monitor = monitors
+        notes.start(self)
 
     # ------------------------------------------------------------------------------------------------ the training loop
 
@@ -345,6 +371,8 @@ class Engine(Relayout):
         norm = self._stepper.grad_norm
         return None if norm is None else float(norm)
 
+    # -------------------------------------------------------------------------------------- what the optimizer asks for
+
     def optimizer_turn(self, what: str, *, reads: bool = False) -> contextlib.AbstractContextManager[None]:
         """It is the calling thread's turn inside the ``with`` block; see [Note: turns] in ``infinity.threads.turn``."""
         return self._pager.turn.taken(what, reads=reads)
@@ -392,7 +420,7 @@ class Engine(Relayout):
         if is_profiled and self._profiled is not None:
             self._profiled.show()
 
-    def optimizer_zero_grad(self, *, set_to_none: bool = True) -> None:
+    def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
         """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
 
         Raises:
@@ -418,7 +446,7 @@ class Engine(Relayout):
         if self._guard.phase is Phase.BROKEN:
             self._guard.move_to(Phase.READY)
 
-    # ------------------------------------------------------------------------------------------------- weights and state
+    # ---------------------------------------------------------------------------------------------------- what it shows
 
     def flush(self) -> None:
         """Return when all pending updates and writes are done; raises what went wrong in them.
@@ -426,8 +454,6 @@ class Engine(Relayout):
         In a durable run the last step is committed then.
         """
         self._settled.flush()
-
-    # ------------------------------------------------------------------------------------------------------- life cycle
 
     @property
     def plan(self) -> Plan:
@@ -438,12 +464,6 @@ class Engine(Relayout):
     def workload(self) -> Workload:
         """What the predictions of `plan` are made from."""
         return self._parts.plan_tracker.workload
-
-    def begin_notes(self, notes: RunNotes, monitors: Monitors) -> None:
-        """The engine is complete: what happens is written down from now on."""
-        self._notes = notes
-        self.monitor = monitors
-        notes.start(self)
 
     def note(self, text: str) -> None:
         """Write a line of one's own into the log of the run (config key ``infinity.run_log``), at the present step.
@@ -465,6 +485,8 @@ class Engine(Relayout):
     def device(self) -> torch.device:
         """The compute device."""
         return self._parts.device.torch_device
+
+    # --------------------------------------------------------------------------------- what was cut off, and going back
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception cut off, and the gradients of its step; then train on.
@@ -524,6 +546,8 @@ class Engine(Relayout):
         self._parts.module_hooks.forget_calls()
         self._pager.abandon_forward()
 
+    # ---------------------------------------------------------------------------------------------------------- the end
+
     def destroy(self) -> None:
         """As `close`."""
         self.close()
@@ -566,27 +590,6 @@ class Engine(Relayout):
             else:
                 rest.callback(self._shutdown.hurry)
                 rest.callback(self._finish_saving)  # before it gets no page any more
-
-    def _release_parts(self, rest: contextlib.ExitStack) -> None:
-        """At the end of ``rest``, in reverse, and each even if the one before fails."""
-        rest.callback(self._shutdown.now)
-        rest.callback(self._stepper.gradients.close)
-        rest.callback(self._pager.close)
-        rest.callback(self._parts.exchange.stop)
-        rest.callback(unwatch, self._watched)
-        rest.callback(self._parts.stream.close)
-        rest.callback(self._pager.abandon_forward)
-        rest.callback(self._vertical.close)
-        rest.callback(self._parts.module_hooks.uninstall)
-        rest.callback(self._backwards.collector.close)
-
-    def note_untiling(self, untile: Callable[[], None]) -> None:
-        """What makes weights whole again, once the model is an ordinary one."""
-        self._untile = untile
-
-    def note_passed(self, passed: PassedOptimizer) -> None:
-        """The script has this optimizer, too."""
-        self._passed = passed
 
     def _restore(self) -> None:
         self._parts.access.restore()

@@ -33,7 +33,7 @@ class Shutdown:
     """
 
     def __init__(
-        self, owner: object, stream: UpdateStream, storage: EngineResources, recording: Recording | None = None
+        self, owner: object, stream: UpdateStream, storage: EngineResources, recording: Recording | None
     ) -> None:
         """``owner``: when it is garbage, the shutdown is due."""
         self._parts = _Parts(stream, storage, recording)

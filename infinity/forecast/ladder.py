@@ -124,6 +124,19 @@ class Outcome:
         seconds = None if self.plan is None else self.plan.predicted_step_seconds
         return seconds or None
 
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON, without times."""
+        plan = self.plan
+        return {
+            "param_tier": self.param_tier,
+            "optimizer_tier": self.optimizer_tier,
+            "fits": self.fits,
+            "problem": self.problem,
+            "resting_bytes": None if plan is None else plan.resting_bytes,
+            "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
+            "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
+        }
+
 
 class Ladder:
     """All offload choices for one model on one machine."""
@@ -304,7 +317,7 @@ def _divided(draft: Draft, num_ranks: int) -> tuple[Draft, int]:
     return dataclasses.replace(draft, sizes=sizes, request=request), 0
 
 
-def _too_small(error: BudgetTooSmallError, room_bytes: int = 0) -> str:
+def _too_small(error: BudgetTooSmallError, room_bytes: int) -> str:
     memory = "memory" if error.key == HOST_KEY else "GPU memory"
     least, given = (max(0, size + room_bytes) for size in (error.minimum_bytes, error.budget_bytes))
     return f"{memory}: {format_bytes(least)} are needed at least, {format_bytes(given)} are given"

@@ -244,18 +244,12 @@ def beyond(stages: Sequence[int]) -> list[str]:
 
 def as_plain(scaled: Scaled) -> Mapping[str, Any]:
     """For JSON; bytes are per rank."""
-    outcome, time, plan = scaled.outcome, scaled.time, scaled.outcome.plan
+    time = scaled.time
     return {
         "stage": scaled.stage,
         "num_gpus": scaled.num_ranks,
         "num_nodes": scaled.num_nodes,
-        "param_tier": outcome.param_tier,
-        "optimizer_tier": outcome.optimizer_tier,
-        "fits": outcome.fits,
-        "problem": outcome.problem,
-        "resting_bytes": None if plan is None else plan.resting_bytes,
-        "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
-        "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
+        **scaled.outcome.as_plain(),
         "sent_bytes_per_step": scaled.sent_bytes,
         "busy_seconds": None if time is None else time.busy_seconds,
         "bound_by": None if time is None else time.bound_by,

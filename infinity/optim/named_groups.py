@@ -18,7 +18,7 @@ def in_order_of(
     rest: Mapping[str, Any],
     parameters: Mapping[str, nn.Parameter],
     *,
-    is_strict: bool = True,
+    is_strict: bool,
 ) -> dict[str, Any]:
     """Groups and states of a checkpoint as the optimizer whose groups are ``mine`` would have saved them.
 

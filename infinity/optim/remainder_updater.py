@@ -39,11 +39,6 @@ class RemainderUpdater:
         self._fused = fused
         self._of_thread = _Scratch()
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether there is a kernel for this optimizer."""
-        return self._fused is not None
-
     def update(
         self,
         group: Mapping[str, Any],

@@ -12,7 +12,7 @@ of autograd) is told upwards through one listener per direction, which the lower
 | `Pager` | `Sharing`: ``vertical.shared_forward`` | units are needed in a step that micro-batches share |
 | `Residency` | `WeightWriter`: ``checkpoint.written_weights`` | weights were written to by others than the engine |
 | collector, ``MainGradStore``, ``Backwards`` | ``GradientListener``: ``loop.grad_access`` | gradients come, change, go |
-| ``ParameterHandler`` | ``GradientHost``: ``loop.grad_access``; ``Gatherer``: the engine | ``.grad``, full weights are wanted |
+| ``ParameterHandler`` | ``GradientHost``: ``loop.grad_access``; ``Gatherer``: ``engine.settled_access`` | gradients, weights |
 
 What is above is made last. So a listener is given as a function that returns the one there is by now, see ``engine.late``.
 """

@@ -126,7 +126,7 @@ def first_plan(
     placement: Placement,
     resting_bytes: dict[str, dict[str, int]],
     budget_source: str,
-    durable_bytes: int = 0,
+    durable_bytes: int,
 ) -> Plan:
     """The plan as it is known before anything has run, without predictions."""
     slots = [slot for unit in units for slot in unit.layout.slots]

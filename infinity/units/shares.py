@@ -69,23 +69,14 @@ class Shares:
         """The share of each rank, as `span` gives it."""
         return [self.span(unit, rank) for rank in range(self.num)]
 
-    def of_parameter(self, unit: Unit, slot: Slot, rank: int | None = None) -> tuple[int, int]:
-        """Elements [start, stop) of one trainable parameter of which a rank keeps main weight and states.
+    def parts_of_parameter(self, unit: Unit, slot: Slot) -> list[tuple[int, int]]:
+        """Of each rank, the elements [start, stop) of one trainable parameter of which it keeps main weight and states.
 
         They count in the order in which the parameter lies in memory (C order for ordinary ones). Without any, start is stop.
         All ranks together have each element once. What a parameter keeps once (its step count) all ranks keep.
-
-        Args:
-            unit: the parameter's.
-            slot: its place there.
-            rank: whose share; None: that of this process.
         """
-        start, stop = clipped(self.span(unit, rank), slot.start, slot.stop)
-        return start - slot.start, stop - slot.start
-
-    def parts_of_parameter(self, unit: Unit, slot: Slot) -> list[tuple[int, int]]:
-        """Of each rank, what `of_parameter` gives."""
-        return [self.of_parameter(unit, slot, rank) for rank in range(self.num)]
+        clips = (clipped(span, slot.start, slot.stop) for span in self.spans(unit))
+        return [(start - slot.start, stop - slot.start) for start, stop in clips]
 
 
 def clipped(span: tuple[int, int], start: int, stop: int) -> tuple[int, int]:

@@ -80,7 +80,7 @@ class RequestWindow(Uncopyable):
         size: WindowSize,
         workload: Workload,
         *,
-        checks_reads: bool = False,
+        checks_reads: bool,
     ) -> None:
         self._scheduler = scheduler
         self._block_bytes = backend.block_bytes

@@ -21,15 +21,14 @@ from swapper.sync.bell import Bell, Latch
 logger = logging.getLogger(__name__)
 
 
-def _serve(hand_over: weakref.WeakMethod[Callable[[], None]], bell: Bell, stop: Latch, at_work: threading.Lock) -> None:
+def _serve(hand_over: weakref.WeakMethod[Callable[[], None]], bell: Bell, stop: Latch) -> None:
     # The thread holds its scheduler weakly, or a swapper that nobody closes would live for ever.
     while bell.wait() and not stop.is_set():
         function = hand_over()
         if function is None:
             return
         try:
-            with at_work:
-                function()
+            function()
         except Exception:  # all that is asked for later needs this thread
             logger.exception("handing transfers over raised")
         del function
@@ -47,14 +46,12 @@ class HandOver:
     def __init__(self, hand_over: Callable[[], None]) -> None:
         self._bell = Bell()
         self._stop = Latch()
-        self.at_work = threading.Lock()
-        """Held while the method runs."""
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _stop, self._bell, self._stop, self._pid)
         self._finalizer.atexit = False
         self._thread = threading.Thread(
             target=_serve,
-            args=(weakref.WeakMethod(hand_over), self._bell, self._stop, self.at_work),
+            args=(weakref.WeakMethod(hand_over), self._bell, self._stop),
             name="swapper-hand-over",
             daemon=True,
         )

@@ -81,7 +81,7 @@ class StateLoader:
                         f"{tuple(main.shape)}, but the parameter has shape {tuple(param.shape)}"
                     )
 
-    def load_into(self, keeper: StateKeeper, mains: MainWeightKeeper | None = None) -> None:
+    def load_into(self, keeper: StateKeeper, mains: MainWeightKeeper | None) -> None:
         """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts."""
         for (param, lazy), saved_id in zip(self._entries, self._ids, strict=True):
             if not keeper.has_place(param):
