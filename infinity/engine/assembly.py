@@ -26,8 +26,7 @@ from infinity.distributed.collectives import Ranks, num_local_processes, world
 from infinity.engine.commit_parts import layout_of, persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
-from infinity.engine.late import UpperParts
-from infinity.engine.parts import Parts
+from infinity.engine.parts import Parts, UpperParts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
 from infinity.errors import ConfigValueError

@@ -14,7 +14,7 @@ of autograd) is told upwards through one listener per direction, which the lower
 | collector, ``MainGradStore``, ``Backwards`` | ``GradientListener``: ``loop.grad_access`` | gradients come, change, go |
 | ``ParameterHandler`` | ``GradientHost``: ``loop.grad_access``; ``Gatherer``: ``engine.settled_access`` | gradients, weights |
 
-What is above is made last. So a listener is given as a function that returns the one there is by now, see ``engine.late``.
+What is above is made last. So a listener is given as a function that returns the one there is by now, see ``engine.parts``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import nn
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.engine.late import Late
+from infinity.engine.parts import Late
 from infinity.paging.listener import WeightWriter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
