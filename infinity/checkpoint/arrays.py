@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from infinity.errors import CheckpointError
+from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.foreign_writes import plain_array
 from swapper.volumes.block_files import BlockFile, BlockThreads
 from swapper.volumes.thread_pool import Work
@@ -222,7 +223,7 @@ class ArrayWriter:
 
     def write(self, values: torch.Tensor) -> None:
         """The next elements: 1-D, contiguous, on the CPU, of the array's dtype."""
-        data = plain_array(values.view(torch.uint8)) if values.numel() else np.empty(0, np.uint8)
+        data = plain_array(raw_bytes(values))
         itemsize = self.spec.torch_dtype.itemsize
         while data.size:
             if self._block is None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
+from infinity.numerics.raw_bytes import raw_bytes
 from infinity.optim.groups import TiledGroups
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
@@ -89,7 +90,7 @@ def _bytes_of(values: torch.Tensor) -> Iterator[torch.Tensor]:
     rows = values.reshape(1) if not values.dim() else values
     num = max(_PIECE_BYTES // max(rows[:1].nbytes, 1), 1)
     for start in range(0, rows.shape[0] if rows.numel() else 0, num):
-        yield rows[start : start + num].cpu().contiguous().view(-1).view(torch.uint8)
+        yield raw_bytes(rows[start : start + num].cpu())
 
 
 __all__ = ["Checksums", "LeftOut"]

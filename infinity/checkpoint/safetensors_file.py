@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save
 
 from infinity.errors import UnsupportedModelError
+from infinity.numerics.raw_bytes import raw_bytes
 
 _ALIGNMENT_BYTES = 8
 _PIECE_BYTES = 16 << 20
@@ -101,7 +102,7 @@ def _pieces(entry: Entry, opened: OpenSource) -> Iterator[torch.Tensor]:
     if entry.parts is not None:
         for _ in entry.names:
             for part in entry.parts():
-                yield part.to(entry.dtype).view(torch.uint8)
+                yield raw_bytes(part.to(entry.dtype))
         return
     value = opened.value(entry).detach()
     if tuple(value.shape) != tuple(entry.shape):
@@ -110,7 +111,7 @@ def _pieces(entry: Entry, opened: OpenSource) -> Iterator[torch.Tensor]:
     step = _PIECE_BYTES // entry.dtype.itemsize
     for _ in entry.names:
         for start in range(0, flat.numel(), step):
-            yield flat[start : start + step].to(entry.dtype).view(torch.uint8)
+            yield raw_bytes(flat[start : start + step].to(entry.dtype))
 
 
 def check_entries(entries: Sequence[Entry]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from infinity.errors import CheckpointError
+from infinity.numerics.raw_bytes import raw_bytes
 
 _LARGEST_TENSOR = 1 << 16
 """Bytes of a tensor that goes into JSON."""
@@ -39,7 +40,7 @@ def encode(value: Any, objects: list[Any]) -> Any:
         pairs = [[encode(key, objects), encode(each, objects)] for key, each in value.items()]
         return {_TAG: "dict", "value": pairs}
     if kind is torch.Tensor and _is_small(value):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = raw_bytes(value).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "value": base64.b64encode(data).decode()}
     if kind is np.ndarray and value.dtype.kind in "biufc":

@@ -49,6 +49,7 @@ import torch
 
 from infinity.distributed.causes import Causes
 from infinity.errors import ConfigError, RankError
+from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.default_groups import forget_default_groups
 from infinity.torch_internals.group_store import default_store
 
@@ -393,10 +394,10 @@ class Ranks:
             raise ValueError(f"{what}: rank {source}, and there are {self.num}. Take one from 0 to {self.num - 1}")
         flat = tensor.detach().cpu().reshape(-1)
         found = flat.clone() if self.index != source else flat.contiguous()
-        raw = found.view(torch.uint8) if found.numel() else found
+        raw = raw_bytes(found)
         for start in range(0, raw.numel(), 4 * _BLOCK_NUMEL):
             self._run(what, "broadcast", raw[start : start + 4 * _BLOCK_NUMEL], source)
-        if self.index != source and not torch.equal(raw, flat.view(torch.uint8) if flat.numel() else flat):
+        if self.index != source and not torch.equal(raw, raw_bytes(flat)):
             with torch.no_grad():
                 tensor.copy_(found.view(tensor.shape))
 

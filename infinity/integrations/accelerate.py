@@ -146,6 +146,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     _models: list[Any]
     _optimizers: list[Any]
+    _prepared: Sequence[Any] = ()
+    """All of ``_models``, while a state is saved or loaded without those that engines hold."""
 
     def __init__(self, *args: Any, infinity_config: ConfigSource, defers_norms: bool = False, **kwargs: Any) -> None:
         """
@@ -166,6 +168,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "the same data. Without a GPU pass cpu=True (TrainingArguments(use_cpu=True))"
             )
         self.engines: list[Engine] = []
+        self._made: list[Engine] = []
         self._defers_norms = defers_norms
         self._candidates: list[nn.Module] = []
         steps = self.gradient_accumulation_steps
@@ -249,11 +252,19 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> Any:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in [*self._candidates, *self._models]:
+        known = [*self._candidates, *self._models]
+        for model in known:
             if self.engine_of(model) is None and any(id(parameter) in own for parameter in model.parameters()):
+                rest = own.difference(map(id, model.parameters()))
+                if any(id(parameter) in rest for other in known for parameter in other.parameters()):
+                    raise UnsupportedModelError(
+                        f"prepare got a {type(optimizer).__name__} with parameters of several models, and an engine has one",
+                        cure="Put the models into one (nn.ModuleList) before prepare, or make an optimizer for each",
+                    )
                 engine, *_ = initialize(
                     model=model, optimizer=optimizer, config=self.infinity_config, device=self.device
                 )
+                self._made.append(engine)
                 return self.adopt(engine)
         raise UnsupportedModelError(
             f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
@@ -270,6 +281,14 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         self.engines.remove(engine)
         engine.close()
 
+    def free_memory(self, *objects: Any) -> Any:
+        """As accelerate's; the engines that `prepare` has made are closed: see `Engine.close`."""
+        while self._made:
+            engine = self._made.pop()
+            if engine in self.engines:
+                self.close(engine)
+        return super().free_memory(*objects)
+
     # ----------------------------------------------------------------------------------------------------------- the loop
 
     def _optimizer(self) -> EngineOptimizer | None:
@@ -279,14 +298,17 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As accelerate's: the loss is divided by the accumulation steps."""
         optimizer = self._optimizer()
+        others = sorted(kwargs.keys() - {"retain_graph"})
+        if others and _present.get() is not None:
+            raise LastingRefusal(f"accelerator.backward is called with {', '.join(others)}")
         if optimizer is None:
             super().backward(loss, **kwargs)
             return
-        optimizer.backward(
-            loss / self.gradient_accumulation_steps,
-            is_last=self.sync_gradients,
-            retain_graph=kwargs.get("retain_graph", False),
-        )
+        loss = loss / self.gradient_accumulation_steps
+        if others:  # as in a plain loop
+            optimizer.engine.scale(loss).backward(**kwargs)
+        else:
+            optimizer.backward(loss, is_last=self.sync_gradients, retain_graph=kwargs.get("retain_graph", False))
 
     @property
     def sync_gradients(self) -> bool:
@@ -338,7 +360,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _without_engines(self) -> Iterator[None]:
-        kept = self._models, self._optimizers
+        kept = self._prepared, self._optimizers = self._models, self._optimizers
         self._models = [each for each in self._models if self.engine_of(each) is None]
         self._optimizers = [each for each in self._optimizers if not isinstance(each, EngineOptimizer)]
         try:
@@ -347,6 +369,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = kept
 
     def _save_engines(self, models: Any, weights: Any, output_dir: str) -> None:
+        models[:] = self._prepared  # a script's hooks, which come next, write models in a way of their own
         for index, engine in enumerate(self.engines):
             save_engine(engine, output_dir, index)
 

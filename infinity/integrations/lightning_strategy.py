@@ -381,7 +381,8 @@ class InfinityStrategyMixin:
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Lightning's, by way of the engine; a module's own ``backward`` is left to it."""
         module = self.lightning_module
-        own = self.optimizers[0] if self.optimizers and not args else None
+        is_plain = bool(args) or not kwargs.keys() <= {"retain_graph"}  # as in a loop without Lightning
+        own = self.optimizers[0] if self.optimizers and not is_plain else None
         if own is None or type(module).backward is not self.plain_backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc, no-any-return]
         module.__dict__["backward"] = functools.partial(own.backward)

@@ -112,6 +112,9 @@ class GradAccess(GradientListener):
         own = self._own.get((unit.index, slot.index))
         if own is not None:
             return own.tensor
+        return self._shown(unit, slot)
+
+    def _shown(self, unit: Unit, slot: Slot) -> torch.Tensor:
         given = self._given_for(unit, slot)
         return self._stand_in(unit, slot) if given is None else given
 
@@ -223,14 +226,25 @@ class GradAccess(GradientListener):
         if own.is_shared:
             self._own[key] = own
 
+    def _own_of(self, key: tuple[int, int]) -> _Own | None:
+        if key in self._views and self._views[key].has_moved:
+            self._own[key] = self._views.pop(key)
+        return self._own.get(key)
+
     def note_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:
+        """As autograd does with a graph, give the parameter another tensor: the sum of what was there and ``gradient``."""
         key = unit.index, slot.index
-        own = self._own.get(key)
-        if own is None and slot not in self._gradients.slots_with_gradient(unit):
-            self._own[key] = _Own(unit, slot, gradient, is_new=True)
-        elif own is not None:
-            with torch.enable_grad():
-                own.tensor, own.is_new = own.tensor + gradient, True
+        own = self._own_of(key)
+        before = None
+        if own is not None:
+            before = own.tensor
+            if not own.is_new:
+                self._take_in(key)
+        elif slot in self._gradients.slots_with_gradient(unit):
+            before = self._shown(unit, slot).clone().to(gradient.device)
+            self.note_end(unit, [slot])
+        with torch.enable_grad():
+            self._own[key] = _Own(unit, slot, gradient if before is None else before + gradient, is_new=True)
 
     def note_delivery(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """As autograd does without a graph, add to the very tensor that the user holds."""
@@ -238,9 +252,7 @@ class GradAccess(GradientListener):
             return
         for slot, gradient in gradients.items():
             key = unit.index, slot.index
-            if key in self._views and self._views[key].has_moved:
-                self._own[key] = self._views.pop(key)
-            own = self._own.get(key)
+            own = self._own_of(key)
             if own is None:
                 continue
             if own.is_new:

@@ -50,11 +50,10 @@ class LoopStyle:
     def begin_backward(self, *, divides: bool) -> float:
         """``engine.backward`` was called. Returns what its loss is to be divided by."""
         self.divides = divides
-        share = self._num_micro_batches() if divides else 1
-        if self._is_whole:
-            return share / self._num_micro_batches()
+        if self._is_whole:  # what there is to divide, the step divides
+            return 1.0
         self._has_parts = True
-        return share
+        return self._num_micro_batches() if divides else 1
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.foreign_writes import plain_array
 from swapper.wrappers.checksum import crc32c, is_fast
 
@@ -30,4 +31,4 @@ def contents_stamp(tensor: Tensor) -> int:
     """
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor._version
-    return checksum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    return checksum(raw_bytes(tensor))

@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity.device.drive_tensors import drives_of, is_dense, on_drive
 from infinity.errors import BudgetTooSmallError, StorageError
+from infinity.numerics.raw_bytes import raw_bytes
 from infinity.units.parameter import PagedParameter, let_go, plain_grad, set_plain_grad
 from infinity.units.unit import Unit
 from swapper import Extent, Swapper
@@ -81,7 +82,7 @@ class Originals:
             if swapper is None:
                 self._in_memory[id(parameter)] = value
                 continue
-            source = value.cpu().contiguous().reshape(-1).view(torch.uint8)
+            source = raw_bytes(value.cpu())
             extent = swapper.allocate(source.numel(), f"'{slot.spec.fqn}' as it was")
             swapper.write(extent, source).wait()
             self._on_drive[id(parameter)] = extent
@@ -92,7 +93,7 @@ class Originals:
         if value.dtype == dtype:
             return True
         parts = value.as_strided((value.numel(),), (1,)).split(_PART_NUMEL) if is_dense(value) else [value]
-        return all(torch.equal(_bits(part.to(dtype).to(value.dtype)), _bits(part)) for part in parts)
+        return all(torch.equal(raw_bytes(part.to(dtype).to(value.dtype)), raw_bytes(part)) for part in parts)
 
     def _space(self) -> Swapper | None:
         if self._swapper is None:
@@ -159,7 +160,3 @@ class Originals:
         swapper, self._swapper = self._swapper, None
         if swapper is not None:
             self._close_space(swapper)
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)

@@ -136,6 +136,68 @@ def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
+def _doubled(accelerator: Any, model: Any, batch: torch.Tensor) -> None:
+    """A part of the loss by a backward of the script's own, as large as the accumulation wants it."""
+    (model(batch).square().mean() / 2).backward()
+    accelerator.backward(model(batch).abs().mean())
+
+
+def _of_inputs(accelerator: Any, model: Any, batch: torch.Tensor) -> None:
+    """The first layer gets gradients of one part, all layers those of the other."""
+    accelerator.backward(model(batch).square().mean(), inputs=list(model[0].parameters()))
+    accelerator.backward(model(batch).abs().mean())
+
+
+def _penalised(accelerator: Any, model: Any, batch: torch.Tensor) -> None:
+    """The gradients of gradients."""
+    accelerator.backward(model(batch).square().mean(), create_graph=True)
+    penalty = sum(parameter.grad.square().sum() for parameter in model.parameters())
+    model.zero_grad()
+    accelerator.backward(penalty)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("backward", [_doubled, _of_inputs, _penalised])
+def test_backwards_beside_the_usual_one(backward: Any, tmp_path: Path) -> None:
+    found = []
+    for is_ours in (False, True):
+        kind: Any = InfinityAccelerator if is_ours else Accelerator
+        more = {"infinity_config": on_nvme(tmp_path / "nvme")} if is_ours else {}
+        accelerator, model = kind(gradient_accumulation_steps=2, **more), network()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1)):
+            with accelerator.accumulate(model):
+                backward(accelerator, model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    accelerator.engine.close()
+
+
+def test_one_training_after_the_other(tmp_path: Path) -> None:
+    """What a script's hook saves of each model, and what ``free_memory`` leaves: the weights, and no engine."""
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
+
+    def save(models: list[Any], weights: list[Any], directory: str) -> None:
+        assert len(models) == 2 and len(weights) == 1
+        torch.save(models[1].state_dict(), Path(directory) / "own.pt")
+
+    accelerator.register_save_state_pre_hook(save)
+    teacher = network()
+    for number in range(2):
+        accelerator.prepare(teacher)
+        _, model = losses_of(accelerator)
+        accelerator.save_state(str(tmp_path / str(number)))
+        expected = model.state_dict()
+        accelerator.free_memory()
+        assert not accelerator.engines
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        saved = torch.load(tmp_path / str(number) / "own.pt")
+        assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+        assert (tmp_path / str(number) / "infinity").is_dir() and not (tmp_path / str(number) / "infinity_1").exists()
+
+
 def test_a_step_that_overflows(tmp_path: Path) -> None:
     """It is reported as skipped, and neither weights nor the scheduler move."""
     accelerator = InfinityAccelerator(
@@ -157,3 +219,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     accelerator = InfinityAccelerator(infinity_config=config)
     with pytest.raises(UnsupportedModelError, match="same accelerator"):
         accelerator.prepare(torch.optim.SGD(network().parameters()))
+    first, second = network(), network()
+    with pytest.raises(UnsupportedModelError, match=r"several models.*nn\.ModuleList"):
+        accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))

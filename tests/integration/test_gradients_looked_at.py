@@ -424,6 +424,30 @@ def backward_into_some_parameters(side: Side) -> None:
 
 
 @_scenario
+def a_graph_beside_gradients_that_have_none(side: Side) -> None:
+    """Their sum is another tensor, with the graph; who held the gradients keeps them as they were."""
+    for number in range(4):
+        if number == 1:
+            for parameter in side.parameters:
+                parameter.grad = torch.full_like(parameter, 0.01)
+                parameter.grad.mul_(2)
+        elif number == 2:
+            side.optimizer.zero_grad(set_to_none=False)
+        else:
+            side.loss(number).backward()
+        held = [parameter.grad for parameter in side.parameters] if number else []
+        side.loss(number + 5).backward(create_graph=True)
+        side.note(*[gradient for gradient in held if gradient is not None])
+        side.note_gradients()
+        penalty = sum(parameter.grad.square().sum() for parameter in side.parameters)
+        side.model.zero_grad()
+        (side.loss(number) + 0.1 * penalty).backward()
+        side.note_gradients()
+        side.optimizer.step()
+        side.optimizer.zero_grad(set_to_none=number != 1)
+
+
+@_scenario
 def gradients_with_a_graph(side: Side) -> None:
     for number in range(2):
         side.loss(number).backward(create_graph=True)

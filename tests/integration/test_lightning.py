@@ -32,7 +32,7 @@ def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
-def module_for(pytorch: Any, *, is_manual: bool = False, own_backward: bool = False) -> Any:
+def module_for(pytorch: Any, *, is_manual: bool = False, own_backward: bool = False, has_inputs: bool = False) -> Any:
     """Two layers in `configure_model`, one made before, and a raw parameter that `training_step` uses."""
 
     class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
@@ -60,7 +60,9 @@ def module_for(pytorch: Any, *, is_manual: bool = False, own_backward: bool = Fa
             if not is_manual:
                 return loss
             optimizer = self.optimizers()
-            self.manual_backward(loss / 2)
+            self.manual_backward(loss / 2, retain_graph=has_inputs)
+            if has_inputs:
+                self.manual_backward(loss, inputs=list(self.first.parameters()))
             if index % 2:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -175,7 +177,7 @@ def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-@pytest.mark.parametrize("how", [{"is_manual": True}, {"own_backward": True}])
+@pytest.mark.parametrize("how", [{"is_manual": True}, {"is_manual": True, "has_inputs": True}, {"own_backward": True}])
 def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
     trained = []

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
+from infinity.numerics.raw_bytes import raw_bytes
 
 _MOST_LEVELS = 12
 _MOST_HOLDERS = 10_000
@@ -175,7 +176,7 @@ def _of_tensor(value: torch.Tensor) -> _Holder:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors of one kind are equal, NaNs included."""
-    return torch.equal(a.detach().flatten().view(torch.uint8), b.detach().flatten().view(torch.uint8))
+    return torch.equal(raw_bytes(a), raw_bytes(b))
 
 
 def _none(*_: Any) -> None:
