@@ -18,6 +18,7 @@ from infinity.config import InfinityConfig, load_config, make_directories, remov
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import init_distributed, num_processes, world
+from infinity.distributed.meshes import mesh_of
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
@@ -72,8 +73,11 @@ def initialize(
             does it, in the same way in each epoch, unless the script calls ``loader.data_sampler.set_epoch(epoch)``.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
             steps it, but for ReduceLROnPlateau, which needs a metric.
-        distributed_port, mpu, dist_init_required, mesh_param: taken as DeepSpeed takes them, without effect: the process group
-            is the one that there is, or what the launcher's environment variables say.
+        distributed_port, dist_init_required: taken as DeepSpeed takes them, without effect: the process group is the one that
+            there is, or what the launcher's environment variables say.
+        mpu: where the script gives each process a part of the model (tensor parallelism, pipeline stages): says which, and who
+            has the same, as in DeepSpeed and Megatron. See the guide for several processes.
+        mesh_param: the same as a ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp.
         collate_fn: for the loader.
         config: path of a JSON file, a dict, or what `load_config` gave.
         config_params: the same under DeepSpeed's older name.
@@ -98,10 +102,12 @@ def initialize(
     if num_processes() > 1:
         init_distributed()
     check_accelerate(world().num)
-    resolved = load_config(source)
-    if resolved.world_size != world().num:
+    mesh = mesh_of(mpu, mesh_param)
+    resolved = load_config(source, world_size=mesh.data.num)
+    if resolved.world_size != mesh.data.num:
         raise ConfigError(
-            f"the config was loaded for {resolved.world_size} processes, and {world().num} train together. Pass its source "
+            f"the config was loaded for {resolved.world_size} processes, and {mesh.data.num} train together, each on its own "
+            "data. Pass its source "
             "to infinity.initialize, or world_size= to infinity.load_config"
         )
     if optimizer is None and resolved.optimizer is None and _is_empty(model_parameters):
@@ -112,7 +118,7 @@ def initialize(
     if resolved.compute_dtype == torch.float32:
         warn_of_other_dtypes(model)
     warn_of_gaps(model)
-    share_weights(model, world())
+    share_weights(model, mesh.data)
     write_out()  # what a model that was built on drives still has in memory
     torch_device = choose_device(model, device)
     parameters = list(model.parameters())
@@ -130,7 +136,7 @@ def initialize(
         resolved = tune_io(resolved)
         undo.callback(template.give_back_untouched)
         compute_device = device_for(torch_device)
-        make_parts = functools.partial(build, model, resolved, template, compute_device)
+        make_parts = functools.partial(build, model, resolved, template, compute_device, mesh)
         try:
             engine, originals = make_parts(undo)
         except torch.OutOfMemoryError as error:

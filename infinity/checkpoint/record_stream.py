@@ -310,7 +310,10 @@ class SharedStream:
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise RankError(
-                _SHARING, f"rank {failed} cannot read its share of {unit.name}", rank=self._ranks.index, cure=_CURE
+                _SHARING,
+                f"rank {self._ranks.members[failed]} cannot read its share of {unit.name}",
+                rank=self._ranks.number,
+                cure=_CURE,
             )
 
     def _receive(self, unit: Unit, rank: int) -> Part | None:

@@ -174,7 +174,7 @@ DIFFERS = {
     "get_fp32_state_dict_from_zero_checkpoint": "of checkpoints of ours; others by `python -m infinity import-deepspeed`",
     "load_state_dict_from_zero_checkpoint": "of checkpoints of ours; others by `python -m infinity import-deepspeed`",
     "init_distributed": "makes the group of the launcher's processes, or of this one; `initialize` does so as well",
-    "initialize": "of the arguments `mpu`, `dist_init_required` and `mesh_param` mean nothing",
+    "initialize": "`dist_init_required` means nothing; `mesh_param` may be a `DeviceMesh`",
     "instrument_w_nvtx": "gives the function back: the timeline shows what an engine does",
     "reduce_scatter_fn": "takes one tensor, as `reduce_scatter_tensor`",
     "register_external_parameter": _FOR_NOTHING,

@@ -57,10 +57,12 @@ def together(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T]:
             continue
         if rank == ranks.index and error is not None:
             raise error
-        cause = _unpacked(data)
+        cause, name = _unpacked(data), ranks.members[rank]
         if not isinstance(cause, Exception):
-            cause = RankError(what, f"rank {rank} failed: {text}", rank=ranks.index, cure="See the output of that rank")
-        cause.add_note(f"It failed on rank {rank}, and this is rank {ranks.index}.")
+            cause = RankError(
+                what, f"rank {name} failed: {text}", rank=ranks.number, cure="See the output of that rank"
+            )
+        cause.add_note(f"It failed on rank {name}, and this is rank {ranks.number}.")
         raise cause from error
     return [_unpacked(data) for _, data, _ in map(pickle.loads, of_ranks)]
 
@@ -76,7 +78,7 @@ def on_first(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
         return
     ranks.meet(what)
     error: Exception | None = None
-    waiting = f"{what}, which rank 0 does"
+    waiting = f"{what}, which rank {ranks.members[0]} does"
     if ranks.index:
         while not ranks.meet(waiting, [0])[0][0]:
             pass

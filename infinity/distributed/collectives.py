@@ -41,7 +41,7 @@ import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -196,22 +196,60 @@ class Ranks:
     Everything raises RankError if another process has ended, does not come, or comes with something else.
     """
 
-    def __init__(self, index: int = 0, num: int = 1, group: Any = None, causes: Causes | None = None) -> None:
+    def __init__(
+        self,
+        index: int = 0,
+        num: int = 1,
+        group: Any = None,
+        causes: Causes | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
         """
         Args:
             index: this process.
             num: how many there are.
             group: torch's process group of all of them, which takes tensors on the CPU; None: the default one.
             causes: know why a rank has ended.
+            members: of each, its number among all processes; None: these are all.
         """
         self.index = index
         self.num = num
-        self._group = weakref.ref(group) if group is not None else lambda: None
+        self.members = tuple(range(num) if members is None else members)
+        self.services: dict[str, Any] = {}
+        """What others have made for these ranks, once for all who ask, by name."""
+        self._group_reference = weakref.ref(group) if group is not None else None
         self._causes = causes
         self.sent_bytes: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
         a whole one), "momenta", "weights" (new ones), "fetches" (weights that others asked for), "states". Each copy counts: what
         goes to three ranks counts three times."""
+
+    @property
+    def number(self) -> int:
+        """This process among all, by which messages name it."""
+        return self.members[self.index]
+
+    def names(self, indices: Iterable[int]) -> str:
+        """The numbers of some of them, for messages."""
+        return ", ".join(str(self.members[index]) for index in indices)
+
+    def _group(self) -> Any:
+        if self._group_reference is None:
+            return None
+        group = self._group_reference()
+        if group is None:  # torch would take the default group
+            raise RuntimeError("the process group has been destroyed")
+        return group
+
+    @property
+    def torch_group(self) -> Any:
+        """As ``torch.distributed`` has it, for scripts; made if there is none."""
+        return world_group() if self._group_reference is None else self._group()
+
+    @property
+    def has_group(self) -> bool:
+        """Whether what they exchange goes through has not been destroyed."""
+        return self._group_reference is None or self._group_reference() is not None
 
     def meet(self, what: str, values: Sequence[int] = ()) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each."""
@@ -220,8 +258,8 @@ class Ranks:
         label = [zlib.crc32(what.encode()), len(values)]
         labels = self._gathered(what, label)
         if any(other != label for other in labels):
-            others = ", ".join(str(rank) for rank, other in enumerate(labels) if other != label)
-            raise RankError(what, f"rank {others} came with something else", rank=self.index, cure=_CURE)
+            others = self.names(rank for rank, other in enumerate(labels) if other != label)
+            raise RankError(what, f"rank {others} came with something else", rank=self.number, cure=_CURE)
         return self._gathered(what, values) if values else [[] for _ in labels]
 
     def _gathered(self, what: str, values: Sequence[int]) -> list[list[int]]:
@@ -348,18 +386,18 @@ class Ranks:
             for begin in range(start, stop, _BLOCK_NUMEL):
                 block = values[begin : min(begin + _BLOCK_NUMEL, stop)]
                 if self.index == to and rank != to:
-                    self._run(what, "recv", block, rank)
+                    self._run(what, "recv", block, self.members[rank])
                 elif self.index == rank and rank != to:
-                    self._run(what, "send", block, to)
+                    self._run(what, "send", block, self.members[to])
                     self.sent_bytes["norms"] += block.numel() * block.element_size()
 
     def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
         """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
-        self._run(what, "send", tensor, to)
+        self._run(what, "send", tensor, self.members[to])
 
     def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
-        self._run(what, "recv", tensor, source)
+        self._run(what, "recv", tensor, self.members[source])
 
     def begin_send(self, what: str, tensor: torch.Tensor, to: int, tag: int) -> Any:
         """As `send`, from any thread; `finish` waits for its end. The other rank asks for it with the same ``tag``."""
@@ -371,7 +409,8 @@ class Ranks:
 
     def _begin(self, what: str, name: str, tensor: torch.Tensor, other: int | None, tag: int) -> Any:
         try:
-            return getattr(torch.distributed, name)(tensor, other, group=self._group(), tag=tag)
+            member = None if other is None else self.members[other]
+            return getattr(torch.distributed, name)(tensor, member, group=self._group(), tag=tag)
         except (RuntimeError, ValueError) as error:  # the second where the group has been destroyed
             raise self._failed(what, error) from error
 
@@ -396,7 +435,7 @@ class Ranks:
         found = flat.clone() if self.index != source else flat.contiguous()
         raw = raw_bytes(found)
         for start in range(0, raw.numel(), 4 * _BLOCK_NUMEL):
-            self._run(what, "broadcast", raw[start : start + 4 * _BLOCK_NUMEL], source)
+            self._run(what, "broadcast", raw[start : start + 4 * _BLOCK_NUMEL], self.members[source])
         if self.index != source and not torch.equal(raw, raw_bytes(flat)):
             with torch.no_grad():
                 tensor.copy_(found.view(tensor.shape))
@@ -410,7 +449,7 @@ class Ranks:
     def _failed(self, what: str, error: Exception) -> RankError:
         why = self._causes.first() if self._causes is not None else None
         problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
-        return RankError(what, problem, rank=self.index, cure=_CURE)
+        return RankError(what, problem, rank=self.number, cure=_CURE)
 
 
 def _in_memory(
@@ -448,3 +487,30 @@ def world() -> Ranks:
         atexit.register(_destroy_at_exit)
         _worlds[default] = Ranks(index, num, group, causes)
     return _worlds[default]
+
+
+_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]] = weakref.WeakKeyDictionary()
+"""By torch's default group and their numbers, what `subset` made."""
+
+
+def subset(members: Sequence[int]) -> Ranks:
+    """Some of all processes, this one among them, by their numbers. The first call is made by all of the subset.
+
+    They get a process group of their own, whatever the script has: what it destroys, or exchanges, is no concern of theirs.
+    """
+    everyone = world()
+    members = tuple(sorted(members))
+    if len(members) == everyone.num:
+        return everyone
+    known = _subsets.setdefault(torch.distributed.group.WORLD, {})
+    if members not in known or not known[members].has_group:
+        group = None
+        if len(members) > 1:
+            group = torch.distributed.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        known[members] = Ranks(members.index(everyone.number), len(members), group, everyone._causes, members)
+    return known[members]
+
+
+def members_of(group: Any) -> tuple[int, ...]:
+    """The numbers of the processes of one of torch's groups; of None, as in torch, all."""
+    return tuple(torch.distributed.get_process_group_ranks(group))

@@ -38,6 +38,7 @@ _AHEAD, _NOW, _PROMOTED = range(3)
 _HEAD_BYTES = 512
 _MOST_FAILURES = 20
 _PAUSE_SECONDS = 0.1
+_SERVICE = "pulls"
 _CURE = (
     "All ranks have to keep their engines open until the last one has done with it, and to close them at the same point"
 )
@@ -130,8 +131,9 @@ class Pull:
     def _check(self, each: _Awaited) -> None:
         text = bytes(each.head.numpy()).rstrip(b"\0").decode(errors="replace")
         if text:
-            problem = f"rank {each.rank} cannot give its part: {text}"
-            raise RankError(self._what, problem, rank=self._pulls.ranks.index, cure=_CURE)
+            ranks = self._pulls.ranks
+            problem = f"rank {ranks.members[each.rank]} cannot give its part: {text}"
+            raise RankError(self._what, problem, rank=ranks.number, cure=_CURE)
 
 
 class Pulls:
@@ -265,14 +267,14 @@ class Pulls:
                 logger.debug("rank %d does not take what it has asked for", request.source, exc_info=True)
 
     def _give(self, request: _Request) -> None:
-        what = f"giving rank {request.source} what it has asked for"
+        what = f"giving rank {self.ranks.members[request.source]} what it has asked for"
         pieces: Sequence[torch.Tensor] = ()
         text = ""
         with self._lock:
             giver = self._givers.get(request.number)
         try:
             if giver is None:
-                raise RankError(what, "the engine is closed here", rank=self.ranks.index, cure=_CURE)
+                raise RankError(what, "the engine is closed here", rank=self.ranks.number, cure=_CURE)
             pieces = giver.give(request.item)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
@@ -285,12 +287,9 @@ class Pulls:
             self.ranks.finish(what, each)
 
 
-_known: list[tuple[Ranks, Pulls]] = []
-"""What `pulls_of` has made: none, or one."""
-
-
 def pulls_of(ranks: Ranks) -> Pulls:
-    """Those of a process group's ranks."""
-    if not _known or _known[0][0] is not ranks:
-        _known[:] = [(ranks, Pulls(ranks))]
-    return _known[0][1]
+    """Those of these ranks: one for all engines."""
+    pulls = ranks.services.get(_SERVICE)
+    if not isinstance(pulls, Pulls):
+        pulls = ranks.services[_SERVICE] = Pulls(ranks)
+    return pulls

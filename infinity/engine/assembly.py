@@ -23,6 +23,7 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
 from infinity.distributed.collectives import Ranks, num_local_processes, world
+from infinity.distributed.meshes import Mesh
 from infinity.engine.commit_parts import layout_of, persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
@@ -74,12 +75,14 @@ def build(
     config: InfinityConfig,
     template: Template,
     device: ComputeDevice,
+    mesh: Mesh,
     undo: contextlib.ExitStack,
     engine: Engine | None = None,
 ) -> tuple[Engine, Originals]:
     """Make the parts, and let them take the model over.
 
     Args:
+        mesh: who has which part of the model.
         undo: gets what has to be called if anything fails from here on, before the engine is the caller's.
         engine: gets the new parts in place of those that it had. None: a new one is made.
 
@@ -89,11 +92,11 @@ def build(
     Raises:
         BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
     """
-    ranks = world()
+    ranks = mesh.data
     durable = None
     if config.infinity.durable is not None:
-        section = config.infinity.durable.of_rank(ranks.index, ranks.num)
-        durable = DurableRun(config, section, ranks)
+        section = config.infinity.durable.of_rank(world().index, world().num)
+        durable = DurableRun(config, section, world())
         undo.callback(durable.directory.close)
         config = durable.adapted(replace(config, infinity=replace(config.infinity, durable=section)))
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
@@ -150,6 +153,7 @@ def build(
         sizes,
         None if durable is None else durable.directory,
         shares if divides else None,
+        ranks,
     )
     undo.callback(storage.close)
     exchange = WeightExchange(ranks, shares, storage.weights, device)
@@ -199,6 +203,13 @@ def build(
             storage.weights.allocate(unit, in_host_memory=unit.index in placement.hosted_units)
     momenta = None
     if isinstance(template.optimizer, OneBitAdam) and ranks.num > 1:
+        if mesh.is_divided:
+            raise ConfigValueError(
+                "optimizer.type",
+                "OneBitAdam",
+                f"processes have {mesh.parts.num} parts of the model, and after the warm-up 1-bit Adam clips by each one's norm",
+                cure='Take "Adam", or let each process have the whole model',
+            )
         if shares.is_divided:
             logger.warning(
                 "OneBitAdam with ZeRO's stage %d: momenta are not compressed, for each rank has a part of them. After "
@@ -298,6 +309,7 @@ def build(
         groups=step_groups,
         gathered=access,
         exchange=exchange,
+        mesh=mesh,
         before_updates=before_writes,
         momenta=momenta,
     )
@@ -307,6 +319,7 @@ def build(
         if main is not None:
             access.resume_main_weight(parameter, main)
     parts = Parts(
+        mesh=mesh,
         module_hooks=module_hooks,
         parameter_handler=parameter_handler,
         pager=pager,
@@ -319,7 +332,9 @@ def build(
         template=template,
         updater=updater,
         clock=clock,
-        reporter=_reporter(config, recording, clock, device, storage, stream, lambda: built[0].plan.prediction),
+        reporter=_reporter(
+            config, recording, clock, device, storage, stream, ranks.num, lambda: built[0].plan.prediction
+        ),
         recording=recording,
         plan_tracker=plan_tracker,
         device=device,
@@ -375,6 +390,7 @@ def _reporter(
     device: ComputeDevice,
     storage: EngineResources,
     stream: UpdateStream,
+    num_processes: int,
     prediction: Callable[[], tuple[int, int, float | None]],
 ) -> Reporter:
     if recording is not None:
@@ -386,7 +402,7 @@ def _reporter(
         prediction,
         device.take_copies,
         lambda: (*process_bytes(), device.peak_bytes()),
-        world().num,
+        num_processes,
     )
     steps_per_print = config.steps_per_print if world().index == 0 else None
     return Reporter(sources, recording, steps_per_print=steps_per_print, prints_breakdown=config.wall_clock_breakdown)

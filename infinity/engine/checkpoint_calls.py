@@ -24,7 +24,8 @@ from infinity.checkpoint.record_stream import SharedStream
 from infinity.checkpoint.saved import tags
 from infinity.checkpoint.state_access import StateAccess
 from infinity.distributed.agreement import agree, on_first, together
-from infinity.distributed.collectives import Ranks, world
+from infinity.distributed.collectives import Ranks
+from infinity.distributed.part_folders import check_parts, common_tag, folder_of
 from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
 from infinity.errors import CheckpointError
@@ -71,7 +72,8 @@ class CheckpointCalls(ExportCalls):
         of a step that has not ended are not in it, nor what worker processes of a loader draw.
 
         Where several processes train together, all of them call this with the same tag, and it returns when the first one has
-        written everything: what goes wrong there is raised on all. The client state is that of the first.
+        written everything: what goes wrong there is raised on all. The client state is that of the first. Where processes have
+        different parts of the model, each part has a folder of its own in ``save_dir``.
 
         Args:
             save_dir: made if it is missing.
@@ -86,7 +88,8 @@ class CheckpointCalls(ExportCalls):
                 about 14 MiB beside the budget. (Several processes that keep shares of the states write all of it before the call
                 returns.) `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
             keep_last: so many checkpoints stay in ``save_dir``, this one counted: older ones are removed when this one is
-                complete, but never the one that ``latest`` names. None: all stay.
+                complete, but never the one that ``latest`` names. None: all stay. Where processes have different parts of
+                the model, two stay at least.
 
         Raises:
             CheckpointError: the save before, which was not to block, has failed; or the client state cannot be written.
@@ -97,10 +100,37 @@ class CheckpointCalls(ExportCalls):
             raise ValueError('save_dir is empty. Pass a directory; "." is the current one')
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
-        blocking = blocking or self._parts.access.shared is not None  # ranks exchange nothing beside training
+        # Ranks exchange nothing beside training.
+        blocking = blocking or self._parts.access.shared is not None or self._mesh.is_divided
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         what = f"engine.save_checkpoint with tag {name!r}"
-        of_ranks = together(world(), what, self._begin_checkpoint)
+        folder = folder_of(self._mesh, Path(save_dir).absolute())  # a script may change to another directory meanwhile
+        if self._mesh.is_divided and keep_last is not None:
+            keep_last = max(keep_last, 2)  # see [Note: checkpoints of parts]
+
+        def save_all() -> None:
+            self._save(
+                what, folder, name, client_state or {}, save_latest, exclude_frozen_parameters, blocking, keep_last
+            )
+
+        together(self._mesh.everyone, what, save_all)
+        self._is_saving = not blocking
+        self._num_saved_steps = self.global_steps
+        self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
+        return True
+
+    def _save(
+        self,
+        what: str,
+        folder: Path,
+        name: str,
+        client_state: Mapping[str, Any],
+        is_latest: bool,
+        excludes_frozen: bool,
+        blocking: bool,
+        keep_last: int | None,
+    ) -> None:
+        of_ranks = together(self._mesh.data, what, self._begin_checkpoint)
         if self.micro_steps % self.gradient_accumulation_steps():
             logger.warning(
                 "engine.save_checkpoint between the micro-batches of a step: the gradients so far are not saved. Call it at "
@@ -110,13 +140,13 @@ class CheckpointCalls(ExportCalls):
         def save() -> None:
             saving = checkpoint.Saving(
                 self._training(of_ranks[1:]),
-                Path(save_dir).absolute(),  # a script may change to another directory meanwhile
+                folder,
                 name,
-                client_state or {},
-                is_latest=save_latest,
+                client_state,
+                is_latest=is_latest,
                 keep_last=keep_last,
                 is_watching=not blocking,
-                excludes_frozen=exclude_frozen_parameters,
+                excludes_frozen=excludes_frozen,
                 shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
             )
             if blocking:
@@ -127,13 +157,9 @@ class CheckpointCalls(ExportCalls):
 
         shared = self._parts.access.shared
         if shared is None:
-            on_first(world(), what, save)
+            on_first(self._mesh.data, what, save)
         else:
-            _with_shares(shared, world(), what, save)
-        self._is_saving = not blocking
-        self._num_saved_steps = self.global_steps
-        self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
-        return True
+            _with_shares(shared, self._mesh.data, what, save)
 
     def _begin_checkpoint(self) -> dict[str, Any]:
         """Finish what is pending. Returns what a checkpoint has of each rank."""
@@ -160,9 +186,9 @@ class CheckpointCalls(ExportCalls):
         Raises:
             CheckpointError, StorageError: it could not be saved. The checkpoints before are as they were.
         """
-        if self._is_saving or world().num == 1:
+        if self._is_saving or self._mesh.data.num == 1:
             self._is_saving = False
-            on_first(world(), "engine.wait_for_checkpoint", self._finish_saving)
+            on_first(self._mesh.data, "engine.wait_for_checkpoint", self._finish_saving)
 
     def _finish_saving(self) -> None:
         """Wait for what this rank writes, and raise what went wrong. The others are not asked."""
@@ -173,7 +199,7 @@ class CheckpointCalls(ExportCalls):
 
     def _check_saving(self) -> None:
         """Raise what went wrong in a save that has ended; of several ranks, all do so when they wait for it."""
-        if self._saving is not None and self._saving.is_over and world().num == 1:
+        if self._saving is not None and self._saving.is_over and self._mesh.data.num == 1:
             self._end_saving()
 
     def _end_saving(self) -> None:
@@ -225,9 +251,44 @@ class CheckpointCalls(ExportCalls):
             raise TypeError(
                 "custom_load_fn gets a state dict of the whole model, and there is none: load_state_dict takes one"
             )
-        ranks = world()
         what = f"engine.load_checkpoint with tag {tag!r}"
-        folder = self._find_checkpoint(Path(load_dir), None if tag is None else str(tag), what)
+        directory = Path(load_dir)
+        wanted = None if tag is None else str(tag)
+        common = common_tag(self._mesh, directory, wanted, what, find=checkpoint.find, age=_written)
+        found: list[tuple[str | None, dict[str, Any] | None]] = []
+
+        def load_all() -> None:
+            found.append(
+                self._load(
+                    what,
+                    directory,
+                    common,
+                    is_strict=load_module_strict,
+                    with_optimizer=load_optimizer_states,
+                    with_scheduler=load_lr_scheduler_states,
+                    only_module=load_module_only,
+                    load_random_states=load_random_states,
+                    load_data_position=load_data_position,
+                )
+            )
+
+        together(self._mesh.everyone, what, load_all)
+        return found[0]
+
+    def _load(
+        self,
+        what: str,
+        load_dir: Path,
+        tag: str | None,
+        *,
+        load_random_states: bool,
+        load_data_position: bool,
+        with_optimizer: bool,
+        only_module: bool,
+        **how: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        ranks = self._mesh.data
+        folder = self._find_checkpoint(folder_of(self._mesh, load_dir), tag, what)
         if folder is None:
             hint = ""
             if tag is None and (Path(load_dir) / MANIFEST).is_file():
@@ -247,10 +308,9 @@ class CheckpointCalls(ExportCalls):
                 return checkpoint.load(
                     self._training(),
                     folder,
-                    is_strict=load_module_strict,
-                    with_optimizer=load_optimizer_states,
-                    with_scheduler=load_lr_scheduler_states,
-                    only_module=load_module_only,
+                    with_optimizer=with_optimizer,
+                    only_module=only_module,
+                    **how,
                     shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
                     begin=changing.begin,
                     changing=changing,
@@ -263,9 +323,9 @@ class CheckpointCalls(ExportCalls):
         rest = checkpoint.reading_again(folder, load) if ranks.num == 1 else load()
         if self._parts.access.shared is not None:
             self._parts.access.gather_weights()
-        if not load_module_only:
-            self.count_on(rest["counters"], with_loss_scale=load_optimizer_states)
-        if load_optimizer_states and not load_module_only:
+        if not only_module:
+            self.count_on(rest["counters"], with_loss_scale=with_optimizer)
+        if with_optimizer and not only_module:
             self._go_on_as_rank(ranks.index, rest, load_data_position, load_random_states)
         words = f"went on from '{folder}', of step {self.global_steps}"
         self._notes.note("load", before, words, to=self.global_steps)
@@ -274,12 +334,14 @@ class CheckpointCalls(ExportCalls):
 
     def _find_checkpoint(self, directory: Path, tag: str | None, what: str) -> Path | None:
         """The checkpoint's directory, which is the same for all ranks; None if none of them finds one."""
-        ranks = world()
+        ranks = self._mesh.data
         self._is_saving = False
 
         def look() -> tuple[Path | None, int]:
             self._finish_saving()
             self.flush()
+            if not self._mesh.is_divided:  # else `common_tag` has looked
+                check_parts(self._mesh, directory)
             if ranks.index == 0:
                 remove_abandoned(directory)
             found = checkpoint.find(directory, tag)
@@ -365,6 +427,14 @@ def _with_shares(shared: SharedStream, ranks: Ranks, what: str, save: Callable[[
     except Exception as problem:
         error = problem
     agree(ranks, what, error)
+
+
+def _written(folder: Path) -> int:
+    """When a checkpoint was complete; 0 if it is not."""
+    try:
+        return (folder / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class _Changing(contextlib.AbstractContextManager[None]):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from infinity.compat.timers import Timers
 from infinity.config import InfinityConfig, MonitorsSection
 from infinity.distributed.collectives import local_rank, world
+from infinity.distributed.meshes import Mesh
 from infinity.engine.module_facade import ModuleFacade
 from infinity.errors import BatchSizeError, StepOrderError
 from infinity.loop.loader import make_loader
@@ -36,7 +37,10 @@ class DeepSpeedNames(ModuleFacade):
 
     Attributes:
         global_rank, local_rank: This process among all that train together, and among those of its machine.
-        world_size, dp_world_size: How many train together, each on its own data.
+        world_size: How many train together.
+        dp_world_size, mp_world_size: How many have the same part of the model as this one, each with its own data, and how many
+            parts there are: 1, unless the script says so (``mpu``, ``mesh_param``).
+        mpu: As passed to `initialize`.
         global_steps: Optimizer steps so far, skipped ones included.
         micro_steps: Calls of `step` so far.
         skipped_steps: Steps that changed nothing, because gradients were not finite.
@@ -47,19 +51,19 @@ class DeepSpeedNames(ModuleFacade):
             engine saw.
     """
 
-    mp_world_size = 1
     seq_parallel_group = None
-    mpu = None
     has_moe_layers = False
     is_compiled = False
     sparse_tensor_module_names: frozenset[str] = frozenset()
 
-    def __init__(self, module: nn.Module, config: InfinityConfig) -> None:
-        """``module``: the model; ``config``: as `infinity.load_config` gives it."""
+    def __init__(self, module: nn.Module, config: InfinityConfig, mesh: Mesh) -> None:
+        """``module``: the model; ``config``: as `infinity.load_config` gives it; ``mesh``: who has which part of the model."""
         super().__init__(module)
         self.config = config
         self.global_rank, self.local_rank = world().index, local_rank()
-        self.world_size = self.dp_world_size = world().num
+        self.world_size = world().num
+        self.dp_world_size, self.mp_world_size, self.mpu = mesh.data.num, mesh.parts.num, mesh.source
+        self._mesh = mesh
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -133,7 +137,7 @@ class DeepSpeedNames(ModuleFacade):
             )
         self._accumulation_steps = steps
         if self._micro_batch_size is not None:
-            self._train_batch_size = self._micro_batch_size * steps * self.world_size
+            self._train_batch_size = self._micro_batch_size * steps * self.dp_world_size
         self.micro_steps = 0 if self.micro_steps % steps else self.micro_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -143,11 +147,11 @@ class DeepSpeedNames(ModuleFacade):
             BatchSizeError: it is no multiple of the micro-batch.
         """
         micro = self._micro_batch_size
-        per_round = (micro or 1) * self.world_size
+        per_round = (micro or 1) * self.dp_world_size
         if micro is None or train_batch_size % per_round or train_batch_size < per_round:
             problem = (
                 f"a batch of {train_batch_size} cannot be divided into micro-batches of {micro or 'unknown'} samples"
-                + (f" on {self.world_size} processes" if self.world_size > 1 else "")
+                + (f" on {self.dp_world_size} processes" if self.dp_world_size > 1 else "")
             )
             raise BatchSizeError(problem, cure='Take a multiple of "train_micro_batch_size_per_gpu"')
         self.set_gradient_accumulation_steps(train_batch_size // per_round)
@@ -155,7 +159,7 @@ class DeepSpeedNames(ModuleFacade):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Samples per micro-batch from now on; the number of micro-batches stays."""
         self._micro_batch_size = micro_batch_size
-        self._train_batch_size = micro_batch_size * self._accumulation_steps * self.world_size
+        self._train_batch_size = micro_batch_size * self._accumulation_steps * self.dp_world_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-batch is the last of its step."""
@@ -194,7 +198,7 @@ class DeepSpeedNames(ModuleFacade):
         if self.config.managed_gradient_accumulation:
             num_samples = self._train_batch_size
         else:
-            num_samples = (self._micro_batch_size or 0) * self.world_size * (self._num_backwards or 1)
+            num_samples = (self._micro_batch_size or 0) * self.dp_world_size * (self._num_backwards or 1)
         self.global_samples += num_samples or num_seen or 0
         self._num_backwards = 0
 
@@ -467,8 +471,8 @@ class DeepSpeedNames(ModuleFacade):
             sampler=data_sampler,
             shuffles=route == "train",
             num_workers=num_local_io_workers or 0,
-            rank=self.global_rank,
-            num_ranks=self.world_size,
+            rank=self._mesh.data.index,
+            num_ranks=self.dp_world_size,
         )
 
     def flush(self) -> None:
@@ -498,14 +502,16 @@ class DeepSpeedNames(ModuleFacade):
         """None: each process has whole sequences."""
 
     def get_data_parallel_rank(self) -> int:
-        """As `global_rank`: each process has its own data."""
-        return self.global_rank
+        """This process among those that have the same part of the model, each with its own data."""
+        return self._mesh.data.index
 
     def get_model_parallel_rank(self) -> int:
-        """0: each process has the whole model."""
-        return 0
+        """Which part of the model this process has: by pipeline stages, and in each by tensor ranks. 0: all of it."""
+        return self._mesh.part
 
-    get_tensor_parallel_rank = get_model_parallel_rank
+    def get_tensor_parallel_rank(self) -> int:
+        """Which part of the tensors of its stage this process has."""
+        return self._mesh.place.tensor
 
     def compile(
         self,

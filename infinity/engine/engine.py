@@ -58,7 +58,7 @@ class Engine(Relayout):
 
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
-        super().__init__(parts.module_hooks.model, config)
+        super().__init__(parts.module_hooks.model, config, parts.mesh)
         self._settled = SettledAccess(self, lambda: self._parts, self._check_settled)
         mains = self._settled if parts.access.has_main_weights else None
         self._paged = PagedOptimizer(parts.template, parts.updater, self, self._settled, parts.groups.loose, mains)

@@ -11,7 +11,8 @@ import torch
 from infinity.checkpoint.safetensors_export import Weights, save_pretrained, save_units
 from infinity.checkpoint.state_access import StateAccess
 from infinity.config.schema.quantities import parse_bytes
-from infinity.distributed.collectives import Ranks, world
+from infinity.distributed.collectives import Ranks
+from infinity.distributed.part_folders import check_apart
 from infinity.engine.deepspeed_names import DeepSpeedNames
 from infinity.engine.parts import Parts
 from infinity.units.layout import Slot
@@ -26,7 +27,8 @@ class ExportCalls(DeepSpeedNames):
 
     Each of these makes the directory if it is missing; it holds the old weights or the new ones, whole, whenever the process
     or the machine may go down. Of a PEFT model, its adapters are written as PEFT does it. Where several processes train
-    together, the first one writes, and the others return before it is done.
+    together, the first one writes, and the others return before it is done; of those with different parts of the model, the
+    first of each part, to a directory of its own.
     """
 
     _parts: Parts
@@ -48,7 +50,8 @@ class ExportCalls(DeepSpeedNames):
             UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
         """
         self.flush()
-        if self.global_rank > 0:
+        check_apart(self._mesh, Path(save_dir))
+        if self._mesh.data.index > 0:
             return True
         save_units(self._weights(), Path(save_dir), save_filename, trained_only=exclude_frozen_parameters)
         self._num_saved_steps = self.global_steps
@@ -84,10 +87,11 @@ class ExportCalls(DeepSpeedNames):
         except ValueError as error:
             raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
         self.flush()
+        check_apart(self._mesh, Path(directory))
         reading: _LedReading | None = None
         if dtype is not None and self._parts.access.is_divided:
-            reading = _LedReading(self._parts.access, world(), self._parts.module_hooks.units)
-        if self.global_rank > 0:
+            reading = _LedReading(self._parts.access, self._mesh.data, self._parts.module_hooks.units)
+        if self._mesh.data.index > 0:
             if reading is not None:
                 reading.follow()
             return

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer
+from infinity.distributed.meshes import Mesh
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.resources import EngineResources
 from infinity.gradients.listener import GradientListener
@@ -61,6 +62,8 @@ class UpperParts:
 class Parts:
     """Made by `infinity.initialize`, held by `infinity.engine.engine.Engine`."""
 
+    mesh: Mesh
+    """Who has which part of the model."""
     module_hooks: ModuleHooks
     parameter_handler: ParameterHandler
     pager: Pager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from infinity.config import InfinityConfig, IOSection
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.distributed.collectives import world
+from infinity.distributed.collectives import Ranks
 from infinity.distributed.pulls import pulls_of
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.gradients.arrivals import Arrivals
@@ -55,6 +55,7 @@ class EngineResources:
         sizes: Sequence[UnitSize],
         run: RunDirectory | None = None,
         shares: Shares | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +66,7 @@ class EngineResources:
             sizes: all units.
             run: where a durable run is committed; closed with the rest.
             shares: of weights that do not stay in memory whole, where ranks divide those. All come here at the same point then.
+            ranks: who divides them.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -76,6 +78,7 @@ class EngineResources:
         self._sizes = list(sizes)
         self._run = run
         self._shares = shares
+        self._ranks = ranks or Ranks()
         self.versions: Versions | None = None
         """Of the states, in a durable run."""
         self._swappers: dict[_TierKey, Swapper] = {}
@@ -178,7 +181,7 @@ class EngineResources:
                 self._arenas.append(arena)
                 arena.register_with(self._swappers[param_key].register_memory)
             if self._shares is not None:
-                weights = DividedWeights(self._swappers[param_key], device, self._shares, pulls_of(world()))
+                weights = DividedWeights(self._swappers[param_key], device, self._shares, pulls_of(self._ranks))
             else:
                 weights = WeightStore(self._swappers.get(param_key), device, arena)
         if state_key[0] == "none" and not device.shares_host_memory:

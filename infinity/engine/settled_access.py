@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.distributed.collectives import Ranks
 from infinity.engine.parts import Parts
 from infinity.paging.pager import Pager
 from infinity.threads.turn import take_turns
@@ -36,6 +37,11 @@ class SettledAccess:
         self.owner = owner
         self._parts = parts
         self._check = check
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """The processes that have the same part of the model, each with its own data."""
+        return self._parts().mesh.data
 
     @property
     def _pager(self) -> Pager:

@@ -257,7 +257,7 @@ class AveragedGradients(ShownGradients):
             raise RankError(
                 f"step {step}",
                 "parameters are in a group that infinity.initialize did not take over, and their gradients are not averaged",
-                rank=self._ranks.index,
+                rank=self._ranks.number,
                 cure="Put all parameters into the model before infinity.initialize, or train in one process",
             )
 
@@ -273,8 +273,8 @@ class AveragedGradients(ShownGradients):
             norms = torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).tolist()
             raise RankError(
                 f"the norm of all gradients in step {step}",
-                f"it is {norms} on the ranks from 0 on",
-                rank=self._ranks.index,
+                f"it is {norms} on the ranks {self._ranks.names(range(self._ranks.num))}",
+                rank=self._ranks.number,
                 cure="Whoever changes gradients between backward and step has to do the same on all ranks, and parameters "
                 "that were frozen in infinity.initialize cannot be trained on several",
             )

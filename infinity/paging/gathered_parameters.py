@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from infinity.distributed.collectives import world
 from infinity.errors import ModelError
 from infinity.paging.parameter_handler import Gatherer, ParameterHandler
 from infinity.units.parameter import host_of
@@ -25,7 +24,8 @@ class GatheredParameters:
     Args:
         params: a parameter, or an iterable of them, of one or more models.
         modifier_rank: where several processes train together, all get what this one has when the block ends. None: each keeps
-            what it has, which has to be the same. All of them open and leave the block.
+            what it has, which has to be the same. All of them open and leave the block. It counts, as in DeepSpeed, among
+            those that have the same part of the model.
         fwd_module, enabled: accepted for compatibility; ``enabled=False`` does nothing at all.
 
     Raises:
@@ -76,10 +76,11 @@ class GatheredParameters:
 
     def _take_from(self, rank: int) -> None:
         what = f"GatheredParameters(..., modifier_rank={rank})"
-        held = [parameter for parameter in self._parameters if host_of(parameter) is not None]
-        world().meet(what, [parameter.numel() for parameter in held])
-        for parameter in held:
-            world().take_from(what, rank, parameter.data)
+        for engine, _ in self._gathered:
+            held = [each for each in self._parameters if getattr(host_of(each), "gatherer", None) is engine]
+            engine.data_ranks.meet(what, [parameter.numel() for parameter in held])
+            for parameter in held:
+                engine.data_ranks.take_from(what, rank, parameter.data)
 
     def _scatter(self) -> None:
         gathered, self._gathered = self._gathered, []

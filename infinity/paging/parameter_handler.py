@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from infinity.distributed.collectives import Ranks
 from infinity.errors import OtherNumbersWarning, StaleDataError, UnsupportedModelError
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
@@ -44,6 +45,11 @@ class Gatherer(Protocol):
     @property
     def owner(self) -> object:
         """The engine."""
+        ...
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """Who has the same parameters."""
         ...
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> Any: ...

@@ -43,6 +43,14 @@ def check_model(model: nn.Module) -> None:
     for fqn, parameter in parameters:
         if isinstance(parameter, PagedParameter | ResidentParameter) or host_of(parameter) is not None:
             raise ModelInUseError(fqn)
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedModelError(
+                f"parameter '{fqn}' is a DTensor",
+                cure="Of fully_shard: leave it out, ZeRO's stages divide the model. Of parallelize_module: give each process its "
+                "part as a plain nn.Parameter with tensor_model_parallel = True, exchange activations in forward, and pass "
+                "mesh_param",
+                fqn=fqn,
+            )
         if parameter.is_sparse or type(parameter) is not nn.Parameter:
             raise UnsupportedModelError(
                 f"parameter '{fqn}' is a {type(parameter).__name__}{' (sparse)' if parameter.is_sparse else ''}",

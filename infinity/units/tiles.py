@@ -301,6 +301,7 @@ def _cut(fqn: str, parameter: nn.Parameter, tile_numel: int, new: Callable[..., 
     for start, stop in itertools.pairwise(borders):
         rows_of_it = data[start:stop].data  # whose writes are counted by themselves
         tile = nn.Parameter(rows_of_it, requires_grad=parameter.requires_grad)
+        vars(tile).update(vars(parameter))  # what a script has noted there
         tile.grad = None if gradient is None else gradient[start:stop]
         tiles.append(tile)
     parameter.grad = None

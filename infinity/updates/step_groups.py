@@ -19,6 +19,7 @@ from torch import nn
 
 from infinity.device.compute import gradient_norm
 from infinity.errors import ModelError, UnpreparedParameterError
+from infinity.gradients.part_norms import ParameterNorm, is_part
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.groups import Groups
 from infinity.optim.piece import PieceUpdater
@@ -186,24 +187,25 @@ class StepGroups:
             if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
         )
 
-    def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor]) -> list[torch.Tensor]:
+    def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor]) -> list[ParameterNorm]:
         """Norms of all gradients, in the order in which ``clip_grad_norm_(model.parameters(), ...)`` takes them.
 
         Args:
             norms: of the main gradients, by (unit index, slot index).
         """
-        found: list[torch.Tensor] = []
+        found: list[ParameterNorm] = []
         for parameter in self._module_hooks.parameters_now().values():
+            fqn = f"loose parameter {len(found)}"
             if self._module_hooks.holds(parameter):
                 unit, slot = self._module_hooks.locate(parameter)
                 norm = norms.get((unit.index, slot.index))
                 if norm is not None:
-                    found.append(norm)
+                    found.append(ParameterNorm(slot.spec.fqn, is_part(parameter), norm))
                 if slot.spec.is_trainable:
                     continue
             gradient = plain_grad(parameter)
             if gradient is not None:
-                found.append(gradient_norm(gradient.detach().float()))
+                found.append(ParameterNorm(fqn, is_part(parameter), gradient_norm(gradient.detach().float())))
         return found
 
     def update_loose(self, groups: Groups, coefficient: torch.Tensor | None) -> None:

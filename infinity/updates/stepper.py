@@ -24,9 +24,11 @@ import torch
 
 from infinity.config import UpdateMode
 from infinity.device.compute import ComputeDevice
+from infinity.distributed.meshes import Mesh
 from infinity.errors import PartialUpdateError
 from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
-from infinity.gradients.norms import clip_coefficient, total_norm
+from infinity.gradients.norms import clip_coefficient
+from infinity.gradients.part_norms import norm_of_model
 from infinity.gradients.sources import GradientSource
 from infinity.optim.classes.one_bit_adam import IS_MOMENTUM
 from infinity.optim.groups import Groups
@@ -87,6 +89,7 @@ class Stepper:
         groups: StepGroups,
         gathered: GatheredWeights,
         exchange: WeightExchange,
+        mesh: Mesh,
         before_updates: Callable[[], None] = lambda: None,
         momenta: CompressedMomenta | None = None,
     ) -> None:
@@ -97,6 +100,7 @@ class Stepper:
             rules: how a step goes.
             device, pager, gradients, stream, groups, gathered: whom it works with.
             exchange: brings the weights that are updated elsewhere.
+            mesh: who has which part of the model.
             before_updates: returns when what the step before wrote may be followed by what this one writes.
             momenta: exchanged in place of gradients by some steps; None: by none.
         """
@@ -113,6 +117,7 @@ class Stepper:
         self._step_groups = groups
         self._gathered = gathered
         self._exchange = exchange
+        self._mesh = mesh
         self._is_divided = exchange.shares.is_divided
         """Whether other ranks update parts of each unit."""
         self._before_updates = before_updates
@@ -293,7 +298,7 @@ class Stepper:
             self._check_groups_unchanged(step)
         scale = self._common_scale(with_gradients) * self._divisor
         self._let_others_update(with_gradients)
-        norm = total_norm(self._step_groups.norms_in_order(self._norms)) / scale
+        norm = norm_of_model(self._mesh, self._step_groups.norms_in_order(self._norms), scale, step)
         if self._momenta is None or momenta is None:
             self.gradients.check_same(norm, step)
             self.grad_norm = norm

@@ -12,6 +12,10 @@ from infinity.config.schema.directories import NamedDirectory, parse_directories
 from infinity.config.schema.quantities import parse_bytes, parse_choice, parse_count
 
 _PROCESSES = "no effect: it tunes how DeepSpeed's processes communicate, and here they do so in other ways"
+_REPLICATED = (
+    "no effect: weights and states are divided among all processes that have the same part of the model, and not kept once "
+    "more in each group of them: the same numbers, from less space"
+)
 _DERIVED = "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out"
 _OVERLAPPED = "no effect: reading, updating and writing always overlap"
 _RESIDENCY = "no effect: what stays resident follows from the memory budgets and the recorded order of use"
@@ -79,8 +83,8 @@ class ZeroBlock(Block):
     allgather_bucket_size: Annotated[Elements, NoEffect(_PROCESSES)] = 0
     overlap_comm: Annotated[Flag, NoEffect(_PROCESSES)] = True
     round_robin_gradients: Annotated[Flag, NoEffect(_PROCESSES)] = False
-    zero_hpz_partition_size: Annotated[Count, NoEffect(_PROCESSES, silent=(0, 1))] = 1
-    mics_shard_size: Annotated[int, BeforeValidator(parse_count), NoEffect(_PROCESSES, silent=(-1, 0, 1))] = -1
+    zero_hpz_partition_size: Annotated[Count, NoEffect(_REPLICATED, silent=(0, 1))] = 1
+    mics_shard_size: Annotated[int, BeforeValidator(parse_count), NoEffect(_REPLICATED, silent=(-1, 0, 1))] = -1
     mics_hierarchical_params_gather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     stage3_use_all_reduce_for_fetch_params: Annotated[Flag, NoEffect(_PROCESSES)] = False
     stage3_allgather_sequential: Annotated[Flag, NoEffect(_PROCESSES)] = False

@@ -1,0 +1,104 @@
+"""Where the parts of a model lie that processes have been given by their script: each in a folder of its own.
+
+Knows a mesh and names of directories; must not know what a checkpoint holds.
+
+[Note: checkpoints of parts] A checkpoint of each part is complete for itself, and so is the file that names the latest.
+Processes may go down when some parts have the new one and others have not. So each part keeps two at least, and what is gone on
+from is one that all parts have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from infinity.distributed.agreement import together
+from infinity.distributed.meshes import Mesh
+from infinity.errors import CheckpointError, UnsupportedModelError
+
+
+def folder_of(mesh: Mesh, directory: Path) -> Path:
+    """Where checkpoints of this process's part are: ``directory`` itself, if it has the whole model."""
+    return directory / f"part{mesh.part}-of-{mesh.parts.num}" if mesh.is_divided else directory
+
+
+def check_parts(mesh: Mesh, directory: Path) -> None:
+    """See that the checkpoints in ``directory`` are not of a model that was divided in another way.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    own = folder_of(mesh, directory)
+    if own.is_dir() and own != directory:
+        return
+    others = sorted({path.name.partition("-of-")[2] for path in directory.glob("part*-of-*") if path.is_dir()})
+    if (directory / "latest").is_file():
+        others = [] if own == directory else ["1"]
+    if others:
+        raise CheckpointError(
+            directory,
+            f"it is of a model in {' or '.join(others)} part(s), and here it is in {mesh.parts.num}",
+            cure="Divide the model as it was divided then (mpu, mesh_param)",
+        )
+
+
+def common_tag(
+    mesh: Mesh,
+    directory: Path,
+    tag: str | None,
+    what: str,
+    *,
+    find: Callable[[Path, str | None], Path | None],
+    age: Callable[[Path], int],
+) -> str | None:
+    """The checkpoint that all parts go on from: ``tag``, or the newest that all have; None if there is none.
+
+    Args:
+        mesh: who has which part; all come here.
+        directory: where all parts are.
+        tag: as the script gave it.
+        what: for messages.
+        find: the checkpoint of a directory and a tag, or None; the newest without a tag.
+        age: when a checkpoint was complete, a number that is larger for later ones; 0 if it is not.
+
+    Raises:
+        CheckpointError: some parts have it and others have not, on all ranks.
+    """
+    own = folder_of(mesh, directory)
+
+    def latest() -> str | None:
+        check_parts(mesh, directory)
+        found = find(own, tag)
+        return None if found is None else found.name
+
+    if not mesh.is_divided:
+        return tag
+    tags = [each for each in dict.fromkeys(together(mesh.everyone, what, latest)) if each is not None]
+    best: tuple[int, str] | None = None
+    for each in tags:
+        ages = together(mesh.everyone, what, functools.partial(age, own / each))
+        if all(ages):
+            best = max(best or (0, each), (max(ages), each))
+    if best is None and tags:
+        raise CheckpointError(
+            directory,
+            f"there is no checkpoint that all {mesh.parts.num} parts of the model have; some have {', '.join(tags)}",
+            cure="Give the directory that all processes saved to, and the tag of one that all parts have",
+        )
+    return None if best is None else best[1]
+
+
+def check_apart(mesh: Mesh, directory: Path) -> None:
+    """See that parts are not exported over each other.
+
+    Raises:
+        UnsupportedModelError: several are to go to ``directory``; nothing has been written.
+    """
+    found = {*together(mesh.everyone, "an export", lambda: (str(directory.absolute()), mesh.part))}
+    if len({path for path, _ in found}) < len(found):
+        raise UnsupportedModelError(
+            f"'{directory}' would get {mesh.parts.num} parts of the model, one over the other",
+            cure="Give each part a directory of its own (engine.get_model_parallel_rank() is its number), and put them together "
+            "as the script has divided them",
+        )

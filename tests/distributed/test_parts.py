@@ -1,0 +1,520 @@
+"""Processes that have parts of a model, by tensor parallelism or stages of a pipeline: equal to the same in plain torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # which optimizers and DDP import at their first use: once here, not in each process
+from safetensors.torch import load_file
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.functional import linear, mse_loss
+
+import infinity
+from infinity.checkpoint import training_checkpoint as checkpoint
+from infinity.errors import CheckpointError, ConfigError, RankError, UnsupportedModelError
+from tests.ranks import run_ranks
+
+_WIDTH, _HIDDEN, _LAYERS = 16, 32, 3
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over tensor ranks in forward, and in backward what comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _Copy(torch.autograd.Function):
+    """What comes in forward, and the sum over tensor ranks in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradient = gradients[0].clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Layer(nn.Module):
+    """Two matrices, the first divided by rows and the second by columns, as in Megatron."""
+
+    def __init__(self, group: Any, place: int, *, is_marked: bool = True, is_summed: bool = True) -> None:
+        super().__init__()
+        self.group, self.is_summed = group, is_summed
+        self.norm = nn.LayerNorm(_WIDTH)
+        part = slice(place * _HIDDEN // 2, (place + 1) * _HIDDEN // 2)
+        first, second = nn.Linear(_WIDTH, _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)  # of all, so that all draw the same
+        self.rows = nn.Parameter(first.weight.detach()[part].clone())
+        self.offset = nn.Parameter(torch.zeros(_HIDDEN // 2))
+        self.columns = nn.Parameter(second.weight.detach()[:, part].clone())
+        self.bias = nn.Parameter(second.bias.detach().clone())
+        if is_marked:
+            for parameter in (self.rows, self.offset, self.columns):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.norm(x)
+        if self.is_summed:
+            inside = _Copy.apply(inside, self.group)
+        inside = linear(torch.tanh(linear(inside, self.rows, self.offset)), self.columns)
+        return x + _Sum.apply(inside, self.group) + self.bias
+
+
+def _groups(rank: int) -> tuple[Any, Any]:
+    """Of four processes those with the same part, and those with the other parts: tensor ranks lie beside each other."""
+    tensor = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    return data, tensor
+
+
+def _mpu(data: Any, **ranks: int) -> Any:
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: data, **{name: lambda rank=rank: rank for name, rank in ranks.items()}
+    )
+
+
+def _tensor_mpu(rank: int, data: Any) -> Any:
+    return _mpu(data, get_tensor_model_parallel_rank=rank % 2)
+
+
+def _model(tensor: Any, rank: int, **how: bool) -> nn.Module:
+    torch.manual_seed(rank // 2)  # those with the same part begin as the first of them
+    return nn.Sequential(*(_Layer(tensor, rank % 2, **how) for _ in range(_LAYERS)))
+
+
+def _config(directory: Path, **changes: Any) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    return {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "gradient_clipping": 0.05,
+    } | changes
+
+
+def _batch(data_rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * data_rank + number)
+    return torch.randn(2, _WIDTH, generator=generator), torch.randn(2, _WIDTH, generator=generator)
+
+
+def _train(engine: Any, data_rank: int, steps: range) -> list[torch.Tensor]:
+    losses = []
+    for number in steps:
+        for part in range(2):
+            x, y = _batch(data_rank, 2 * number + part)
+            losses.append(mse_loss(engine(x), y))
+            engine.backward(losses[-1])
+            engine.step()
+    return losses
+
+
+class _Plain:
+    """The same in plain torch: DDP among those with the same part, and torch's norm of what all have."""
+
+    def __init__(self, model: nn.Module, data: Any, tensor: Any) -> None:
+        self.model, self.tensor = model, tensor
+        self.ddp = nn.parallel.DistributedDataParallel(model, process_group=data)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01, fused=True)
+        self.norm = torch.tensor(0.0)
+
+    def train(self, data_rank: int, steps: range, clipping: float = 0.05) -> list[torch.Tensor]:
+        losses = []
+        for number in steps:
+            with self.ddp.no_sync():
+                x, y = _batch(data_rank, 2 * number)
+                losses.append(mse_loss(self.ddp(x), y))
+                (losses[-1] / 2).backward()
+            x, y = _batch(data_rank, 2 * number + 1)
+            losses.append(mse_loss(self.ddp(x), y))
+            (losses[-1] / 2).backward()
+            self.norm = self._norm()
+            coefficient = torch.clamp(clipping / (self.norm + 1e-6), max=1.0)
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(coefficient)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def _norm(self) -> torch.Tensor:
+        norms = []
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            norm = torch.linalg.vector_norm(parameter.grad)
+            if getattr(parameter, "tensor_model_parallel", False):
+                norm = norm**2
+                dist.all_reduce(norm, group=self.tensor)
+                norm = norm**0.5
+            norms.append(norm)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _require_equal(engine: Any, model: nn.Module) -> None:
+    found = engine.module.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
+    errors = run_ranks(num, function, directory)
+    assert not any(errors), "\n".join(errors)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("is_mesh", [False, True])
+def test_tensor_parallelism_beside_ddp(stage: int, is_mesh: bool, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        data, tensor = _groups(rank)
+        who: dict[str, Any] = {"mpu": _tensor_mpu(rank, data)}
+        if is_mesh:
+            who = {"mesh_param": dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}
+        config = _config(tmp_path)
+        config["zero_optimization"]["stage"] = stage
+        engine = infinity.initialize(model=_model(tensor, rank), config=config, **who)[0]
+        assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
+        assert (engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank()) == (rank // 2, rank % 2)
+        assert engine.gradient_accumulation_steps() == 2
+        plain = _Plain(_model(tensor, rank), data, tensor)
+        for step in range(3):
+            steps = range(step, step + 1)
+            for mine, others in zip(_train(engine, rank // 2, steps), plain.train(rank // 2, steps), strict=True):
+                assert torch.equal(mine, others)
+            assert engine.get_global_grad_norm() == float(plain.norm)
+        _require_equal(engine, plain.model)
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
+def _stage(stage: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers[2 * stage : 2 * stage + 2])  # names are the same in both
+
+
+@pytest.mark.parametrize("stage_of_zero", [0, 3])
+def test_stages_of_torchs_pipelining_beside_data_parallelism(stage_of_zero: int, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage, data_rank = divmod(rank, 2)
+        pipe, data = mesh["pp"].get_group(), mesh["dp"].get_group()
+
+        def schedule(module: nn.Module) -> Any:
+            of_stage = PipelineStage(module, stage, 2, torch.device("cpu"), group=pipe)
+            return Schedule1F1B(of_stage, 4, loss_fn=mse_loss)
+
+        config = _config(tmp_path, train_batch_size=16, train_micro_batch_size_per_gpu=8)
+        config["zero_optimization"]["stage"] = stage_of_zero
+        engine = infinity.initialize(model=_stage(stage), config=config, mesh_param=mesh)[0]
+        plain = _stage(stage)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.01, fused=True)
+        schedules = schedule(engine.module), schedule(plain)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + data_rank)
+            x, y = torch.randn(8, _WIDTH, generator=generator), torch.randn(8, _WIDTH, generator=generator)
+            losses: list[list[torch.Tensor]] = [[], []]
+            for of_loop, each in zip(losses, schedules, strict=True):
+                with engine.no_sync():
+                    each.step(*() if stage else (x,), **{"target": y, "losses": of_loop} if stage else {})
+            for mine, others in zip(*losses, strict=True):
+                assert torch.equal(mine, others)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            norm = _norm_of_stages(plain, data, pipe)
+            for parameter in plain.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(torch.clamp(0.05 / (norm + 1e-6), max=1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert engine.get_global_grad_norm() == float(norm)
+        _require_equal(engine, plain)
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
+def _norm_of_stages(plain: nn.Module, data: Any, pipe: Any) -> torch.Tensor:
+    """Average gradients as DDP does; returns their norm as one process with all stages takes it."""
+    norms = []
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad.mul_(0.5), group=data)
+        norms.append(torch.linalg.vector_norm(parameter.grad))
+    own = torch.stack(norms)
+    of_stages = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(of_stages, own, group=pipe)
+    return torch.linalg.vector_norm(torch.cat(of_stages))
+
+
+@pytest.mark.parametrize("forgotten", ["is_marked", "is_summed"])
+def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) -> None:
+    """A zero bias is the same on all at first, and so are layer norms: values alone do not tell what is a part."""
+
+    def train(rank: int) -> None:
+        data, tensor = _groups(rank)
+        model = _model(tensor, rank, **{forgotten: False})
+        engine = infinity.initialize(model=model, config=_config(tmp_path), mpu=_tensor_mpu(rank, data))[0]
+        before = engine.module.state_dict()
+        name = "0.rows" if forgotten == "is_marked" else "0.bias"  # what comes from the layers above
+        with pytest.raises(
+            RankError, match=rf"that of '{name}' is .*tensor_model_parallel = True on all of them before"
+        ):
+            _train(engine, rank // 2, range(1))
+        for key, value in engine.module.state_dict().items():
+            assert torch.equal(value, before[key])
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
+def _other_groups(rank: int) -> Any:
+    return [dist.new_group([0, 1]), dist.new_group([0, 1, 2, 3])][rank > 1]
+
+
+def _mesh(*names: str) -> Any:
+    shape = (2, 2) if len(names) != 1 else (4,)
+    return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+
+@pytest.mark.parametrize(
+    ("who", "error", "message"),
+    [
+        (lambda rank: {"mpu": _mpu(_other_groups(rank))}, ConfigError, "those do not say so"),
+        (lambda rank: {"mpu": _mpu(_groups(rank)[0])}, ConfigError, r"get_tensor_model_parallel_rank\(\) or"),
+        (lambda rank: {"mpu": object()}, ConfigError, "for a DeviceMesh, pass mesh_param="),
+        (
+            lambda rank: {"mpu": _mpu(None, get_sequence_parallel_world_size=2)},
+            ConfigError,
+            "sequences that are divided",
+        ),
+        (lambda rank: {"mesh_param": (2, 2)}, ConfigError, r"or pass \(4, 1\)"),
+        (lambda rank: {"mesh_param": _mesh()}, ConfigError, "Pass mesh_dim_names"),
+        (lambda rank: {"mesh_param": _mesh("dp", "cp")}, ConfigError, "dimension 'cp'"),
+        (lambda rank: {"mesh_param": _mesh("dp", "tp")["dp"]}, ConfigError, "the DeviceMesh of all processes"),
+        (lambda rank: {"mpu": _mpu(None)} if rank else {}, RankError, "came with something else"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_all(who: Any, error: Any, message: str, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        with pytest.raises(error, match=message):
+            infinity.initialize(model=nn.Linear(4, 4), config=_config(tmp_path), **who(rank))
+
+    _require(4, train, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "who",
+    [
+        lambda: {"mesh_param": _mesh("dp_replicate", "dp_shard")},
+        lambda: {"mesh_param": _mesh("dp")},
+        lambda: {"mesh_param": (4, 1)},
+        lambda: {"mpu": _mpu(None)},
+    ],
+)
+def test_all_may_have_the_whole_model(who: Any, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = infinity.initialize(
+            model=nn.Linear(4, 4), config={"train_batch_size": 4, "optimizer": {"type": "SGD"}}, **who()
+        )[0]
+        assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (4, 1, rank)
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
+def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = _mesh("pp", "dp")
+        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+        config = _config(tmp_path, train_batch_size=4, fp16=fp16)
+        engine = infinity.initialize(model=nn.Linear(_WIDTH, 4), config=config, mesh_param=mesh)[0]
+        for is_bad in (True, False):
+            x, _ = _batch(rank % 2, 0)
+            engine.backward(engine(x.half()).float().square().mean() * (1e30 if is_bad and rank == 3 else 1))
+            engine.step()
+            assert engine.was_step_applied() is not is_bad
+            assert engine.loss_scale() == 8
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
+def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
+    data, tensor = _groups(rank)
+    config = _config(directory, **changes)
+    return infinity.initialize(model=_model(tensor, rank), config=config, mpu=_tensor_mpu(rank, data))[0]
+
+
+def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = checkpoint.Saving.run
+
+    def train(rank: int) -> None:
+        def failing(saving: checkpoint.Saving) -> None:
+            if rank == 1 and engine.global_steps == 3:
+                raise OSError(28, "No space left on device")
+            run(saving)
+
+        monkeypatch.setattr(checkpoint.Saving, "run", failing)
+        saved = tmp_path / "saved"
+        engine = _tensor_engine(rank, tmp_path)
+        for step in range(2):
+            _train(engine, rank // 2, range(step, step + 1))
+            engine.save_checkpoint(saved, client_state={"rank": rank}, keep_last=1)
+        expected = engine.module.state_dict()
+        _train(engine, rank // 2, range(2, 3))
+        with pytest.raises(OSError, match="No space left"):
+            engine.save_checkpoint(saved, keep_last=1)
+        after = engine.module.state_dict()
+        engine.close()
+        engine = _tensor_engine(rank, tmp_path)
+        path, state = engine.load_checkpoint(saved)
+        assert (path, state) == (str(saved / f"part{rank % 2}-of-2" / "global_step2"), {"rank": rank % 2})
+        _require_bits(engine, expected)
+        _train(engine, rank // 2, range(2, 3))
+        _require_bits(engine, after)
+        with pytest.raises(CheckpointError, match=r"all 2 parts of the model have; some have global_step3"):
+            engine.load_checkpoint(saved, tag="global_step3")
+        assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
+        engine.close()
+        other = infinity.initialize(model=nn.Linear(4, 4), config=_config(tmp_path))[0]
+        with pytest.raises(CheckpointError, match=r"of a model in 2 part\(s\), and here it is in 1"):
+            other.load_checkpoint(saved)
+        other.close()
+
+    _require(4, train, tmp_path)
+
+
+def _require_bits(engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        data, tensor = _groups(rank)
+        samples = [(torch.full((_WIDTH,), float(i)), torch.zeros(_WIDTH)) for i in range(8)]
+        engine, _, loader, _ = infinity.initialize(
+            model=_model(tensor, rank),
+            config=_config(tmp_path),
+            mpu=_tensor_mpu(rank, data),
+            training_data=samples,
+        )
+        own = torch.cat([x[:, 0] for x, _ in loader])
+        of_all = [torch.empty_like(own) for _ in range(4)]
+        dist.all_gather(of_all, own)
+        assert torch.equal(of_all[rank], of_all[rank ^ 1])  # tensor ranks see the same samples
+        assert sorted(torch.cat(of_all[::2]).tolist()) == list(range(8))
+        groups = import_module("infinity.utils.groups")
+        assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 2
+        assert (groups.get_data_parallel_rank(), groups._get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
+        assert dist.get_process_group_ranks(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
+        assert dist.get_process_group_ranks(groups.get_tensor_model_parallel_group()) == [
+            rank // 2 * 2,
+            rank // 2 * 2 + 1,
+        ]
+        with infinity.GatheredParameters(engine.module[0].rows, modifier_rank=1):
+            if rank // 2 == 1:
+                engine.module[0].rows.data.fill_(float(rank))
+        assert torch.equal(engine.module.state_dict()["0.rows"], torch.full((_HIDDEN // 2, _WIDTH), 2.0 + rank % 2))
+        with pytest.raises(UnsupportedModelError, match="one over the other"):
+            engine.save_16bit_model(tmp_path / "one")
+        engine.save_16bit_model(tmp_path / f"of{engine.get_model_parallel_rank()}")
+        infinity.comm.barrier()
+        found: dict[str, torch.Tensor] = {}
+        for file in (tmp_path / f"of{rank % 2}").glob("*.safetensors"):
+            found |= load_file(file)
+        assert torch.equal(found["0.rows"], engine.module.state_dict()["0.rows"])
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
+def test_parameters_of_torchs_tensor_parallelism_are_refused_with_the_cure(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
+        with pytest.raises(UnsupportedModelError, match=r"'0.weight' is a DTensor. .*tensor_model_parallel = True"):
+            infinity.initialize(model=model, config=_config(tmp_path, train_batch_size=2), mesh_param=mesh)
+
+    _require(2, train, tmp_path)
+
+
+def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        torch.manual_seed(rank)
+        layer = nn.Linear(64, 256, bias=False)
+        layer.weight.tensor_model_parallel = True  # type: ignore[assignment]
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        config = _config(tmp_path, train_batch_size=2, infinity={"tile_above": "16KiB"})
+        engine = infinity.initialize(model=nn.Sequential(layer), config=config, mesh_param=mesh)[0]
+        assert len(list(engine.module.parameters())) > 1
+        engine.backward(engine(torch.ones(2, 64)).square().sum())
+        engine.step()
+        engine.close()
+
+    _require(2, train, tmp_path)
+
+
+def test_a_durable_run_goes_on_from_a_step_of_all_parts(tmp_path: Path) -> None:
+    durable = {"infinity": {"durable": True}}
+
+    def begin(rank: int) -> None:
+        engine = _tensor_engine(rank, tmp_path / "drive", **durable)
+        _train(engine, rank // 2, range(2))
+        engine.flush()
+        _train(engine, rank // 2, range(2, 3))
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on(rank: int) -> None:
+        engine = _tensor_engine(rank, tmp_path / "drive", **durable)
+        assert engine.global_steps in (2, 3)
+        _train(engine, rank // 2, range(engine.global_steps, 4))
+        plain = _tensor_engine(rank, tmp_path / "other")
+        _train(plain, rank // 2, range(4))
+        _require_bits(engine, plain.module.state_dict())
+        plain.close()
+        engine.close()
+
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    run_ranks(4, begin, tmp_path / "first")
+    _require(4, go_on, tmp_path / "second")
+
+
+def test_a_rank_that_fails_in_one_part_is_named_in_all(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _tensor_engine(rank, tmp_path, train_batch_size=4)
+        for step in range(2):
+            x, y = _batch(rank // 2, step)
+            engine.backward(mse_loss(engine(x), y))
+            if rank == 3 and step == 1:
+                raise ValueError("no more data")
+            engine.step()
+
+    *others, _ = run_ranks(4, train, tmp_path)
+    for error in others:
+        assert "rank 3 failed with ValueError: no more data" in error
