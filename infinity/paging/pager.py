@@ -28,7 +28,7 @@ from torch import nn
 
 from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
-from infinity.paging.saved_tensors import SavedView, SavingHooks, as_saved
+from infinity.paging.saved_tensors import SavedView, SavingHooks, as_saved, cover_from_now_on, cover_no_more
 from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import Turn, in_backward
 from infinity.tiers.user_copies import UserCopies
@@ -64,10 +64,12 @@ class Pager:
         self.clock = self.residency.clock
         self._depth = 0
         """How many forwards of modules are inside each other, of the thread that has the turn."""
-        self.saving = SavingHooks(self.pack, self.unpack)
+        self.saving = SavingHooks(self.pack, self.unpack, self.token_for)
         """The hooks that turn what autograd saves into tokens."""
-        self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack)
+        self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.token_for)
         """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
+        for hooks in (self.saving, self.saving_while_gathered):
+            cover_from_now_on(hooks)
         self.copies = copies or UserCopies()
         """Makes what ``state_dict`` gives."""
         self._listener = listener
@@ -89,6 +91,8 @@ class Pager:
 
     def close(self) -> None:
         """Give all memory back. A backward that comes later is an error."""
+        for hooks in (self.saving, self.saving_while_gathered):
+            cover_no_more(hooks)
         if self._activations is not None:
             self._activations.close()
         self.residency.close()
@@ -401,6 +405,30 @@ class Pager:
         """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version."""
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return tensor, tensor._version
+        try:
+            token = self._token(tensor)
+        except RuntimeError:  # forward-mode derivatives know zeros without memory
+            return tensor, tensor._version
+        if token is not None:
+            return token
+        if self._activations is not None and self._sharing is None:  # a shared step keeps what goes between its units
+            elsewhere = self._activations.pack(tensor)
+            if elsewhere is not None:
+                return elsewhere
+        # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
+        return tensor.detach(), tensor._version
+
+    @untraced
+    @outside_modes
+    def token_for(self, tensor: torch.Tensor) -> SavedView | None:
+        """As `pack`, of a view of a unit; None for anything else."""
+        if tensor.layout is not torch.strided or not has_memory(tensor):
+            return None
+        with contextlib.suppress(RuntimeError):
+            return self._token(tensor)
+        return None
+
+    def _token(self, tensor: torch.Tensor) -> SavedView | None:
         if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
             return next(
                 SavedView(unit, tensor, slot)
@@ -408,18 +436,8 @@ class Pager:
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
                 if parameter is tensor
             )
-        try:
-            unit = self.residency.unit_behind(tensor)
-        except RuntimeError:  # forward-mode derivatives know zeros without memory
-            return tensor, tensor._version
-        if unit is not None and unit.flat is not None:
-            return SavedView(unit, tensor)
-        if self._activations is not None and self._sharing is None:  # a shared step keeps what goes between its units
-            elsewhere = self._activations.pack(tensor)
-            if elsewhere is not None:
-                return elsewhere
-        # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
-        return tensor.detach(), tensor._version
+        unit = self.residency.unit_behind(tensor)
+        return None if unit is None or unit.flat is None else SavedView(unit, tensor)
 
     @untraced
     @outside_modes

@@ -6,11 +6,20 @@ Knows torch's stack of hooks and what stands for a weight in a graph; must not k
 they are pushed, between popping them and noting that, or in the midst of leaving a ``with`` block. So nothing is noted:
 torch's own stack tells whether ours are on it, and what an interrupt left there is taken down when the next forward
 begins, or the one that was cut off is abandoned.
+
+[Note: hooks of the user] torch calls the innermost hooks only, so ours call those of the user that they cover: these get
+what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Those that the user
+puts up inside a forward are covered at once, for which torch's context for them is wrapped while a model is held: else they
+would hold weights that go, and give back parameters that are paged out. Where what they give is or
+holds a view of a weight, a token takes the view's place until it is unpacked. Of ``torch.autograd.graph.save_on_cpu``, which
+changes no bits, weights are kept away: it would copy them all. Hooks of activation checkpointing are not called: what they
+would drop is dropped or kept by the checkpoint around the model alone.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -80,19 +89,133 @@ def top_hooks() -> tuple[Any, Any] | None:
     return top
 
 
+_CHECKPOINTING = "torch.utils.checkpoint"
+_MOVING_ONLY = "torch.autograd.graph"
+
+
+def hooks_of_the_user() -> tuple[Any, Any] | None:
+    """The hooks for what the calling thread saves, unless they are this package's or those of activation checkpointing."""
+    top = top_hooks()
+    if top is None:
+        return None
+    pack, unpack = top
+    if isinstance(pack, functools.partial) and getattr(pack.func, "__func__", None) is SavingHooks._pack_over:
+        return pack.args[0], unpack.args[0]  # covered by ours
+    home = _home(pack)
+    return None if home == _CHECKPOINTING or home.startswith("infinity.") else top
+
+
+def is_saved_otherwise() -> bool:
+    """Whether hooks of the user see or change what the calling thread saves, and do not only move it."""
+    theirs = hooks_of_the_user()
+    return theirs is not None and _home(theirs[0]) != _MOVING_ONLY
+
+
+def _home(pack: Any) -> str:
+    return str(getattr(getattr(pack, "func", pack), "__module__", ""))
+
+
+_CONTEXT: Any = torch.autograd.graph.saved_tensors_hooks
+_plain_enter, _plain_exit = _CONTEXT.__enter__, _CONTEXT.__exit__
+_covering: weakref.WeakSet[SavingHooks] = weakref.WeakSet()
+
+
+def cover_from_now_on(hooks: SavingHooks) -> None:
+    """Hooks that the user puts up over these are covered: see [Note: hooks of the user]. Until `cover_no_more`."""
+    _covering.add(hooks)
+    _CONTEXT.__enter__, _CONTEXT.__exit__ = _enter, _exit
+
+
+def cover_no_more(hooks: SavingHooks) -> None:
+    """The counterpart of `cover_from_now_on`: with the last, torch is again as it was."""
+    _covering.discard(hooks)
+    if not _covering:
+        _CONTEXT.__enter__, _CONTEXT.__exit__ = _plain_enter, _plain_exit
+
+
+@functools.wraps(_plain_enter)
+def _enter(context: Any) -> None:
+    ours = next((hooks for hooks in tuple(_covering) if hooks.would_cover), None)
+    _plain_enter(context)
+    if ours is not None and hooks_of_the_user() is not None:
+        ours.push()
+
+
+@functools.wraps(_plain_exit)
+def _exit(context: Any, *error: object) -> None:
+    theirs = hooks_of_the_user()
+    if theirs is not None and theirs != top_hooks() and theirs[0] == context.pack_hook:
+        saving_hooks._pop_saved_tensors_default_hooks()
+    _plain_exit(context, *error)
+
+
+class _Theirs:
+    """What the user's hooks gave for a tensor, with tokens in the place of weights."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+
+
+def _exchanged(packed: Any, kind: type, exchange: Callable[[Any], Any]) -> Any:
+    """``packed`` with each object of that class in it exchanged, as far as it is one or consists of lists and the like."""
+    if isinstance(packed, kind):
+        return exchange(packed)
+    if type(packed) in (tuple, list):
+        return type(packed)([_exchanged(part, kind, exchange) for part in packed])
+    if type(packed) is dict:
+        return {key: _exchanged(part, kind, exchange) for key, part in packed.items()}
+    return packed
+
+
 class SavingHooks:
     """One owner's pack and unpack hooks. As a context manager they are up inside the ``with`` block."""
 
-    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """``pack`` and ``unpack``: as for ``torch.autograd.graph.saved_tensors_hooks``."""
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        token_for: Callable[[torch.Tensor], SavedView | None],
+    ) -> None:
+        """
+        Args:
+            pack, unpack: as for ``torch.autograd.graph.saved_tensors_hooks``.
+            token_for: what ``pack`` gives for a view of a weight; None for anything else.
+        """
         self._pack = pack
         self._unpack = unpack
+        self._token_for = token_for
 
     def push(self) -> None:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
         if saving_hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
             return
-        saving_hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        theirs = hooks_of_the_user()
+        if theirs is None:
+            saving_hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        else:
+            collect, give = theirs
+            saving_hooks._push_saved_tensors_default_hooks(
+                functools.partial(self._pack_over, collect), functools.partial(self._unpack_over, give)
+            )
+
+    def _pack_over(self, collect: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """As ``pack``, where hooks of the user are covered: see [Note: hooks of the user]."""
+        if _home(collect) == _MOVING_ONLY:
+            token = self._token_for(tensor)
+            if token is not None:
+                return token
+        return _Theirs(_exchanged(collect(tensor), torch.Tensor, self._put_away))
+
+    def _put_away(self, tensor: torch.Tensor) -> Any:
+        token = self._token_for(tensor)
+        return tensor if token is None else token
+
+    def _unpack_over(self, give: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Theirs):
+            return self._unpack(saved)
+        return give(_exchanged(saved.packed, SavedView, self._unpack))
 
     def push_in_recomputation(self) -> None:
         """Put them up for a recomputation inside backward.
@@ -102,7 +225,7 @@ class SavingHooks:
         what is saved and must stay; they keep a frozen parameter itself, so they get a view of it instead.
         """
         top = top_hooks()
-        if top is None or top[0] == self._pack:
+        if top is None or top[0] == self._pack or hooks_of_the_user() is not None:
             self.push()
         else:
             collect, give = top
@@ -123,13 +246,22 @@ class SavingHooks:
 
     def _are(self, hooks: tuple[Any, Any]) -> bool:
         pack = hooks[0]
-        return bool(pack == self._pack or (isinstance(pack, functools.partial) and pack.func == self._pack_for))
+        return bool(
+            pack == self._pack
+            or (isinstance(pack, functools.partial) and pack.func in (self._pack_for, self._pack_over))
+        )
 
     @property
     def are_up(self) -> bool:
         """Whether they are the innermost of the calling thread."""
         top = top_hooks()
         return top is not None and self._are(top)
+
+    @property
+    def would_cover(self) -> bool:
+        """Whether they are the innermost, as they were put up here."""
+        top = top_hooks()
+        return top is not None and self._are(top) and (top[1] == self._unpack or hooks_of_the_user() is not None)
 
     def pop(self) -> None:
         """Take the innermost of them down, if any are up. Those of others stay, wherever they are."""

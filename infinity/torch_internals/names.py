@@ -6,6 +6,7 @@ midst of a training.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,26 @@ def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and the like look at a storage, without the Python object that is passed: without it, nobody could tell
     whether a tensor's memory may be exchanged."""
     return _storage_holders(storage._cdata) - 1
+
+
+class _Unrecorded:
+    def __enter__(self) -> None:
+        _record(False)
+
+    def __exit__(self, *_: object) -> None:
+        _record(True)
+
+
+_record: Callable[[bool], None] = torch.autograd._enable_record_function  # type: ignore[attr-defined]
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_unrecorded = _Unrecorded()
+_nothing: Any = contextlib.nullcontext()
+
+
+def unrecorded() -> Any:
+    """A context in which a profiler of this thread sees no operations: it would ask tensors without memory for their address,
+    print an error for each, and tell the next operations' shapes wrongly. Not to be nested."""
+    return _unrecorded if _is_profiled() else _nothing
 
 
 def has_transforms() -> bool:

@@ -35,7 +35,7 @@ from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from infinity.threads.turn import guard, trusts
 from infinity.torch_internals.absent import absent
 from infinity.torch_internals.modes import outside_modes, untraced
-from infinity.torch_internals.names import as_plain
+from infinity.torch_internals.names import as_plain, unrecorded
 from infinity.torch_internals.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
 
 if TYPE_CHECKING:
@@ -401,16 +401,14 @@ def let_go(parameters: Iterable[nn.Parameter]) -> None:
 
 def bind(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """``parameter`` computes with ``values`` (same shape and dtype), which it does not own."""
-    with as_plain():
-        _DATA_FIELD.__set__(parameter, values)
-        parameter.__class__ = ResidentParameter
+    set_plain_data(parameter, values)
+    parameter.__class__ = ResidentParameter
 
 
 def unbind(parameter: nn.Parameter) -> None:
     """``parameter`` gives up its data; a placeholder keeps shape, dtype and device."""
-    with as_plain():
-        parameter.__class__ = PagedParameter
-        _DATA_FIELD.__set__(parameter, placeholder(parameter.dtype, parameter.device, parameter.shape))
+    parameter.__class__ = PagedParameter
+    empty(parameter)
 
 
 def empty(tensor: torch.Tensor) -> None:
@@ -462,7 +460,8 @@ def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> 
         return torch.empty(shape, dtype=dtype, device=device)  # nothing is missing
     if (dtype, device) not in _placeholders:
         _placeholders[dtype, device] = absent(dtype, device)
-    return _placeholders[dtype, device].expand(shape)
+    with unrecorded():
+        return _placeholders[dtype, device].expand(shape)
 
 
 _DATA_FIELD: Any = torch.Tensor.data
@@ -477,7 +476,7 @@ def plain_data(tensor: torch.Tensor) -> torch.Tensor:
 
 def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give ``tensor`` other memory; its version stays."""
-    with as_plain():
+    with as_plain(), unrecorded():
         _DATA_FIELD.__set__(tensor, values)
 
 

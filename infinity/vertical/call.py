@@ -38,6 +38,7 @@ from infinity.activations.boundary import Boundary, Kept
 from infinity.activations.caches import without_caches
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
+from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.units.unit import Unit
 from infinity.vertical.glue import Edge, Glue, Returned, edge_of
 from infinity.vertical.replay.ambient import Ambient, RandomState
@@ -154,6 +155,10 @@ class UnitCall:
         Raises:
             Refusal: the call has effects that are not seen here.
         """
+        if is_saved_otherwise():
+            raise Refusal(
+                f"hooks for saved tensors are active around {self.site.name}, and would not see it recomputed"
+            )
         tree = Tree(without_caches(args, kwargs))
         trail = _Trail()
         trace = weakref.ref(trail)

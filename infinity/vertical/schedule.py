@@ -14,6 +14,7 @@ from infinity.activations.refusal import LastingRefusal, Refusal
 from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
+from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.planning.cost_model import Traffic
 from infinity.threads.interrupts import surely
 from infinity.vertical.baton import Abandoned, Lanes
@@ -72,6 +73,11 @@ class VerticalSchedule:
                 "gradients of earlier micro-batches wait for their step" if self._on.stepper.gradients.has_any else None
             )
             or self._hooks_of_the_user()
+            or (
+                "hooks for saved tensors are active, and would not see what is recomputed"
+                if is_saved_otherwise()
+                else None
+            )
             or ambient.obstacle()
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -145,3 +147,112 @@ def test_tracing_is_refused_by_name(tmp_path: Path) -> None:
             torch.jit.trace(engine.module, (_input(0),))
         engine.reset()
         _train(plain, engine)
+
+
+class Normed(nn.Module):
+    """Saves weights as they are (of norms), and views of them (of linear layers)."""
+
+    def __init__(self, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(4))
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around():
+            for layer in self.layers:
+                x = x + layer(x)
+        return x
+
+
+def _narrow(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()
+
+
+class _Counting:
+    """Looks at all that is saved, and keeps it as it is."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+
+    def pack(self, tensor: Tensor) -> dict[str, Any]:
+        self.numel += tensor.numel()
+        return {"kept": [(tensor, "as it is")]}
+
+    def unpack(self, packed: dict[str, Any]) -> Tensor:
+        found: Tensor = packed["kept"][0][0]
+        return found
+
+
+class NormedByItself(Normed):
+    """Hooks inside the module that owns the weights."""
+
+    def __init__(self, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        super().__init__(around)
+        self.weight, self.bias = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around():
+            return super().forward(torch.layer_norm(x, (6,), self.weight, self.bias))
+
+
+_AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "narrow": lambda: saved_tensors_hooks(_narrow, lambda packed: packed[1].to(packed[0])),
+    "kept": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    "moved": save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("which", _AROUND)
+def test_hooks_of_the_user_inside_a_forward(which: str, tmp_path: Path) -> None:
+    with _both(NormedByItself(_AROUND[which]), tmp_path) as (plain, engine):
+        _train(plain, engine)
+        for step in range(2):  # an error inside of them
+            with pytest.raises(RuntimeError, match="normalized_shape"):
+                engine(torch.ones(2, 5 + 2 * step))
+            engine.reset()
+        loss = engine(_input(0)).sum()
+        engine.backward(loss)
+        engine.step()
+
+
+@pytest.mark.parametrize("which", ["narrow", "kept", "moved"])
+def test_hooks_of_the_user_around_a_forward_see_all_that_is_saved(which: str, tmp_path: Path) -> None:
+    counts = [_Counting(), _Counting()]
+
+    def hooks(counting: _Counting) -> contextlib.AbstractContextManager[Any]:
+        if which == "narrow":
+            return saved_tensors_hooks(_narrow, lambda packed: packed[1].to(packed[0]))
+        return save_on_cpu() if which == "moved" else saved_tensors_hooks(counting.pack, counting.unpack)
+
+    with _both(Normed(), tmp_path) as (plain, engine):
+        optimizer = _optimizer(plain)
+        for step in range(3):
+            with hooks(counts[0]):
+                expected = plain(_input(step)).square().sum()
+            with hooks(counts[1]):
+                loss = engine(_input(step)).square().sum()
+            assert torch.equal(loss, expected)
+            expected.backward()
+            engine.backward(loss)
+            for parameter, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(parameter.grad, other.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step()
+        assert counts[0].numel == counts[1].numel
+
+
+def test_a_profiler_of_shapes_sees_the_same_operations_and_no_errors(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ("aten::addmm", "aten::native_layer_norm", "aten::gelu", "aten::mm", "aten::native_layer_norm_backward")
+    found = []
+    with _both(Normed(), tmp_path) as (plain, engine):
+        _train(plain, engine)
+        for model in (plain, engine):
+            with torch.profiler.profile(record_shapes=True, profile_memory=True) as profiled:
+                loss = model(_input(0)).square().sum()
+                loss.backward() if model is plain else engine.backward(loss)
+            found.append([(event.name, event.input_shapes) for event in profiled.events() if event.name in kinds])
+    assert found[0] == found[1] and len(found[0]) > 16
+    assert "Exception" not in capfd.readouterr().err

@@ -64,6 +64,12 @@ class Bag:
         self.count = 0
 
 
+class SavesNarrowly(Net):
+    def body(self, x: Tensor) -> Tensor:
+        with _narrowly():
+            return super().body(x)
+
+
 class FillsBag(Block):
     def forward(self, x: Tensor, bag: Bag) -> Tensor:
         bag.count = bag.count + 1
@@ -432,6 +438,7 @@ _CASES: dict[str, tuple[Any, str]] = {
     "counts": (_net(Counts), "the model's forward changes Counts."),
     "counts in a block": (_net(Net, CountsInBlock), "changes CountsInBlock.calls"),
     "other the second time": (_net(Net, OtherSecondTime), "gives another result when it is computed again"),
+    "hooks for what is saved": (_net(SavesNarrowly), "hooks for saved tensors are active around blocks.0"),
     "counts inside": (_net(CountsInside), "the model's forward changes CountsInside.tally"),
     "counts in a buffer": (_net(CountsInBuffer), "writes to the buffer CountsInBuffer.calls, and uses it at several"),
     "centred": (_net(Centred), "writes to the buffer Centred.centre, and uses it at several places"),
@@ -484,6 +491,28 @@ def test_the_ordinary_order_takes_over(name: str, tmp_path: Path) -> None:
         for key in ("calls", "history"):
             if hasattr(both.reference.model, key):
                 assert getattr(both.model, key) == getattr(both.reference.model, key)
+
+
+def _narrowly() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (tensor.dtype, tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()),
+        lambda packed: packed[1].to(packed[0]),
+    )
+
+
+def test_hooks_around_a_step_see_what_is_saved(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=Case("net", _net(Net), token_batch), changes=_VERTICAL) as both:
+        for step in range(3):
+            batches = [both.batch(step, index) for index in range(3)]
+            with _narrowly():
+                losses = [both.reference.forward(batch) for batch in batches]
+                mean = both.engine.train_batch(iter(batches))
+            assert "hooks for saved tensors" in both.engine.report.schedule_reason
+            for loss in losses:
+                both.reference.backward(loss)
+            both.reference.step()
+            both.note(f"loss {step}", torch.stack(losses).detach().mean(), mean)
+        both.require_equal()
 
 
 class Statistician(Net):
