@@ -18,7 +18,7 @@ from infinity.bench.machine import describe_machine
 from infinity.bench.measured.models import MODEL_SIZES, Workload
 from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
-from infinity.cli.output import STDOUT, Console, check_output, json_or_file_option, print_json
+from infinity.cli.output import STDOUT, Console, PathType, check_output, json_or_file_option, print_json
 from infinity.config.schema.quantities import parse_bytes
 
 _RESULTS = "bench_step.json"
@@ -132,7 +132,7 @@ Examples:
 @click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
 @click.option(
     "--peer-build-dir",
-    type=click.Path(path_type=Path),
+    type=PathType(),
     default=_BUILD_DIR,
     help="Keeps what the peer compiles.",
 )
@@ -147,12 +147,10 @@ Examples:
     show_default=True,
     help="The first write into reserved space is slower.",
 )
-@click.option(
-    "--nvme-path", type=click.Path(path_type=Path), default=Path(), help="On the drive; by default the present one."
-)
+@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
 @click.option(
     "--timeline",
-    type=click.Path(path_type=Path),
+    type=PathType(),
     help="Trace of ours for ui.perfetto.dev; with several cases FILE-2, ...",
 )
 @json_or_file_option
@@ -235,13 +233,9 @@ Examples:
 @click.option("--steps", type=_AT_LEAST_ONE, default=1, show_default=True, help="Of each try, behind one to warm up.")
 @click.option("--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with its lean settings.")
 @click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
-@click.option(
-    "--peer-build-dir", type=click.Path(path_type=Path), default=_BUILD_DIR, help="Keeps what the peer compiles."
-)
-@click.option(
-    "--nvme-path", type=click.Path(path_type=Path), default=Path(), help="On the drive; by default the present one."
-)
-@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw it. Needs matplotlib.")
+@click.option("--peer-build-dir", type=PathType(), default=_BUILD_DIR, help="Keeps what the peer compiles.")
+@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@click.option("--png", type=PathType(dir_okay=False), help="Draw it. Needs matplotlib.")
 @json_or_file_option
 def scale(
     limit: int,

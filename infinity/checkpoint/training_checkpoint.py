@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from infinity.checkpoint.saved import (
 )
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
-from infinity.errors import CheckpointError, UnsupportedModelError
+from infinity.errors import CheckpointError, ForkedError, UnsupportedModelError
 from infinity.numerics.stamp import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
@@ -357,6 +358,7 @@ class BackgroundSave:
     def __init__(self, saving: Saving, device: ComputeDevice) -> None:
         """``device``: of weights that rest there."""
         self.saving = saving
+        self._pid = os.getpid()
         self._device = device
         self._launched = device.mark()
         self._error: BaseException | None = None
@@ -391,7 +393,13 @@ class BackgroundSave:
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Return when it is over."""
+        """Return when it is over.
+
+        Raises:
+            ForkedError: this is a forked child, which has not the thread that saves.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedError("engine.wait_for_checkpoint()")
         self._over.wait()
 
     def raise_error(self) -> None:

@@ -12,13 +12,13 @@ import torch
 from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.saved import WEIGHT, Checkpoint
-from infinity.cli.output import Console, json_option, print_facts, print_json, table
+from infinity.cli.output import Console, PathType, json_option, print_facts, print_json, table
 from infinity.cli.progress import bars
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import CheckpointError, format_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SOURCE = click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+_SOURCE = click.argument("source", metavar="CHECKPOINT", type=PathType())
 _TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
 
 
@@ -181,7 +181,7 @@ Examples:
   infinity checkpoint export checkpoints out --config-from original-model --max-shard-size 5GB"""
 )
 @_SOURCE
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PathType())
 @_TAG
 @click.option(
     "--dtype",
@@ -190,7 +190,7 @@ Examples:
 )
 @click.option(
     "--config-from",
-    type=click.Path(path_type=Path),
+    type=PathType(),
     metavar="DIR",
     help="A Hugging Face model's directory: its config and names are used.",
 )

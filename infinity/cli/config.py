@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from infinity.cli.output import Console, json_option, print_json, table
+from infinity.cli.output import Console, PathType, json_option, print_json, table
 from infinity.config import InfinityConfig, load_config
 from infinity.config.schema.json_schema import json_schema
 from infinity.config.schema.reference import Key, keys
 from infinity.config.schema.vocabulary import known_keys, nearest
 from infinity.errors import ConfigSyntaxError
 
-_FILE = click.argument("file", type=click.Path(path_type=Path))
+_FILE = click.argument("file", type=PathType())
 _WORLD = click.option(
     "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="That train together."
 )
@@ -59,7 +59,7 @@ Examples:
   infinity config show ds_config.json --json | jq '.decisions[] | select(.key | test("infinity"))'
   infinity config show --key host_memory_budget"""
 )
-@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.argument("file", type=PathType(), required=False)
 @click.option("--key", metavar="TEXT", help="What the keys with this in their name take and do. FILE is not needed.")
 @_WORLD
 @json_option

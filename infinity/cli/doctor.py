@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import Console, json_option, print_json, table
+from infinity.cli.output import Console, PathType, json_option, print_json, table
 from infinity.config import load_config
 from infinity.machine.computing import computing_findings
 from infinity.machine.finding import Finding, Verdict
@@ -31,10 +31,10 @@ Examples:
     "--nvme-path",
     "directories",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=PathType(),
     help="Where states would lie; once for each drive. By default the present directory.",
 )
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Take the directories of this config.")
+@click.option("--config", "file", type=PathType(), help="Take the directories of this config.")
 @click.option("--no-measure", is_flag=True, help="Do not compare I/O backends, which writes about 100 MB.")
 @json_option
 def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, as_json: bool) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from infinity.checkpoint.deepspeed.conversion import convert
-from infinity.cli.output import Console, json_option, print_json
+from infinity.cli.output import Console, PathType, json_option, print_json
 from infinity.cli.progress import bars
 from infinity.errors import format_bytes
 
@@ -18,8 +18,8 @@ Examples:
   infinity import-deepspeed out/checkpoint-500 ours
   infinity import-deepspeed out ours --tag global_step500 --json"""
 )
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=PathType())
+@click.argument("target", type=PathType())
 @click.option("--tag", help="Which checkpoint of the source; by default the one that 'latest' names.")
 @click.option(
     "--skip-unknown",

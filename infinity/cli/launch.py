@@ -68,6 +68,12 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _hosts(arguments: argparse.Namespace) -> Hosts:
     if arguments.hostfile is None:
+        if not Path(arguments.script).is_file():
+            raise ConfigError(f"{arguments.script}: there is no such script. Give the path of one")
+        if arguments.num_gpus is not None and arguments.num_gpus < 1:
+            raise ConfigError(
+                f"--num_gpus {arguments.num_gpus}: one process is the least. Give 1 or more, or leave it out"
+            )
         if arguments.include or arguments.exclude or (arguments.num_nodes or 1) > 1:
             raise ConfigError("--include, --exclude and --num_nodes need hosts. Pass --hostfile")
         return {"localhost": list(range(arguments.num_gpus or max(torch.cuda.device_count(), 1)))}

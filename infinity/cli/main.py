@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: those after ``infinity``; None: this process's.
     """
+    _let_streams_take_all()
     if instruction := os.environ.get(COMPLETE):
         return shell_complete(commands, {}, PROGRAM, COMPLETE, instruction)
     if arguments is None:
@@ -134,6 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _told(_words(error), FAILED)
     return status if isinstance(status, int) else 0
+
+
+def _let_streams_take_all() -> None:
+    """What is closed takes all, for nobody; signs that a terminal's encoding lacks become question marks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, io.StringIO())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _told(line: str, status: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,14 +14,34 @@ import rich.console
 from rich.table import Table
 
 STDOUT = "-"
+_LEAST_WIDTH = 40
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Console(rich.console.Console):
-    """One whose reader may go away: that is for the caller to handle."""
+    """One whose reader may go away: that is for the caller to handle.
+
+    What a terminal is too narrow for, it breaks itself: tables would lose columns, down to nothing where its width is 0.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.width = max(self.width, _LEAST_WIDTH)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+class PathType(click.Path):
+    """A `Path`. Not an empty text, which a shell makes of a variable that is not set: it would be the present directory."""
+
+    def __init__(self, **rules: Any) -> None:
+        super().__init__(path_type=Path, **rules)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty; the present directory is '.'.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def json_option(function: _F) -> _F:
@@ -36,7 +57,7 @@ def json_or_file_option(function: _F) -> _F:
         is_flag=False,
         flag_value=STDOUT,
         metavar="[FILE]",
-        type=click.Path(path_type=Path, dir_okay=False, writable=True),
+        type=PathType(dir_okay=False, writable=True),
         help="Print one JSON object instead of tables; with FILE, write it there.",
     )(function)
 
@@ -49,8 +70,16 @@ def check_output(path: Path) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print plain values; paths and the like as texts."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    """Print plain values; paths and the like as texts, and null for numbers that are not finite, which JSON does not have."""
+    click.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(*columns: str, has_header: bool = True, keeps_first: bool = False) -> Table:
@@ -77,12 +106,13 @@ def first_line(text: str) -> str:
 
 def path_type(*, is_dir: bool) -> click.Path:
     """An existing file or directory, as a `Path`."""
-    return click.Path(exists=True, dir_okay=is_dir, file_okay=not is_dir, readable=True, path_type=Path)
+    return PathType(exists=True, dir_okay=is_dir, file_okay=not is_dir, readable=True)
 
 
 __all__ = [
     "STDOUT",
     "Console",
+    "PathType",
     "check_output",
     "first_line",
     "json_option",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 
 from infinity.cli.checkpoint import SIZE
-from infinity.cli.output import Console, json_option, print_facts, print_json, table
+from infinity.cli.output import Console, PathType, json_option, print_facts, print_json, table
 from infinity.cli.scale import check_plot, show_scale
 from infinity.forecast.ladder import OFFLOADS, Ladder, Outcome
 from infinity.forecast.machine import Machine, glance
@@ -20,6 +21,17 @@ from infinity.machine.finding import size
 from infinity.planning.bandwidth_cache import Bandwidth, now
 
 _TOKENS = 2048
+
+
+class _Positive(click.FloatRange):
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{found} is no finite number.", param, ctx)
+        return found
 
 
 @click.command(
@@ -35,12 +47,12 @@ Examples:
 )
 @click.argument("model", required=False)
 @click.option("--params", metavar="NUMBER", help="A model of so many parameters in equal blocks: 7b, 374m, 1.2e9.")
-@click.option("--config", "file", type=click.Path(path_type=Path), help="What is planned for; else bf16 with AdamW.")
+@click.option("--config", "file", type=PathType(), help="What is planned for; else bf16 with AdamW.")
 @click.option(
     "--nvme-path",
     "directories",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=PathType(),
     help="Where states would lie; once for each drive. By default the config's, or the present directory.",
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Of an optimizer step.")
@@ -48,10 +60,8 @@ Examples:
 @click.option("--disk", type=SIZE, metavar="SIZE", help="Free space of its drives.")
 @click.option("--drive-speed", type=SIZE, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB.")
 @click.option("--gpu", type=SIZE, metavar="SIZE", help="Memory of its GPU.")
-@click.option(
-    "--tflops", type=click.FloatRange(min=0, min_open=True), help="10^12 operations per second that it reaches."
-)
-@click.option("--tbw", type=click.FloatRange(min=0, min_open=True), help="Terabytes that its drives are rated to take.")
+@click.option("--tflops", type=_Positive(), help="10^12 operations per second that it reaches.")
+@click.option("--tbw", type=_Positive(), help="Terabytes that its drives are rated to take.")
 @click.option("--no-measure", is_flag=True, help="Do not try drive and compute for a second, which writes 32 MiB.")
 @click.option("--largest", is_flag=True, help="Also the largest model of this family that trains there.")
 @click.option(
@@ -67,7 +77,7 @@ Examples:
     "--link", type=SIZE, metavar="SIZE", help="Bytes per second of a GPU to others of its node; else no limit."
 )
 @click.option("--network", type=SIZE, metavar="SIZE", help="Bytes per second of a node to others; else no limit.")
-@click.option("--plot", type=click.Path(path_type=Path), help="With --scale: draw it into this .png or .svg file.")
+@click.option("--plot", type=PathType(), help="With --scale: draw it into this .png or .svg file.")
 @json_option
 def plan(
     model: str | None,

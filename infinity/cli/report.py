@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import Console, json_option, print_json
+from infinity.cli.output import Console, PathType, json_option, print_json
 from infinity.run_log import read_run
 
-_RUN = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+_RUN = click.argument("run_dir", metavar="RUN_DIR", type=PathType())
 
 
 @click.command(
@@ -20,7 +20,7 @@ Examples:
   infinity report runs/a --json"""
 )
 @_RUN
-@click.option("--out", type=click.Path(path_type=Path), help="The page; by default report.html in RUN_DIR.")
+@click.option("--out", type=PathType(), help="The page; by default report.html in RUN_DIR.")
 @json_option
 def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Write one HTML page about a run: loss, times, drives, memory, and what bound it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class ExportCalls(DeepSpeedNames):
             StorageError: the directory cannot take them; what was there before is still there.
             UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
         """
+        _refuse_empty(save_dir)
         self.flush()
         check_apart(self._mesh, Path(save_dir))
         if self._mesh.data.index > 0:
@@ -82,6 +84,7 @@ class ExportCalls(DeepSpeedNames):
         self._save_pretrained(save_directory, max_shard_size, torch.float32)
 
     def _save_pretrained(self, directory: str | Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
+        _refuse_empty(directory)
         try:
             max_shard_bytes = parse_bytes(max_shard_size)
         except ValueError as error:
@@ -108,6 +111,11 @@ class ExportCalls(DeepSpeedNames):
             self.config.nvme_paths,
             self.config.infinity.progress_bars,
         )
+
+
+def _refuse_empty(directory: str | Path) -> None:
+    if not os.fspath(directory):
+        raise ValueError('the directory is empty. Pass one; "." is the current one')
 
 
 class _LedReading:

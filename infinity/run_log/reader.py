@@ -68,7 +68,7 @@ class Run:
         """Take in a record.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not what this version writes.
+            KeyError, TypeError, ValueError, OverflowError: it is not what this version writes.
         """
         kind, step, seconds = str(record["kind"]), int(record["step"]), float(record["time"])
         if kind == "start":
@@ -149,7 +149,7 @@ class RunReader:
         for line in filter(None, lines):
             try:
                 self.run.add(json.loads(line))
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.run.num_damaged += 1
         return bool(data)
 

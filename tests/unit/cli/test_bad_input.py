@@ -12,6 +12,7 @@ import click
 import pytest
 
 from infinity.cli.main import COMMANDS, commands, main
+from infinity.cli.output import print_json
 
 _NOBODY = 65534
 
@@ -52,6 +53,7 @@ _WITH_A_PATH: dict[tuple[str, ...], list[str]] = {
 }
 """Each command that reads something, and where the path of it stands."""
 _TAKES_ANY_DIRECTORY = {("profile",), ("clean",), ("bench", "step"), ("bench", "scale")}
+_PATHS_ARE_TEXTS = {("launch",), ("plan",), ("profile",), ("train",)}
 _WITHOUT = {("completion",), ("bench", "update"), ("config", "schema")}
 
 
@@ -135,6 +137,73 @@ def test_a_directory_without_rights(
 ) -> None:
     assert main(_filled(command, without_rights / "config.json")) in (_FAILED, _MISUSED)
     assert str(without_rights) in _told(capsys)
+
+
+@pytest.mark.parametrize("command", sorted(_WITH_A_PATH.keys() - _PATHS_ARE_TEXTS), ids=" ".join)
+def test_an_empty_path(command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set: it is not the present directory."""
+    filled = _filled(command, tmp_path)
+    for place in range(len(command), len(filled)):
+        if filled[place].startswith("-"):
+            continue
+        assert main([*filled[:place], "", *filled[place + 1 :]]) == _MISUSED
+        assert "--help" in _told(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "1e999"])
+def test_what_is_no_finite_number(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--tflops", "--tbw"):
+        assert main(["plan", "--params", "1b", "--no-measure", option, number]) == _MISUSED
+        assert "is no finite number" in _told(capsys)
+
+
+def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), 1.5], "b": {"c": (float("-inf"), Path("x"))}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": [None, "x"]}}
+
+
+def test_a_script_that_is_not_there_and_no_process_to_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").touch()
+    for arguments, told in (
+        (["missing.py"], "there is no such script"),
+        (["--num_gpus", "-1", "train.py"], "1 or more"),
+    ):
+        assert main(["launch", *arguments]) == _FAILED
+        err = capfd.readouterr().err
+        assert told in err and len(err.splitlines()) == 1
+
+
+def test_a_log_with_numbers_that_no_step_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.jsonl").write_text('{"kind": "start", "step": 1e999, "time": 0}\n')
+    for command in ("report", "watch"):
+        assert main([command, str(tmp_path)]) == _FAILED
+        assert "no start" in _told(capsys)
+
+
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_a_terminal_without_width(
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
+    assert main(["config", "show", "ds.json"]) == 0
+    assert "train_batch_size" in capsys.readouterr().out
+
+
+def test_signs_that_the_encoding_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "\u4e2d.json").write_text('{"train_batch_size": 1}')
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["config", "check", "\u4e2d.json"]) == 0
+    assert out.getvalue() == b"?.json: valid\n"
+
+
+def test_closed_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(["config", "check", "ds.json"]) == 0
 
 
 def _raising(error: BaseException) -> Callable[..., object]:
