@@ -2,6 +2,11 @@
 
 Decides when: it turns calls of the user and events of the model into work for pager, stepper and update stream. It moves
 no bytes itself.
+
+Here are its loop, its optimizer's step and its end. What else users call on it is in the classes that it extends, one file
+each, from the top down: parameters that come later (`Relayout`), checkpoints (`CheckpointCalls`), exports (`ExportCalls`),
+sizes and settings (`DeepSpeedNames`), and the model's own names (`ModuleFacade`). Whoever looks at weights or states from
+outside of the loop does so through `SettledAccess`.
 """
 
 from __future__ import annotations
@@ -265,22 +270,26 @@ class Engine(Relayout):
         self._guard.end_micro_batch()
         self._style.note_engine_step()
         if is_boundary:
-            samples_before = self.global_samples
-            self._count_samples(None if self.report is None else self.report.num_samples)
-            self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
-            # One on a plateau needs a metric: in lr_kwargs, or its owner steps it.
-            is_left_alone = self.lr_scheduler is None or (
-                isinstance(self.lr_scheduler, ReduceLROnPlateau) and not lr_kwargs
-            )
-            if self.was_step_applied() and not is_left_alone:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-            if self.report is not None:
-                lr = next(iter(self.get_lr()), None)
-                with_seconds = self.config.wall_clock_breakdown
-                self.monitor.write_step(self.report, lr, samples_before, self.global_samples, with_seconds=with_seconds)
-            if self._parts.durable is not None:
-                self._parts.durable.commit(self)
+            self._end_step(lr_kwargs or {})
         self._check_saving()
+
+    def _end_step(self, lr_kwargs: dict[str, Any]) -> None:
+        """Weights are updated: samples count, loss scale and scheduler move on, and the step is written down."""
+        samples_before = self.global_samples
+        self._count_samples(None if self.report is None else self.report.num_samples)
+        self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
+        # One on a plateau needs a metric: in lr_kwargs, or its owner steps it.
+        is_left_alone = self.lr_scheduler is None or (
+            isinstance(self.lr_scheduler, ReduceLROnPlateau) and not lr_kwargs
+        )
+        if self.was_step_applied() and not is_left_alone:
+            self.lr_scheduler.step(**lr_kwargs)
+        if self.report is not None:
+            lr = next(iter(self.get_lr()), None)
+            with_seconds = self.config.wall_clock_breakdown
+            self.monitor.write_step(self.report, lr, samples_before, self.global_samples, with_seconds=with_seconds)
+        if self._parts.durable is not None:
+            self._parts.durable.commit(self)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights.
@@ -403,6 +412,10 @@ class Engine(Relayout):
         finally:
             self._parts.clock.end_compute()
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
+        self._end_update()
+
+    def _end_update(self) -> None:
+        """All of a step is updated, or on its way: it counts, and is reported."""
         self._backwards.end_step()
         is_profiled = self.is_profiled_step()
         if not self._is_in_step:  # whatever was accumulated with `backward` went into it
