@@ -94,6 +94,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "ops": {},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": optimizers.DeepSpeedCPUAdagrad},
     "ops.adam": {"DeepSpeedCPUAdam": optimizers.DeepSpeedCPUAdam, "FusedAdam": optimizers.FusedAdam},
+    "ops.lamb": {"FusedLamb": optimizers.FusedLamb},
     "ops.lion": {"DeepSpeedCPULion": optimizers.DeepSpeedCPULion, "FusedLion": optimizers.FusedLion},
     "profiling": {},
     "profiling.flops_profiler": flops_profiler.NAMES,

@@ -27,5 +27,5 @@ LR_SCHEDULES = {
 }
 """Those of ``runtime.lr_schedules``."""
 
-OPTIMIZERS = {f"{name.upper()}_OPTIMIZER": name for name in ("adagrad", "adam", "adamw", "lion")}
+OPTIMIZERS = {f"{name.upper()}_OPTIMIZER": name for name in ("adagrad", "adam", "adamw", "lamb", "lion")}
 """Those of ``runtime.config``: the names of optimizers that there are here as well."""

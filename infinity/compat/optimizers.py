@@ -60,6 +60,15 @@ class FusedAdam(_Named):
     _arguments = "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
 
 
+class FusedLamb(_Named):
+    """Makes `infinity.optim.classes.lamb.Lamb`."""
+
+    _name = "Lamb"
+    _arguments = (
+        "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad"
+    )
+
+
 class DeepSpeedCPULion(_Named):
     """Makes `infinity.optim.classes.lion.Lion`."""
 

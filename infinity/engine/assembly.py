@@ -42,7 +42,7 @@ from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
 from infinity.optim.remainder_updater import RemainderUpdater
-from infinity.optim.state_support import check_state_format
+from infinity.optim.state_support import check_parts, check_state_format
 from infinity.optim.template import Template
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
@@ -121,6 +121,7 @@ def build(
     has_remainder = config.infinity.main_weights == "remainder"
     state_format = StateFormat(config.infinity.state_dtype)
     check_state_format(state_format, template, updater)
+    check_parts(template, updater, config.zero_stage, is_divided=shares.is_divided)
     waiting = MainGradDtype(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )

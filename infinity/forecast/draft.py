@@ -116,6 +116,7 @@ class Draft:
             shares_host_memory=shares_host_memory,
             device_free_bytes=device_free_bytes,
             runs_in_parallel=updater.is_for_threads,
+            updates_whole_parameters=updater.mixes_elements,
         )
         return cls(
             config=config,

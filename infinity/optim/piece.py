@@ -13,8 +13,8 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.attributes import attributes_of, refuse_attributes_of_parameters
-from infinity.optim.probe import PIECE_ALIGNMENT, StateSchema, copy_scalar, learn_schema, probe_pageable
-from infinity.optim.registry import is_known_elementwise
+from infinity.optim.probe import PIECE_ALIGNMENT, StateSchema, copy_scalar, learn_schema, probe_pageable, probe_whole
+from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.template import Template
 from infinity.optim.values import same_values
 from infinity.optim.worker import Worker, hyperparameters
@@ -23,18 +23,18 @@ __all__ = ["PIECE_ALIGNMENT", "PieceUpdater"]
 
 
 class PieceUpdater:
-    """Runs the template's optimizer class on one piece of one parameter at a time.
+    """Runs the template's optimizer class on one piece of one parameter at a time, or on one parameter (`mixes_elements`).
 
     It knows the optimizer's class and which state it keeps; it must not know where weights, gradients and state come
     from. `update` may be called from any thread, and from several at a time if `is_for_threads`. Nothing global is
     touched: no random generator, no thread count, no hook.
 
     Args:
-        template: gives class, attributes and hyperparameters. A class that is not one of the known element-wise ones is
-            probed here.
+        template: gives class, attributes and hyperparameters. A class that is not one of the known ones is probed here.
 
     Raises:
-        OptimizerNotPageableError: the optimizer's state cannot be cut into pieces, or pieces give other bits.
+        OptimizerNotPageableError: a parameter's update depends on other parameters, or its state has another form than one
+            value per element and single values.
     """
 
     def __init__(self, template: Template) -> None:
@@ -44,7 +44,11 @@ class PieceUpdater:
         self._device = template.device
         self._schemas: dict[tuple[Any, ...], StateSchema] = {}
         self._elementwise: frozenset[str] = frozenset()
-        self._is_known = is_known_elementwise(type(template.optimizer))
+        self._is_known = is_known(type(template.optimizer))
+        self.mixes_elements = mixes_elements(type(template.optimizer))
+        """Whether a parameter has to be updated as a whole: its elements' updates depend on each other."""
+        self._is_laid_out = False
+        """From the end of construction on others rely on `mixes_elements`."""
         if not self._is_known:
             refuse_attributes_of_parameters(template.optimizer, template.params())
         self._attributes = attributes_of(template.optimizer)
@@ -64,6 +68,7 @@ class PieceUpdater:
                 cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
                 "`with infinity.GatheredParameters(...)`",
             )
+        self._is_laid_out = True
 
     def _learn(self, values: Mapping[str, Any]) -> StateSchema:
         found = self._schemas.get(_kind(values))
@@ -71,15 +76,30 @@ class PieceUpdater:
             worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
             found = learn_schema(worker, values, self._device)
             if not self._is_known:
-                self._has_moved |= probe_pageable(worker, values, found, self._device)
+                self._has_moved |= self._probe(worker, values, found)
             self._schemas[_kind(values)] = found
             self._elementwise |= frozenset(found.elementwise)
         return found
 
+    def _probe(self, worker: Worker, values: Mapping[str, Any], schema: StateSchema) -> bool:
+        """Returns whether any weight was changed."""
+        if not self.mixes_elements:
+            try:
+                return probe_pageable(worker, values, schema, self._device)
+            except OptimizerNotPageableError:
+                if self._is_laid_out:
+                    raise
+        has_moved = probe_whole(worker, values, schema, self._device)
+        self.mixes_elements = True
+        return has_moved
+
     @property
     def is_for_threads(self) -> bool:
-        """Whether pieces may be updated beside each other: of a class that nobody knows, instances may share memory."""
-        return self._is_known
+        """Whether pieces may be updated beside each other: of a class that nobody knows, instances may share memory.
+
+        Whole parameters go one at a time, each on as many threads as in plain torch: sums depend on their number.
+        """
+        return self._is_known and not self.mixes_elements
 
     def _present_worker(self) -> Worker:
         """That of the calling thread, where several are allowed: a step is made in the worker's own groups and states."""
@@ -138,7 +158,8 @@ class PieceUpdater:
         Args:
             group: hyperparameters of the parameter's group, see `Template.snapshot`. Not modified.
             weight: float32, 1-D, of any device; starts at a multiple of `PIECE_ALIGNMENT` elements from the parameter's
-                start and, unless it is the last piece, is such a multiple long. Changed in place.
+                start and, unless it is the last piece, is such a multiple long. With `mixes_elements` it is the whole
+                parameter, in its own shape. Changed in place.
             grad: like `weight`. It may be overwritten.
             state: a tensor like `weight` for each of `state_names`, changed in place. None in the parameter's first
                 step: then the optimizer makes them.

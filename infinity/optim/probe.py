@@ -11,6 +11,7 @@ whole tensor (large enough to be split between threads, of odd size) against pie
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,18 +150,32 @@ def probe_pageable(worker: Worker, group: Mapping[str, Any], schema: StateSchema
     Raises:
         OptimizerNotPageableError: they differ, or the optimizer keeps something outside its state.
     """
+    return _probe(worker, group, device, functools.partial(_Comparison, worker, schema, device))
+
+
+def probe_whole(worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device) -> bool:
+    """Compare steps on several tensors in one call with steps on each of them, bit by bit: see `probe_pageable`.
+
+    Raises:
+        OptimizerNotPageableError: they differ, the optimizer keeps something outside its state, or there a tensor whose shape
+            is not the parameter's.
+    """
+    return _probe(worker, group, device, functools.partial(_WholeComparison, worker, schema, device))
+
+
+def _probe(worker: Worker, group: Mapping[str, Any], device: torch.device, compare: Callable[..., _Comparison]) -> bool:
     usable = _usable(group)
     with _keeping_random_state(device) as has_drawn:
         generator = torch.Generator().manual_seed(1)
         usual = normal(generator)
-        _Comparison(worker, usable, schema, device, _CUTS).run(Trial("", usual, usual, _NUM_STEPS))
+        compare(usable, _CUTS).run(Trial("", usual, usual, _NUM_STEPS))
         if not usable.get("fused"):  # see [Note: pieces and bits]: fused code agrees with itself on aligned pieces only
-            _Comparison(worker, usable, schema, device, _POSITION_CUTS).run(Trial("", usual, usual, _NUM_STEPS))
-        small = _Comparison(worker, usable, schema, device, _SMALL_CUTS)
+            compare(usable, _POSITION_CUTS).run(Trial("", usual, usual, _NUM_STEPS))
+        small = compare(usable, _SMALL_CUTS)
         has_moved = small.run(Trial("", usual, usual, NUM_CONSECUTIVE), LATE_COUNTS)
         for trial in seldom_trials(generator):
             small.run(trial)
-        _Comparison(worker, usable, schema, device, _LARGE_CUTS).run(Trial("", usual, usual, 1))
+        compare(usable, _LARGE_CUTS).run(Trial("", usual, usual, 1))
         if has_drawn():
             raise OptimizerNotPageableError(worker.name, "it draws random numbers in step()")
     return has_moved
@@ -191,9 +206,9 @@ class _Comparison:
     def __init__(
         self,
         worker: Worker,
-        group: dict[str, Any],
         schema: StateSchema,
         device: torch.device,
+        group: dict[str, Any],
         cases: Sequence[tuple[tuple[int, ...], list[int]]],
     ) -> None:
         """``cases``: shapes, and where they are cut."""
@@ -212,9 +227,9 @@ class _Comparison:
         attributes = copy_scalar(vars(self._worker.optimizer))
         self._wholes = [trial.weight(shape, 0).to(self._device) for shape, _ in self._cases]
         before = [whole.clone() for whole in self._wholes]
-        self._flats = [whole.clone().reshape(-1) for whole in self._wholes]
+        self._apart = [self._formed(whole) for whole in self._wholes]
         self._whole_states: list[dict[str, Any]] = [{} for _ in self._wholes]
-        self._flat_states: list[dict[str, Any]] = [{} for _ in self._wholes]
+        self._apart_states: list[dict[str, Any]] = [{} for _ in self._wholes]
         for step in range(trial.num_steps):
             self._make_step(trial, step)
         self._require_equal(trial.what)
@@ -222,7 +237,7 @@ class _Comparison:
         for count in late_counts:
             if not any(counts):
                 break
-            for states in (self._whole_states, self._flat_states):
+            for states in (self._whole_states, self._apart_states):
                 for state, names in zip(states, counts, strict=True):
                     _set_counts(state, names, count)
             for step in range(2):
@@ -234,12 +249,18 @@ class _Comparison:
 
     def _make_step(self, trial: Trial, step: int) -> None:
         grads = [trial.gradient(shape, step).to(self._device) for shape, _ in self._cases]
-        for index, (flat, (_, cuts)) in enumerate(zip(self._flats, self._cases, strict=True)):
-            flat_grad = grads[index].clone().reshape(-1)
-            self._flat_states[index] = _run_pieces(
-                self._step, self._schema, cuts, flat, flat_grad, self._flat_states[index]
+        for index, (weight, (_, cuts)) in enumerate(zip(self._apart, self._cases, strict=True)):
+            self._apart_states[index] = self._step_apart(
+                weight, self._formed(grads[index]), self._apart_states[index], cuts
             )
         self._whole_states = self._step(self._wholes, grads, self._whole_states)
+
+    def _formed(self, values: Tensor) -> Tensor:
+        """A copy in the shape in which the tensor is updated by itself."""
+        return values.clone().reshape(-1)
+
+    def _step_apart(self, weight: Tensor, grad: Tensor, state: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
+        return _run_pieces(self._step, self._schema, cuts, weight, grad, state)
 
     def _step(self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         used = dict(self._group)
@@ -254,26 +275,62 @@ class _Comparison:
         return states
 
     def _require_equal(self, what: str) -> None:
-        for whole, flat, whole_state, flat_state in zip(
-            self._wholes, self._flats, self._whole_states, self._flat_states, strict=True
+        for whole, apart, whole_state, apart_state in zip(
+            self._wholes, self._apart, self._whole_states, self._apart_states, strict=True
         ):
-            different = [] if same_values(whole.reshape(-1), flat) else ["the weights"]
-            if set(whole_state) != set(flat_state):
+            different = [] if same_values(self._formed(whole), apart) else ["the weights"]
+            if set(whole_state) != set(apart_state):
                 different.append("the names of the state")
             else:
                 different += [
                     f"state '{name}'"
                     for name, value in whole_state.items()
                     if not same_values(
-                        value.reshape(-1) if name in self._schema.elementwise else value, flat_state[name]
+                        self._formed(value) if name in self._schema.elementwise else value, apart_state[name]
                     )
                 ]
             if different:
-                raise OptimizerNotPageableError(
-                    self._worker.name,
-                    f"steps {what + ' ' if what else ''}on pieces and on the whole of a tensor of shape {tuple(whole.shape)} "
-                    f"gave different bits in {', '.join(different)}: it mixes elements or depends on their position",
-                )
+                steps = f"steps {what + ' ' if what else ''}"
+                raise OptimizerNotPageableError(self._worker.name, self._explain(steps, tuple(whole.shape), different))
+
+    def _explain(self, steps: str, shape: tuple[int, ...], different: Sequence[str]) -> str:
+        return (
+            f"{steps}on pieces and on the whole of a tensor of shape {shape} gave different bits in {', '.join(different)}: "
+            "it mixes elements or depends on their position"
+        )
+
+
+class _WholeComparison(_Comparison):
+    """The same steps on several tensors together, and on each of them."""
+
+    def _formed(self, values: Tensor) -> Tensor:
+        return values.clone()
+
+    def _step_apart(self, weight: Tensor, grad: Tensor, state: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
+        (state,) = self._step([weight], [grad], [state])
+        shaped = {
+            name: tuple(value.shape)
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.numel() != 1
+        }
+        other = next((name for name, shape in shaped.items() if shape != weight.shape), None)
+        if other is not None:
+            raise OptimizerNotPageableError(
+                self._worker.name,
+                f"its state '{other}' has shape {shaped[other]} for a parameter of shape {tuple(weight.shape)}",
+            )
+        if weight.numel() != 1 and shaped.keys() != set(self._schema.elementwise):
+            raise OptimizerNotPageableError(
+                self._worker.name,
+                f"which state it keeps depends on the shape of the parameter, here {tuple(weight.shape)}",
+            )
+        return state
+
+    def _explain(self, steps: str, shape: tuple[int, ...], different: Sequence[str]) -> str:
+        return (
+            f"{steps}on a tensor of shape {shape} alone and beside others gave different bits in {', '.join(different)}: "
+            "the update of a parameter depends on other parameters"
+        )
 
 
 def _counts(states: Any) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigValueError, OptimizerNotPageableError, UnknownConfigKeyError, UnsupportedConfigError
+from infinity.optim.classes.lamb import Lamb
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.worker import Worker, one_element
@@ -35,26 +36,27 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         OneBitAdam,
     }
 )
+#: Classes that update each parameter by itself, as a whole.
+_PER_PARAMETER: frozenset[type[Optimizer]] = frozenset({Lamb})
 # Why a class cannot be paged, by the name it has in torch.optim or in DeepSpeed's config.
 _NOT_PAGEABLE = {
     "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
     "SparseAdam": "it works on sparse gradients",
     "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
     "Muon": "it orthogonalizes whole matrices",
-    "Lamb": "it scales each update by norms of the whole parameter",
-    "FusedLamb": "it scales each update by norms of the whole parameter",
     "MuSGD": "its learning rates depend on the shapes of whole parameters",
     "MuAdam": "its learning rates depend on the shapes of whole parameters",
     "MuAdamW": "its learning rates depend on the shapes of whole parameters",
     "ZeroOneAdam": "its ranks train on apart for several steps at a time, each with weights of its own",
-    "OneBitLamb": "it scales each update by norms of the whole parameter",
+    "OneBitLamb": "its ranks exchange momenta in one bit, and scale by norms of the whole parameter",
 }
 
 _ONE_BIT_CURES = {
     "ZeroOneAdam": 'The nearest is "OneBitAdam", with var_freeze_step as its freeze_step and without local_step_scaler and '
     "local_step_clipper: it sends one bit per element in each step",
-    "OneBitLamb": 'The nearest is "OneBitAdam", without max_coeff, min_coeff and factor_*: it sends one bit per element, and '
-    "does not scale by norms, so it wants a smaller learning rate",
+    "OneBitLamb": 'The nearest are "Lamb", without freeze_step, coeff_beta and factor_*, which sends whole gradients, and '
+    '"OneBitAdam", without max_coeff, min_coeff and factor_*, which sends one bit per element and does not scale by norms, so '
+    "that it wants a smaller learning rate",
 }
 _WITHOUT_EFFECT = ("cuda_aware", "comm_backend_name")
 """Parameters of the 1-bit ones that say by what DeepSpeed sends: here that is gloo, as for all else."""
@@ -65,6 +67,7 @@ BY_NAME: dict[str, type[Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
+    "lamb": Lamb,
     "lion": Lion,
     "onebitadam": OneBitAdam,
 }
@@ -92,9 +95,14 @@ class OptimizerRecipe:
     kwargs: dict[str, Any]
 
 
-def is_known_elementwise(cls: type[Optimizer]) -> bool:
+def is_known(cls: type[Optimizer]) -> bool:
     """Whether exactly this class (no subclass) can be paged without being probed."""
-    return cls in _ELEMENTWISE
+    return cls in _ELEMENTWISE or mixes_elements(cls)
+
+
+def mixes_elements(cls: type[Optimizer]) -> bool:
+    """Whether exactly this class is known to update each parameter by itself, but as a whole."""
+    return cls in _PER_PARAMETER
 
 
 def refuse_not_pageable(cls: type[Optimizer]) -> None:
@@ -160,6 +168,8 @@ def resolve(section: OptimizerSection, device: torch.device) -> OptimizerRecipe:
         cls, params = _adam(section.type.lower(), params)
     elif cls is OneBitAdam:
         params = _one_bit_adam(params)
+    elif cls is Lamb and params.pop("amsgrad", False):
+        raise UnsupportedConfigError(f"{_PATH}.amsgrad", True, "LAMB is not defined with it", cure="Remove it")
     elif cls is Lion:
         params = {"lr": 1e-3, "betas": (0.9, 0.999), **params}
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class RemainderUpdater:
         scalars: Mapping[str, Any],
         *,
         is_first: bool,
+        formed: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Update one piece. All tensors are 1-D, without gaps, on one device, and of the alignment `PieceUpdater` asks for.
 
@@ -62,6 +63,7 @@ class RemainderUpdater:
             state: memory for each per-element state, by name, changed in place.
             scalars: the parameter's, as they were before this step. Not modified.
             is_first: the parameter's first step: what lies in ``state`` means nothing.
+            formed: gives the elements of a piece the shape that `PieceUpdater` wants.
 
         Returns:
             The names of the states that the parameter has, and the scalars as they are after the step.
@@ -84,12 +86,13 @@ class RemainderUpdater:
                 {name: state[name][:body] for name in STATES},
                 scalars,
             )
-        block_numel = _BLOCK_NUMEL if weight.device.type == "cpu" else max(numel, 1)
+        goes_at_once = weight.device.type != "cpu" or self._updater.mixes_elements
+        block_numel = max(numel, 1) if goes_at_once else _BLOCK_NUMEL
         for start in range(body, numel, block_numel):
             span = slice(start, min(start + block_numel, numel))
             views = {name: values[span] for name, values in state.items()}
             names, advanced = self._update_block(
-                group, weight[span], remainder[span], gradient[span], scale, views, scalars, is_first=is_first
+                group, weight[span], remainder[span], gradient[span], scale, views, scalars, is_first, formed
             )
         return names, advanced
 
@@ -102,15 +105,17 @@ class RemainderUpdater:
         scale: Tensor | None,
         state: Mapping[str, Tensor],
         scalars: Mapping[str, Any],
-        *,
         is_first: bool,
+        formed: Callable[[Tensor], Tensor],
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         main, slope = self._scratch(weight.numel(), weight.device)
         join(weight, remainder, main)
         slope.copy_(gradient)
         if scale is not None:
             slope.mul_(scale)
-        tensors, advanced = self._updater.update(group, main, slope, None if is_first else state, scalars)
+        state = {name: formed(values) for name, values in state.items()}
+        given = None if is_first else state
+        tensors, advanced = self._updater.update(group, formed(main), formed(slope), given, scalars)
         if is_first:
             for name, tensor in tensors.items():
                 state[name].copy_(tensor)

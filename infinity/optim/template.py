@@ -19,7 +19,7 @@ from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_m
 from infinity.optim.registry import (
     OptimizerRecipe,
     OptimizerSection,
-    is_known_elementwise,
+    is_known,
     refuse_not_pageable,
     refuse_wrapper,
     resolve,
@@ -63,7 +63,7 @@ class Template:
         self._started = {
             param: {name: _compact(value) for name, value in state.items()}
             for param, state in self._untouched.items()
-            if is_known_elementwise(type(optimizer))
+            if is_known(type(optimizer))
         }
         """States that the constructor made: what they are filled with. Each is what the parameter has until its first step."""
         self._fqns = dict(fqns)

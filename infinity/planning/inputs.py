@@ -22,6 +22,8 @@ from infinity.units.unit import Unit, spec_of
 from swapper.wrappers.versions import VersionedBackend
 
 FP32_BYTES = 4
+_TEMPORARIES = 3
+"""Tensors of a parameter's size in fp32, while that is updated: its main weight and its gradient joined, and its update."""
 _MOST_WORKERS = 8
 """Unless more are asked for: so many saturate the memory of a socket."""
 _THREADS_BESIDE_A_GPU = 2
@@ -115,6 +117,8 @@ class Request:
     """Where what autograd saves waits: beside the budget ("memory"), within it ("cpu"), or on NVMe beyond its share."""
     update_workers: int = 1
     """Threads that run updates, each of which has a chunk in hand."""
+    updates_whole_parameters: bool = False
+    """Whether no parameter may be cut: then each unit is updated at once."""
     num_versions: int = 0
     """Of what is stored, for as many a durable run has room; 0: the run is not durable."""
 
@@ -129,10 +133,12 @@ class Request:
         shares_host_memory: bool,
         device_free_bytes: int | None = None,
         runs_in_parallel: bool = True,
+        updates_whole_parameters: bool = False,
     ) -> Request:
         """What ``config`` asks for, on a device that does or does not compute in host memory.
 
-        ``runs_in_parallel``: whether the optimizer may update several pieces at a time.
+        ``runs_in_parallel``, ``updates_whole_parameters``: whether the optimizer may update several pieces at a time, and
+        whether it can't update a piece at all.
         """
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         unit_of = {id(parameter): unit.index for unit in units for parameter in unit.parameters}
@@ -158,6 +164,7 @@ class Request:
             used_together=used_together(model, config.infinity.units, unit_of),
             keeps_in_memory=config.infinity.keep_in_memory,
             activations=config.infinity.activations,
+            updates_whole_parameters=updates_whole_parameters,
             num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
             update_workers=_update_workers(
                 config.infinity.update_workers,
@@ -213,6 +220,11 @@ class Request:
     def serving_bytes(self, units: Iterable[UnitSize]) -> int:
         """Bytes of the memory through which shares of weights go to other processes."""
         return NUM_SERVED * max((unit.weight_share_bytes or 0 for unit in units), default=0)
+
+    def update_bytes(self, units: Iterable[UnitSize]) -> int:
+        """Bytes of what an optimizer makes of a whole parameter besides states; of a piece it is little."""
+        largest = max((unit.trainable_numel for unit in units), default=0)
+        return _TEMPORARIES * FP32_BYTES * largest if self.updates_whole_parameters else 0
 
     def shares_in_memory(self, units: Sequence[UnitSize]) -> int | None:
         """Bytes of this process's share of weights that rest in host memory; None if no weights are divided there."""

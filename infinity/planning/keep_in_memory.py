@@ -82,6 +82,8 @@ def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) ->
 
     So the drives' work is spread evenly over a step.
     """
+    if request.updates_whole_parameters:
+        return _take_whole_states(units, request, room_bytes)
     granules = [unit.state_numel // CHUNK_GRANULE for unit in units]
     costs = [request.record_format.record_bytes(CHUNK_GRANULE, unit.num_states) for unit in units]
     total = sum(number * cost for number, cost in zip(granules, costs, strict=True))
@@ -94,3 +96,13 @@ def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) ->
             kept[index] += 1
             room_bytes -= costs[index]
     return tuple(number * CHUNK_GRANULE for number in kept), room_bytes
+
+
+def _take_whole_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
+    kept = [0] * len(units)
+    for index in spread(len(units)):
+        cost = request.record_bytes(units[index])
+        if cost <= room_bytes:
+            kept[index] = units[index].state_numel
+            room_bytes -= cost
+    return tuple(kept), room_bytes

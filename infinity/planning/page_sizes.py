@@ -40,13 +40,16 @@ class PageSizes:
         self._share = max(request.update_workers / 2, 1)
         """Beyond two, each worker needs as much again."""
         self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
+        self._largest_chunk = min(_LARGEST_CHUNK, self._largest_numel)
+        if request.updates_whole_parameters:
+            self._largest_chunk = self._largest_numel
         self._smallest_chunk = self._find_smallest_chunk()
         self.smallest_bytes = self._bytes_for(self._smallest_chunk)
         """Of one page."""
 
     def enough_bytes(self, *, keeps_all_records: bool) -> int:
         """More for all pages together brings nothing. ``keeps_all_records``: nothing is read into pages or written from them."""
-        largest = self._bytes_for(min(_LARGEST_CHUNK, self._largest_numel))
+        largest = self._bytes_for(self._largest_chunk)
         enough = min(int(_ENOUGH_PAGE_BYTES * self._share), self._most_pages * largest)
         return min(enough, self._fewest_pages * largest) if keeps_all_records else enough
 
@@ -64,13 +67,22 @@ class PageSizes:
         if self._request.page_bytes is None and area_bytes:
             number = self._fewest_pages if keeps_all_records else int(_PREFERRED_PAGES * self._share)
             numel = self._numel_in(area_bytes // number)
-            chunk_numel = min(max(numel, self._smallest_chunk), _LARGEST_CHUNK, self._largest_numel)
+            chunk_numel = min(max(numel, self._smallest_chunk), self._largest_chunk)
         page_bytes = self._bytes_for(chunk_numel)
         return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, self._most_pages), FEWEST_PAGES)
 
     def _find_smallest_chunk(self) -> int:
         wanted = self._request.page_bytes
         numel = _SMALLEST_CHUNK if wanted is None else self._numel_in(wanted)
+        if self._request.updates_whole_parameters:
+            if wanted is not None and numel < self._largest_numel:
+                raise ConfigValueError(
+                    "infinity.page_bytes",
+                    wanted,
+                    "the optimizer updates whole parameters, and a page must hold the largest unit with all its optimizer state",
+                    cure=f"Set it to at least {format_bytes(self._bytes_for(self._largest_numel))}, or leave it out",
+                )
+            return self._largest_numel
         if numel == 0:
             raise ConfigValueError(
                 "infinity.page_bytes",

@@ -134,6 +134,8 @@ class _Option:
     """See `Request.map_bytes`."""
     serving_bytes: int
     """See `Request.serving_bytes`."""
+    update_bytes: int
+    """See `Request.update_bytes`."""
 
     @property
     def cost_bytes(self) -> int:
@@ -146,6 +148,7 @@ class _Option:
             + self.kept_bytes
             + self.map_bytes
             + self.serving_bytes
+            + self.update_bytes
         )
 
 
@@ -300,6 +303,7 @@ class _Planner:
             kept_bytes=kept_bytes,
             map_bytes=request.map_bytes(self._units),
             serving_bytes=request.serving_bytes(self._units) if moving else 0,
+            update_bytes=request.update_bytes(self._units),
         )
 
     def options(self) -> Iterator[_Option]:
@@ -472,10 +476,14 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
         parts.append(f"{format_bytes(least.map_bytes)} for the map of the durable run")
     if least.serving_bytes:
         parts.append(f"{format_bytes(least.serving_bytes)} for shares of weights that other processes fetch")
+    if least.update_bytes:
+        parts.append(
+            f"{format_bytes(least.update_bytes)} to update the largest unit at once, as the optimizer wants it"
+        )
     layer = largest[0].layer
     cure = (
         ""
-        if layer is None
+        if layer is None or request.updates_whole_parameters
         else f". '{layer[0]}' alone has {format_bytes(layer[1])}: infinity.tile_above pages it in tiles"
     )
     return "It must hold " + ", ".join(parts) + cure

@@ -32,11 +32,11 @@ def release_workers() -> None:
         pause()
 
 
-def use_one_thread() -> None:
-    """Operators of the calling thread run on it alone from now on; other threads keep their numbers."""
+def use_threads(number: int) -> None:
+    """Operators of the calling thread run on so many from now on, itself included; other threads keep their numbers."""
     torch.get_num_threads()  # torch sets a thread's number when it is first asked for it
     for library in _libraries():
-        library.omp_set_num_threads(1)
+        library.omp_set_num_threads(number)
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def one_thread() -> Iterator[None]:
     """Operators of the calling thread run on it alone inside the ``with`` block: copies of a few MiB, between waits."""
     torch.get_num_threads()
     before = [library.omp_get_max_threads() for library in _libraries()]
-    use_one_thread()
+    use_threads(1)
     try:
         yield
     finally:

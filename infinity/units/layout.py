@@ -51,6 +51,10 @@ class ParameterSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def formed(self, elements: torch.Tensor) -> torch.Tensor:
+        """A view of all elements (1-D, as they lie in memory) as the parameter."""
+        return elements.as_strided(self.shape, self.stride, elements.storage_offset())
+
 
 @dataclass(frozen=True)
 class Slot:

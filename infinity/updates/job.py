@@ -105,6 +105,8 @@ class UpdateJob:
         self._error: BaseException | None = None
         self.flushes_denormals = flushes_denormals()
         """Whether the thread that asks for the update computes like that."""
+        self.num_threads = torch.get_num_threads()
+        """On how many that one computes."""
         self.is_held = is_held and self.accepts_buffer
         """Whether it waits; see `UpdateStream.release_all`."""
         self._on_release: Callable[[], None] = lambda: None

@@ -33,7 +33,7 @@ from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.interrupts import POLL_SECONDS
-from infinity.threads.openmp import use_one_thread
+from infinity.threads.openmp import release_workers, use_threads
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece
@@ -205,7 +205,7 @@ class UpdateStream:
 
     def _run(self) -> None:
         try:
-            use_one_thread()  # see [Note: one pool] in infinity.threads.openmp
+            use_threads(1)  # see [Note: one pool] in infinity.threads.openmp
             with self._device.background():
                 self._update_all()
         except BaseException as error:
@@ -260,7 +260,11 @@ class UpdateStream:
             item.job.fetch_coefficient(self._device)
         begin = self._note_busy(1)
         flush_denormals(item.job.flushes_denormals)
+        if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
+            use_threads(item.job.num_threads)
         self._update_chunk(item)
+        if self._updater.mixes_elements:
+            release_workers()
         end = self._note_busy(-1)
         if self._timeline is not None:
             self._timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
@@ -388,7 +392,8 @@ class UpdateStream:
         gradient = job.gradients.piece(piece, workspace.landing(job.gradients.dtype)[span])
         group = job.groups[piece.slot.index]
         stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
-        update = self._update_halves if workspace.main is None else self._update_whole
+        update = self._update_halves if workspace.main is None else self._update_joined
+        formed = piece.slot.spec.formed if self._updater.mixes_elements else _as_it_is
         present: tuple[str, ...] = ()
         scalars: dict[str, Any] = {}
 
@@ -397,10 +402,10 @@ class UpdateStream:
 
         for part, views in self._states_window.parts(stored, piece.numel, noise):
             place = slice(span.start + part.start, span.start + part.stop)
-            present, scalars = update(job, group, workspace, place, gradient[part], views, state)
+            present, scalars = update(job, group, workspace, place, gradient[part], views, state, formed)
         job.advanced[piece.slot.index] = present, scalars  # of all pieces the same
 
-    def _update_whole(
+    def _update_joined(
         self,
         job: UpdateJob,
         group: dict[str, Any],
@@ -409,6 +414,7 @@ class UpdateStream:
         gradient: torch.Tensor,
         views: Mapping[str, torch.Tensor],
         state: ParameterState,
+        formed: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         if workspace.main is None:
             raise RuntimeError("the workspace has no main weight")
@@ -419,8 +425,9 @@ class UpdateStream:
                 gradient = gradient * job.clip_coefficient
             else:
                 gradient.mul_(job.clip_coefficient)
+        views = {name: formed(values) for name, values in views.items()}
         tensors, scalars = self._updater.update(
-            group, workspace.main[span], gradient, None if state.is_fresh else views, state.scalars
+            group, formed(workspace.main[span]), formed(gradient), None if state.is_fresh else views, state.scalars
         )
         if state.is_fresh:
             for name, tensor in tensors.items():
@@ -436,6 +443,7 @@ class UpdateStream:
         gradient: torch.Tensor,
         views: Mapping[str, torch.Tensor],
         state: ParameterState,
+        formed: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         if self._halves_updater is None or workspace.remainder is None:
             raise RuntimeError("main weights are kept in two halves, and nothing is there to update those")
@@ -448,6 +456,7 @@ class UpdateStream:
             views,
             state.scalars,
             is_first=state.is_fresh,
+            formed=formed,
         )
 
     def _update_empty(self, job: UpdateJob) -> None:
@@ -487,3 +496,7 @@ class UpdateStream:
             job.gradients.release()
             job.finish(self._error)
         self._progress.ring()
+
+
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values

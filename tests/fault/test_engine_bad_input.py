@@ -378,7 +378,7 @@ def test_a_parameter_of_another_model_in_a_group(drive: Path) -> None:
     refused(InfinityError, "(3,)", drive=drive, arguments=arguments)
 
 
-class MixesElements(torch.optim.Optimizer):
+class MixesParameters(torch.optim.Optimizer):
     """Divides by the norm of the whole gradient: a piece of it gives another result."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -387,9 +387,10 @@ class MixesElements(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad / (param.grad.norm() + 1e-6), alpha=group["lr"])
+            params = [param for param in group["params"] if param.grad is not None]
+            norm = sum(param.grad.norm() for param in params) + 1e-6
+            for param in params:
+                param.sub_(param.grad / norm, alpha=group["lr"])
 
 
 @pytest.mark.parametrize("how", ["instance", "class", "callable"])
@@ -399,9 +400,9 @@ class MixesElements(torch.optim.Optimizer):
         lambda params: torch.optim.LBFGS(params),
         lambda params: torch.optim.SparseAdam(params),
         lambda params: torch.optim.Adafactor(params),
-        lambda params: MixesElements(params),
+        lambda params: MixesParameters(params),
     ],
-    ids=["LBFGS", "SparseAdam", "Adafactor", "MixesElements"],
+    ids=["LBFGS", "SparseAdam", "Adafactor", "MixesParameters"],
 )
 def test_an_optimizer_that_cannot_be_paged(make: Callable[[Any], Any], how: str, drive: Path) -> None:
     name = type(make([nn.Parameter(torch.ones(2))])).__name__

@@ -254,6 +254,7 @@ _IMPORTS = {
     "comm": "get_rank get_world_size barrier all_reduce",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
     "ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "ops.lamb": "FusedLamb",
     "ops.lion": "DeepSpeedCPULion FusedLion",
     "runtime.activation_checkpointing": "checkpointing",
     "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",

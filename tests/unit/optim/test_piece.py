@@ -17,7 +17,7 @@ from infinity.errors import OptimizerNotPageableError
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
-from infinity.optim.registry import is_known_elementwise
+from infinity.optim.registry import is_known
 from infinity.optim.template import build_template
 from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
 
@@ -185,7 +185,7 @@ def test_pieces_have_the_bits_of_the_whole(
     cls: type[Optimizer], arguments: dict[str, Any], restore_num_threads: None
 ) -> None:
     """Whatever the numbers of threads: torch splits tensors of this size between them at odd places."""
-    assert is_known_elementwise(cls)
+    assert is_known(cls)
     torch.set_num_threads(2)
     expected = _reference(cls, arguments)
     torch.set_num_threads(1)

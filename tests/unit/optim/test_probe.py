@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,10 +104,72 @@ class FractionalPower(_Custom):
 
 
 @pytest.mark.parametrize("cls", [TrustRatio, Centralized, NeighbourSum, SmallTensorsFaster, FractionalPower])
-def test_classes_that_mix_elements_are_refused(cls: type[Optimizer]) -> None:
-    message = _refused(cls)
-    assert "different bits in the weights" in message
+def test_classes_that_mix_elements_get_whole_parameters(cls: type[Optimizer]) -> None:
+    updater = _updater(cls)
+    assert updater.mixes_elements
+    assert not updater.is_for_threads
+
+
+class JointNorm(_Custom):
+    """Clips by the norm of all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            norm = torch.stack([param.grad.norm() for param in params]).norm()
+            for param in params:
+                param.sub_(group["lr"] * param.grad * (group["threshold"] / norm).clamp(max=1.0))
+
+
+class ByTheNumber(_Custom):
+    """Layers get learning rates by their places."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for number, param in enumerate(param for param in group["params"] if param.grad is not None):
+                param.sub_(group["lr"] * 0.9**number * param.grad)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(JointNorm, {"threshold": 1e-3}), (JointNorm, {"threshold": 1e9}), (ByTheNumber, {})],
+)
+def test_classes_that_mix_parameters_are_refused(cls: type[Optimizer], options: dict[str, Any]) -> None:
+    message = _refused(cls, **options)
+    assert "depends on other parameters" in message
     assert "AdamW" in message  # the cure
+
+
+class RowSums(_Custom):
+    """What it keeps depends on the number of dimensions, as in Adafactor."""
+
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        shape = grad.shape[:1] if grad.dim() > 1 else grad.shape
+        sums = state.setdefault("sums", torch.zeros(shape))
+        sums.add_(grad.square().reshape(*shape, -1).mean(-1) if grad.dim() > 1 else grad.square())
+        param.sub_(group["lr"] * grad / sums.mean().sqrt())
+
+
+class NoneForVectors(_Custom):
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        if grad.dim() > 1:
+            state.setdefault("sums", torch.zeros_like(grad)).add_(grad / grad.norm())
+        param.sub_(group["lr"] * grad)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (RowSums, r"its state 'sums' has shape \(263,\) for a parameter of shape \(263, 509\)"),
+        (NoneForVectors, r"which state it keeps depends on the shape of the parameter, here \(263, 509\)"),
+    ],
+)
+def test_states_that_depend_on_the_shape_are_refused(cls: type[Optimizer], message: str) -> None:
+    assert re.search(message, _refused(cls))
 
 
 class MeanInState(_Custom):
@@ -115,8 +178,8 @@ class MeanInState(_Custom):
         param.sub_(group["lr"] * grad)
 
 
-def test_a_scalar_that_depends_on_all_elements_is_refused() -> None:
-    assert "different bits in state 'mean'" in _refused(MeanInState)
+def test_a_scalar_that_depends_on_all_elements_needs_whole_parameters() -> None:
+    assert _updater(MeanInState).mixes_elements
 
 
 class GlobalNorm(Optimizer):
@@ -389,8 +452,8 @@ _SELDOM: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", _SELDOM)
-def test_rules_that_mix_elements_now_and_then_are_refused(name: str) -> None:
-    assert "it mixes elements or depends on" in _refused(_rule(_SELDOM[name]))
+def test_rules_that_mix_elements_now_and_then_get_whole_parameters(name: str) -> None:
+    assert _updater(_rule(_SELDOM[name])).mixes_elements
 
 
 _ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
@@ -405,7 +468,9 @@ _ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", _ELEMENTWISE)
 def test_rules_for_single_elements_are_taken(name: str) -> None:
-    assert _updater(_rule(_ELEMENTWISE[name])).scalar_names(0) == ("step",)
+    updater = _updater(_rule(_ELEMENTWISE[name]))
+    assert updater.scalar_names(0) == ("step",)
+    assert not updater.mixes_elements
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -426,7 +491,7 @@ def test_switches_that_come_later_are_tried_when_they_come() -> None:
 
 
 def test_a_warm_up_that_starts_at_zero_hides_nothing() -> None:
-    assert "different bits" in _refused(TrustRatio, lr=0.0)
+    assert _updater(TrustRatio, lr=0.0).mixes_elements
     assert _updater(SignMomentum, lr=0.0).state_names(0) == ("momentum",)
 
 
@@ -438,8 +503,7 @@ def test_each_group_is_tried() -> None:
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups = [{"params": params[:1], "normalize": False}, {"params": params[1:], "normalize": True}]
     template = build_template(Switchable(groups), [("a", params[0]), ("b", params[1])], "cpu")
-    with pytest.raises(OptimizerNotPageableError, match="different bits"):
-        PieceUpdater(template)
+    assert PieceUpdater(template).mixes_elements
 
 
 class _Scaled(_Custom):

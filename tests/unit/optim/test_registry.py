@@ -118,7 +118,7 @@ def test_unknown_name_names_the_nearest() -> None:
         _resolve("AdamWW")
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Adafactor", "Lamb", "onebitlamb", "ZeroOneAdam", "MuSGD"])
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Adafactor", "onebitlamb", "ZeroOneAdam", "MuSGD"])
 def test_optimizers_that_mix_elements_are_refused_by_name(name: str) -> None:
     with pytest.raises(OptimizerNotPageableError, match=f"(?i)optimizer {name} cannot be paged: .+"):
         _resolve(name)
@@ -126,7 +126,7 @@ def test_optimizers_that_mix_elements_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ZeroOneAdam", "OneBitLamb"])
 def test_the_other_1_bit_ones_name_the_nearest(name: str) -> None:
-    with pytest.raises(OptimizerNotPageableError, match='The nearest is "OneBitAdam"'):
+    with pytest.raises(OptimizerNotPageableError, match=r'The nearest (is|are) .*"OneBitAdam"'):
         _resolve(name)
 
 

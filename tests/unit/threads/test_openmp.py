@@ -87,7 +87,7 @@ def test_other_threads_keep_their_workers() -> None:
 
 def test_one_thread_does_without_workers() -> None:
     def work() -> None:
-        openmp.use_one_thread()
+        openmp.use_threads(1)
         before = threads()
         assert torch.get_num_threads() == 1
         compute()

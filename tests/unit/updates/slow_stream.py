@@ -65,6 +65,8 @@ class Summing:
         fail_at: raise in the n-th piece from now.
     """
 
+    mixes_elements = False
+
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()

@@ -1,0 +1,237 @@
+"""Optimizers that look at a whole parameter (LAMB, LARS, normalized gradients) train to torch's bits, in every placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError
+from infinity.optim.classes.lamb import Lamb
+from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep, everything_on_nvme
+from tests.exactness.optimizers import parameter_groups
+
+Named = Mapping[str, nn.Parameter]
+
+
+class Lars(torch.optim.Optimizer):
+    """Layer-wise rates (You et al. 2017, arXiv 1708.03888), written down as users do."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 1e-4) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = param.grad
+                if param.dim() > 1:
+                    grad = grad + group["weight_decay"] * param
+                    norms = param.norm(), grad.norm()
+                    if all(norm > 0 for norm in norms):
+                        grad = grad * (1e-3 * norms[0] / norms[1])
+                buffer = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+                buffer.mul_(group["momentum"]).add_(grad)
+                param.sub_(group["lr"] * buffer)
+
+
+class NovoGrad(torch.optim.Optimizer):
+    """One second moment per layer (Ginsburg et al. 2019, arXiv 1905.11286): a state of one element."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.95, 0.98)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, beta1, beta2 = self.state[param], *group["betas"]
+                square = param.grad.square().sum()
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = square
+                else:
+                    state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + square * (1 - beta2)
+                state["exp_avg"].mul_(beta1).add_(param.grad / (state["exp_avg_sq"].sqrt() + 1e-8))
+                param.sub_(group["lr"] * state["exp_avg"])
+
+
+def _of(cls: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Named], torch.optim.Optimizer]:
+    return lambda named: cls(list(named.values()), **settings)
+
+
+_OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "Lamb": _of(Lamb, lr=0.05, weight_decay=0.01),
+    "Lars": _of(Lars),
+    "NovoGrad": _of(NovoGrad),
+    "Lamb in groups": lambda named: Lamb(parameter_groups(named), lr=0.05),
+}
+_PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nvme": {},
+    "nvme, kept in memory": {"infinity": {"keep_in_memory": True}},
+    "memory": IN_MEMORY,
+    "bf16": BF16,
+    "bf16, main weights in fp32": {**BF16, "infinity": {"main_weights": "fp32"}},
+    "clipping": {"gradient_clipping": 0.05},
+    "in backward": {"infinity": {"update": "in_backward"}},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+def _lockstep(
+    directory: Path, make: Callable[[Named], torch.optim.Optimizer], shape: str, changes: Mapping[str, Any]
+) -> Lockstep:
+    own = {"page_bytes": None, **changes.get("infinity", {})}
+    return Lockstep.start(
+        directory,
+        case=SHAPES_BY_NAME[shape],
+        changes={**changes, "optimizer": None, "infinity": own},
+        reference_optimizer=make,
+        arguments=lambda model: {
+            "optimizer": make({fqn: param for fqn, param in model.named_parameters() if param.requires_grad})
+        },
+    )
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_whole_parameters_are_updated_as_in_torch(name: str, placement: str, tmp_path: Path) -> None:
+    with _lockstep(tmp_path, _OPTIMIZERS[name], "plain", _PLACEMENTS[placement]) as both:
+        for step in range(3):
+            both.engine_step(step)
+        both.require_equal()
+
+
+_SHAPES = [
+    "attention",
+    "batch_norms",
+    "big_embedding",
+    "convolutions",
+    "experts",
+    "frozen_middle",
+    "lora",
+    "odd_sizes",
+    "recurrent",
+    "root_parameters",
+    "scalars",
+    "tied_weights",
+    "transposed",
+    "unused_parameter",
+]
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
+    with _lockstep(tmp_path, _OPTIMIZERS["Lamb"], shape, {}) as both:
+        for step in range(2):
+            both.engine_step(step)
+        both.require_equal()
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.usefixtures("restored_threads")
+def test_norms_of_large_weights_have_the_bits_of_as_many_threads(num_threads: int, tmp_path: Path) -> None:
+    """Torch sums 90,000 elements in as many parts as it has threads; they may change between two steps."""
+    config = everything_on_nvme(tmp_path, {"optimizer": None, "infinity": {"page_bytes": None}})
+
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 7)), torch.randn(4, 300)
+
+    model, batch = make()
+    twin, _ = make()
+    expected = Lamb(twin.parameters(), lr=0.1)
+    torch.set_num_threads(3 - num_threads)
+    engine, *_ = infinity.initialize(model=model, config=config, optimizer=Lamb(model.parameters(), lr=0.1))
+    torch.set_num_threads(num_threads)
+    with engine:
+        for _ in range(4):
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+            twin(batch).square().mean().backward()
+            expected.step()
+            expected.zero_grad()
+        states = [
+            {key: torch.as_tensor(value).clone() for key, value in engine.optimizer.state[param].items()}
+            for param in model.parameters()
+        ]
+        engine.close(restore_weights=True)
+    for number, (found, param) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+        assert torch.equal(found, param)
+        for key, value in expected.state[param].items():
+            assert torch.equal(states[number][key], value), key
+
+
+def test_it_is_the_configs_lamb(tmp_path: Path) -> None:
+    section = {"type": "Lamb", "params": {"lr": 0.02, "max_coeff": 0.3, "min_coeff": 0.1, "amsgrad": False}}
+    make = _of(Lamb, lr=0.02, max_coeff=0.3, min_coeff=0.1)
+    changes = {"optimizer": section, "infinity": {"page_bytes": None}}
+    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
+        for step in range(2):
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_many_micro_batches_go_through_a_unit_together(tmp_path: Path) -> None:
+    with _lockstep(
+        tmp_path,
+        _OPTIMIZERS["Lamb"],
+        "plain",
+        {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}},
+    ) as both:
+        for step in range(2):
+            both.batch_step(step)
+        both.require_equal()
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    make = _OPTIMIZERS["NovoGrad"]
+    with _lockstep(tmp_path / "drive", make, "plain", {}) as both:
+        both.engine_step(0)
+        both.engine.save_checkpoint(tmp_path / "saved")
+        both.engine_step(1)
+        expected = _states(both)
+    with _lockstep(tmp_path / "other drive", make, "plain", IN_MEMORY) as both:
+        both.engine.load_checkpoint(tmp_path / "saved")
+        both.engine_step(1)
+        assert _states(both) == expected
+
+
+def _states(side: Lockstep) -> dict[str, bytes]:
+    return {
+        f"{fqn} {name}": torch.as_tensor(value).numpy().tobytes()
+        for fqn, param in side.model.named_parameters()
+        for name, value in side.engine.state_of(param).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        ({"page_bytes": 49152}, ConfigValueError, r"page must hold the largest unit .*at least .* or leave it out"),
+        ({"state_dtype": "bf16"}, ConfigValueError, r"Lamb updates whole parameters.*\"fp32\""),
+        ({"tile_above": 1024}, OptimizerNotPageableError, r"makes several of one\. Remove infinity\.tile_above"),
+        ({"host_memory_budget": "20KiB"}, BudgetTooSmallError, r"to update the largest unit at once"),
+    ],
+)
+def test_what_would_part_a_parameter_is_refused(
+    own: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        _lockstep(tmp_path, _OPTIMIZERS["Lamb"], "plain", {"infinity": own})
