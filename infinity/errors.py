@@ -312,11 +312,13 @@ class CheckpointError(InfinityError, ValueError):
 
 
 class OptimizerNotPageableError(InfinityError, ValueError):
-    """The optimizer cannot be run piece by piece, so its state cannot leave memory."""
+    """The optimizer cannot be run parameter by parameter, so its state cannot leave memory."""
 
     def __init__(self, optimizer_name: str, reason: str, *, cure: str | None = None) -> None:
         self.optimizer_name = optimizer_name
-        default = "Take an optimizer that treats every element by itself, e.g. AdamW, SGD, Adagrad, RMSprop or Lion"
+        default = (
+            "Take an optimizer that treats every parameter by itself, e.g. AdamW, SGD, Adagrad, RMSprop, Lion or Lamb"
+        )
         super().__init__(f"optimizer {optimizer_name} cannot be paged: {reason}. {cure or default}")
 
 
