@@ -15,6 +15,7 @@ from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotP
 from infinity.optim.classes.lamb import Lamb
 from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.exactness.optimizers import parameter_groups
+from tests.states import state_of
 
 Named = Mapping[str, nn.Parameter]
 
@@ -217,7 +218,7 @@ def _states(side: Lockstep) -> dict[str, bytes]:
     return {
         f"{fqn} {name}": torch.as_tensor(value).numpy().tobytes()
         for fqn, param in side.model.named_parameters()
-        for name, value in side.engine.state_of(param).items()
+        for name, value in state_of(side.engine, param).items()
     }
 
 
