@@ -141,7 +141,7 @@ _OF_TESTS = (
     (r"test_save_before_accum_grad_is_done", "needs two processes"),
     (r"TestIncorectAllgatherBucketSize", "works here: buckets have no sizes"),
     (r"TestStage2IgnoreUnusedParameters", "works here: unused parameters"),
-    (r"test_load_immediate_save", "refused: a second engine for a model"),
+    (r"test_load_immediate_save|test_checkpoint_unfused_optimizer", "refused: a second engine for a model"),
     (r"bf16_opt_states", "otherwise here: main weights and states are fp32"),
     (r"test_non_strict_load_sparse", "otherwise here: gradients of sparse embeddings are dense"),
     (r"TestGradientAllreduceOp::.*-sum-", "needs two processes"),
