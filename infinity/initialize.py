@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from infinity.compat.process_counts import check_accelerate
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
+from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import init_distributed, num_processes, world
@@ -110,6 +111,7 @@ def initialize(
             "data. Pass its source "
             "to infinity.initialize, or world_size= to infinity.load_config"
         )
+    check_same_config(resolved, mesh.everyone if mesh.is_divided else mesh.data)
     if optimizer is None and resolved.optimizer is None and _is_empty(model_parameters):
         earlier = _engine_of(model)
         if earlier is not None:

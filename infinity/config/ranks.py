@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from infinity.config.resolved import InfinityConfig
 from infinity.config.schema.blocks import RootBlock
+from infinity.distributed.agreement import together
+from infinity.distributed.collectives import Ranks
 from infinity.errors import ConfigValueError
 
 
@@ -50,3 +53,35 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
             raise ConfigValueError(
                 key, value, f"{world_size} processes train together: {problem}", cure=f"Set it to {cure}"
             )
+
+
+def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
+    """Refuse configs that differ in what decides numbers, or who exchanges what. Paths, budgets and I/O are each process's own.
+
+    Raises:
+        ConfigValueError: the first key that differs, its values and whose they are, on all of them.
+    """
+    section = config.infinity
+    own = {
+        "zero_optimization.stage": config.zero_stage,
+        "bf16, fp16": config.compute_dtype,
+        "torch_autocast": config.autocast_dtype,
+        "fp16.loss_scale": config.loss_scaling,
+        "bf16.check_grad_overflow": config.checks_overflow,
+        "data_types.buffer_dtype": config.buffer_dtype,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "managed_gradient_accumulation": config.managed_gradient_accumulation,
+        "gradient_clipping": config.gradient_clipping,
+        "infinity.main_weights": section.main_weights,
+        "infinity.state_dtype": section.state_dtype,
+        "infinity.gradient_dtype": section.gradient_dtype,
+        "infinity.units": section.units,
+        "infinity.tile_above": section.tile_above,
+        "infinity.durable": section.durable is not None,
+    }
+    told = together(ranks, "the config of infinity.initialize", lambda: {key: str(value) for key, value in own.items()})
+    for key in own:
+        values = [of_rank[key] for of_rank in told]
+        if len({*values}) > 1:
+            shown = ", ".join(f"{value} on rank {number}" for number, value in zip(ranks.members, values, strict=True))
+            raise ConfigValueError(key, own[key], f"it is {shown}", cure="Give all processes the same config")

@@ -5,6 +5,7 @@ Knows units, gradients and ranks; must not know when a backward has ended.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from infinity.device.compute import gradient_norm
+from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
 from infinity.errors import GradientNotResidentError, RankError
 from infinity.gradients.shown_grads import ShownGradients
@@ -260,6 +262,32 @@ class AveragedGradients(ShownGradients):
                 rank=self._ranks.number,
                 cure="Put all parameters into the model before infinity.initialize, or train in one process",
             )
+
+    def check_same_groups(self, describe: Callable[[], Mapping[str, str]], step: int) -> None:
+        """See that all ranks have the same hyperparameters.
+
+        Args:
+            describe: gives them by name.
+            step: for messages.
+
+        Raises:
+            RankError: they have not.
+        """
+        if self._ranks.num == 1:
+            return
+        what = f"the parameter groups in step {step}"
+        own = describe()
+        digest = zlib.crc32(repr(sorted(own.items())).encode())
+        if all(found == [digest] for found in self._ranks.meet(what, [digest])):
+            return
+        told = together(self._ranks, what, lambda: dict(own))
+        for key in {key: None for of_rank in told for key in of_rank}:
+            values = [of_rank.get(key, "absent") for of_rank in told]
+            if len({*values}) > 1:
+                pairs = zip(self._ranks.members, values, strict=True)
+                problem = f"{key} is " + ", ".join(f"{value} on rank {number}" for number, value in pairs)
+                cure = "Set the same on all ranks; where a schedule follows a metric, give it the mean over all of them"
+                raise RankError(what, problem, rank=self._ranks.number, cure=cure)
 
     def check_same(self, norm: torch.Tensor, step: int) -> None:
         """See that all ranks have the same 2-norm of all gradients (0-dim fp32), bit for bit.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,22 @@ class StepGroups:
         self._check_thawed(groups)
         self._check_states(groups)
         return groups
+
+    def described(self, groups: Groups) -> dict[str, str]:
+        """Numbers, words and members of the groups, by name, and the optimizer: what has to be the same on all ranks."""
+        indices = [groups.index_of(parameter) for parameter in self._trainable]
+        found = {
+            "the optimizer": type(self._template.optimizer).__qualname__,
+            "the number of groups": str(len(groups.values)),
+            "the group of each parameter (a checksum)": f"{zlib.crc32(repr(indices).encode()):08x}",
+        }
+        for index, values in enumerate(groups.values):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"'{name}' of group {index}"] = str(value.tolist())
+                elif isinstance(value, bool | int | float | str | tuple | list | None):
+                    found[f"'{name}' of group {index}"] = str(value)
+        return found
 
     def before_forward(self) -> bool:
         """Check what `read` checks before a forward that will be trained on, and that whatever is new gets trained.

@@ -296,6 +296,7 @@ class Stepper:
                 self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
         if was_in_backward:
             self._check_groups_unchanged(step)
+        self.gradients.check_same_groups(functools.partial(self._step_groups.described, groups), step)
         scale = self._common_scale(with_gradients) * self._divisor
         self._let_others_update(with_gradients)
         norm = norm_of_model(self._mesh, self._step_groups.norms_in_order(self._norms), scale, step)

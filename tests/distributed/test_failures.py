@@ -89,7 +89,7 @@ def test_a_rank_that_is_elsewhere_is_found_by_all(tmp_path: Path) -> None:
         engine.step()
 
     first, second = run_ranks(2, train, tmp_path)
-    assert "RankError: rank 0, the norm of all gradients in step 0: rank 1 came with something else" in first
+    assert "RankError: rank 0, the parameter groups in step 0: rank 1 came with something else" in first
     assert "RankError: rank 1, averaging gradients in step 0: rank 0 came with something else" in second
 
 
@@ -123,6 +123,65 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         with pytest.raises(RankError, match=r"infinity\.initialize with a model of 4 tensors"):
             _engine(width=8 + rank)
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("gradient_clipping", {"gradient_clipping": 0.5}),
+        ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2}),
+        ("bf16, fp16", {"bf16": {"enabled": True}}),
+        ("zero_optimization.stage", {"zero_optimization": {"stage": 3}}),
+    ],
+)
+def test_configs_that_would_make_other_weights_are_refused(key: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        with pytest.raises(
+            ConfigValueError, match=r"on rank 0, .* on rank 1. Give all processes the same config"
+        ) as error:
+            _engine(**changes if rank else {})
+        assert error.value.key == key
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+def test_what_is_each_process_own_may_differ(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(infinity={"host_memory_budget": "1GB"} if rank else {}, steps_per_print=rank + 1)
+        _step(engine)
+        engine.close()
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("lr", "'lr' of group 0 is 0.1 on rank 0, 0.2 on rank 1"),
+        ("members", r"the group of each parameter \(a checksum\) is"),
+        ("class", "the optimizer is SGD on rank 0, Adagrad on rank 1"),
+    ],
+)
+def test_hyperparameters_of_one_rank_update_nothing(what: str, message: str, stage: int, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        first, *others = model.parameters()
+        if what == "members" and rank:
+            *others, first = model.parameters()
+        maker = torch.optim.Adagrad if what == "class" and rank else torch.optim.SGD
+        optimizer = maker([{"params": [first]}, {"params": others, "weight_decay": 0.1}], lr=0.1)
+        config = _CONFIG | {"zero_optimization": {"stage": stage}}
+        engine = infinity.initialize(model=model, optimizer=optimizer, config=config)[0]
+        before = engine.module.state_dict()
+        if what == "lr" and rank:
+            engine.optimizer.param_groups[0]["lr"] = 0.2
+        with pytest.raises(RankError, match=message):
+            _step(engine)
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, before[name])
 
     assert run_ranks(2, train, tmp_path) == ["", ""]
 
