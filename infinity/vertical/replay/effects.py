@@ -68,10 +68,9 @@ class BufferValues:
 
     def restore(self) -> None:
         """The buffers are the same tensors with the same values again."""
-        with torch.no_grad():
-            for home, name, buffer, values in self._entries:
-                buffer.copy_(values)
-                home[name] = buffer
+        for home, name, buffer, values in self._entries:
+            _put_back(buffer, values)
+            home[name] = buffer
 
     @contextmanager
     def replayed(self, buffers: Buffers) -> Iterator[None]:
@@ -211,10 +210,17 @@ class _Tensor:
         if not self.has_same_bits(self._value, is_thorough=True):
             if self._clone is None:
                 raise too_large(name)
-            with torch.no_grad():
-                self._value.copy_(self._clone)
+            _put_back(self._value, self._clone)
             self._version = self._value._version
         self._home[name] = self._value
+
+
+def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """``tensor`` has these values again, and their shape: observers of quantization give theirs one in the first forward."""
+    with torch.no_grad():
+        if tensor.shape != values.shape:
+            tensor.resize_(values.shape)
+        tensor.copy_(values)
 
 
 def _others_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
