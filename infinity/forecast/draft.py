@@ -20,13 +20,9 @@ from infinity.planning.placement import Placement
 from infinity.planning.plan import Plan
 from infinity.planning.plan_tracker import PlanTracker, first_plan
 from infinity.planning.resting import resting_bytes
-from infinity.units.layout import Slot
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 from infinity.vertical.eligibility import Suitability, place_for_schedule
-
-Place = tuple[Unit, Slot]
-"""Of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,6 @@ class Draft:
     Attributes:
         units: the model, cut.
         updater: the optimizer, on pieces.
-        groups: for each parameter group, where its trained parameters lie.
         names: for each unit's index, the names of the states that its records have room for.
         with_room: (unit, slot) of every parameter with room for states.
         spans: of each unit's trainable segment, the elements whose states this process has: from, to.
@@ -48,7 +43,6 @@ class Draft:
     config: InfinityConfig
     units: list[Unit]
     updater: PieceUpdater
-    groups: list[list[Place]]
     names: dict[int, dict[str, None]]
     with_room: set[tuple[int, int]]
     spans: list[tuple[int, int]]
@@ -122,7 +116,6 @@ class Draft:
             config=config,
             units=units,
             updater=updater,
-            groups=groups,
             names=names,
             with_room=with_room,
             spans=spans,

@@ -106,17 +106,6 @@ class Template:
         """Whether it is a parameter of the model (others may have been added to the groups)."""
         return param in self._fqns
 
-    def group_index(self, param: Tensor) -> int:
-        """The index of the group that holds the parameter.
-
-        Raises:
-            KeyError: none does.
-        """
-        for index, group in enumerate(self.param_groups):
-            if any(member is param for member in group["params"]):
-                return index
-        raise KeyError(self.fqn(param))
-
     def fqn(self, param: Tensor) -> str:
         """The parameter's name in the model, or what it is if it is none of the model's."""
         known = self._fqns.get(param)  # type: ignore[call-overload]  # any tensor may be asked for

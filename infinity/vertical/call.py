@@ -40,7 +40,7 @@ from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.units.unit import Unit
-from infinity.vertical.glue import Edge, Glue, Returned, edge_of
+from infinity.vertical.glue import Edge, Returned, edge_of
 from infinity.vertical.replay.ambient import Ambient, RandomState
 from infinity.vertical.replay.effects import Buffers, BufferValues
 from infinity.vertical.replay.tree import Built, Tree
@@ -54,7 +54,6 @@ class Owner(Protocol):
     """A micro-batch."""
 
     is_forward_over: bool
-    glue: Glue
 
     def compute(self, function: Callable[[], T]) -> T:
         """Call ``function``, where it is fastest."""

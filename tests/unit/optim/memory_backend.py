@@ -83,7 +83,7 @@ class MemoryBackend:
 
     def _update(self, param: Tensor, grad: Tensor) -> None:
         kept = self._kept.get(param)
-        group = self._template.snapshots()[self._template.group_index(param)]
+        group = self._template.snapshots()[group_index(self._template, param)]
         weight = param.detach().view(-1)
         made: list[dict[str, Tensor]] = []
         scalars: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class MemoryBackend:
         if not state:
             self._kept.pop(param, None)
             return
-        names = self._updater.state_names(self._template.group_index(param))
+        names = self._updater.state_names(group_index(self._template, param))
         self._kept[param] = _Kept(
             {name: state[name].reshape(-1).clone() for name in names},
             {
@@ -191,3 +191,10 @@ def different_state(paged: dict[str, Any], plain: dict[str, Any]) -> list[str]:
             if not same:
                 found.append(f"{index}.{name}")
     return found
+
+
+def group_index(template: Template, param: Tensor) -> int:
+    """The index of the group that holds the parameter."""
+    return next(
+        index for index, group in enumerate(template.param_groups) if any(member is param for member in group["params"])
+    )
