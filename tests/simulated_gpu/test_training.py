@@ -22,6 +22,7 @@ from infinity.device.compute import gradient_norm
 from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
 from infinity.gradients import main_grads
+from infinity.optim.classes.lamb import Lamb
 from infinity.planning import placement
 from infinity.planning.cost_model import best_placement
 from infinity.planning.inputs import Request, UnitSize
@@ -156,6 +157,7 @@ def _engine(
     offload_param: dict[str, str] | None = None,
     offload_optimizer: dict[str, str] | None = None,
     gradient_clipping: float = 0.0,
+    optimizer: str = "AdamW",
     **own: Any,
 ) -> Any:
     with torch.device(backend.NAME):
@@ -165,7 +167,7 @@ def _engine(
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "gradient_clipping": gradient_clipping,
-        "optimizer": {"type": "AdamW"},
+        "optimizer": {"type": optimizer},
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload_param or nvme,
@@ -284,3 +286,26 @@ def test_an_update_on_the_device_asks_it_for_no_number(tmp_path: Path, device: S
             found = [each for each in device.synchronisations if " in infinity-update" in each]
     assert len(found) == 8, found
     assert all(each.startswith("synchronize") for each in found), "one for each unit, when all of it is launched"
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_whole_parameters_are_updated_with_the_bits_of_torch(tier: str, tmp_path: Path, device: SimulatedGpu) -> None:
+    """LAMB: norms of what an update finds, so a chunk that has not arrived shows in every element."""
+    drive = {"device": tier} if tier != "nvme" else None
+    torch.manual_seed(0)
+    with _engine(device, tmp_path, offload_optimizer=drive, optimizer="Lamb") as engine:
+        torch.manual_seed(0)
+        with torch.device(backend.NAME):
+            twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        expected = Lamb(twin.parameters())
+        for _ in range(3):
+            batch = torch.randn(2, 64, device=backend.NAME)
+            engine.backward(engine(batch).square().sum())
+            engine.step()
+            twin(batch).square().sum().backward()
+            expected.step()
+            expected.zero_grad()
+        engine.close(restore_weights=True)
+        for found, parameter in zip(engine.module.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(found.cpu(), parameter.cpu())
+    assert not device.order.races

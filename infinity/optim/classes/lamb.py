@@ -87,11 +87,10 @@ class Lamb(PerParameterOptimizer):
         torch.div(exp_avg, update, out=update)
         if group["weight_decay"]:
             update.add_(param, alpha=group["weight_decay"])
-        coefficient = 1.0
-        weight_norm, update_norm = float(param.norm()), float(update.norm())
-        if weight_norm != 0 and update_norm != 0:
-            coefficient = min(max(weight_norm / update_norm, group["min_coeff"]), group["max_coeff"])
-        rate = float(group["lr"]) * coefficient
+        weight_norm, update_norm = param.norm(), update.norm()
+        quotient = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+        quotient = torch.where((weight_norm != 0) & (update_norm != 0), quotient, 1.0)
+        rate = float(group["lr"])
         if group["bias_correction"]:
             rate *= (1 - beta2 ** float(step)) ** 0.5 / (1 - beta1 ** float(step))
-        param.add_(update, alpha=-rate)
+        param.sub_(update.mul_(quotient * rate))
