@@ -15,6 +15,7 @@ from infinity.errors import ConfigValueError, OptimizerNotPageableError, Unknown
 from infinity.optim.classes.lamb import Lamb
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.one_bit_adam import OneBitAdam
+from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
 from infinity.optim.worker import Worker, one_element
 
 #: Classes whose every operation treats each element by itself with bits that don't depend on its position, given
@@ -34,6 +35,7 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.SGD,
         Lion,
         OneBitAdam,
+        UncorrectedAdam,
     }
 )
 #: Classes that update each parameter by itself, as a whole.
@@ -214,13 +216,6 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
     """DeepSpeed's Adam block: one class whose weight decay is decoupled or not."""
     torch_defaults = bool(params.pop("torch_adam", False))
     is_decoupled = bool(params.pop("adam_w_mode", True)) or name == "adamw"
-    if not params.pop("bias_correction", True):
-        raise UnsupportedConfigError(
-            f"{_PATH}.bias_correction",
-            False,
-            "torch's Adam always corrects for bias",
-            cure="Remove it, or pass an optimizer of your own to infinity.initialize(optimizer=...)",
-        )
     if not params.pop("fp32_optimizer_states", True):
         raise UnsupportedConfigError(
             f"{_PATH}.fp32_optimizer_states",
@@ -231,6 +226,15 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
     params.pop("set_grad_none", None)
     if not torch_defaults:
         params.setdefault("weight_decay", 0.0)
+    if not params.pop("bias_correction", True):
+        if params.pop("amsgrad", False):
+            raise UnsupportedConfigError(
+                f"{_PATH}.bias_correction",
+                False,
+                "amsgrad is not defined without correction for bias",
+                cure="Remove one of the two",
+            )
+        return UncorrectedAdam, {**params, "decoupled_weight_decay": is_decoupled}
     return (torch.optim.AdamW if is_decoupled else torch.optim.Adam), params
 
 

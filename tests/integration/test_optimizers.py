@@ -12,6 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.optim.classes.one_bit_adam import OneBitAdam
+from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.exactness.paged import paged_snapshot
@@ -73,6 +74,10 @@ _BY_NAME: dict[str, tuple[dict[str, Any], Callable[[Named], torch.optim.Optimize
         _of(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
     ),
     "NAdam": ({"type": "NAdam", "params": {"lr": 1e-3}}, _of(torch.optim.NAdam, lr=1e-3)),
+    "AdamW without correction for bias": (
+        {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False, "weight_decay": 0.1}},
+        _of(UncorrectedAdam, lr=1e-3, weight_decay=0.1),
+    ),
     "OneBitAdam": (
         {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}},
         _of(OneBitAdam, lr=1e-3, freeze_step=1, fused=True),

@@ -200,7 +200,9 @@ def groups_of(
     for group in groups:
         if group.get("bias_correction", True) is False:
             raise CheckpointError(
-                path, "its Adam has bias_correction=False", cure="torch's optimizers have no such Adam"
+                path,
+                "its Adam has bias_correction=False",
+                cure="Load its weights alone: the states of such an Adam are not converted",
             )
         settings = {name: value for name, value in group.items() if name not in _MECHANICS}
         found.append(FoundGroup(settings, [fqn for key in group["params"] for fqn in shapes[key]]))

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.one_bit_adam import OneBitAdam
+from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
 from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
 from infinity.optim.registry import is_known
 from infinity.optim.template import build_template
@@ -62,6 +63,7 @@ _BY_CLASS: list[tuple[type[Optimizer], list[dict[str, Any]], list[dict[str, Any]
     (ASGD, [{"weight_decay": 0.1}, {"t0": 1}], [{}, {"foreach": True}]),
     (Rprop, [{}], [{}, {"foreach": True}]),
     (Lion, [{"weight_decay": 0.1}, {"maximize": True}], [{}]),
+    (UncorrectedAdam, [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": False}], [{}]),
     (OneBitAdam, [{"weight_decay": 0.1, "freeze_step": 1}, {"bias_correction": False, "freeze_step": 2}], [{}]),
 ]
 _CASES = [

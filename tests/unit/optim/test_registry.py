@@ -15,6 +15,7 @@ from infinity.errors import (
 )
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.one_bit_adam import OneBitAdam
+from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
 from infinity.optim.registry import OptimizerRecipe, resolve
 from tests.unit.optim.memory_backend import Section
 
@@ -92,10 +93,21 @@ def test_parameters_that_change_nothing_are_dropped() -> None:
     assert kwargs == {"weight_decay": 0.0, "fused": True}
 
 
-@pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
-def test_parameters_that_would_change_the_numbers_are_refused(key: str) -> None:
-    with pytest.raises(UnsupportedConfigError, match=rf"optimizer\.params\.{key}"):
-        _resolve("AdamW", **{key: False})
+def test_parameters_that_would_change_the_numbers_are_refused() -> None:
+    with pytest.raises(UnsupportedConfigError, match=r"optimizer\.params\.fp32_optimizer_states"):
+        _resolve("AdamW", fp32_optimizer_states=False)
+    with pytest.raises(UnsupportedConfigError, match=r"bias_correction.*amsgrad is not defined"):
+        _resolve("AdamW", bias_correction=False, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "is_decoupled"),
+    [("AdamW", {}, True), ("Adam", {}, True), ("Adam", {"adam_w_mode": False, "amsgrad": False}, False)],
+)
+def test_adam_without_correction_for_bias(name: str, params: dict[str, Any], is_decoupled: bool) -> None:
+    found = _resolve(name, bias_correction=False, lr=0.1, **params)
+    assert found.cls is UncorrectedAdam
+    assert found.kwargs == {"lr": 0.1, "weight_decay": 0.0, "decoupled_weight_decay": is_decoupled}
 
 
 def test_unknown_parameter_names_the_nearest() -> None:
