@@ -93,6 +93,8 @@ def build(
         BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
     """
     ranks = mesh.data
+    if mesh.is_divided and config.infinity.update == "in_backward":  # no part is to be updated before all have met
+        config = replace(config, infinity=replace(config.infinity, update="deferred"))
     durable = None
     if config.infinity.durable is not None:
         section = config.infinity.durable.of_rank(world().index, world().num)

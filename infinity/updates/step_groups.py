@@ -97,6 +97,8 @@ class StepGroups:
         }
         for index, values in enumerate(groups.values):
             for name, value in values.items():
+                if name == "initial_lr":  # what a schedule has noted: it decides nothing
+                    continue
                 if isinstance(value, torch.Tensor):
                     found[f"'{name}' of group {index}"] = str(value.tolist())
                 elif isinstance(value, bool | int | float | str | tuple | list | None):

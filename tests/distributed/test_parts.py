@@ -22,7 +22,9 @@ from torch.nn.functional import linear, mse_loss
 
 import infinity
 from infinity.checkpoint import training_checkpoint as checkpoint
+from infinity.distributed.meshes import Place, mesh_of
 from infinity.errors import CheckpointError, ConfigError, RankError, UnsupportedModelError
+from infinity.gradients.part_norms import ParameterNorm, norm_of_model
 from tests.ranks import run_ranks
 
 _WIDTH, _HIDDEN, _LAYERS = 16, 32, 3
@@ -460,6 +462,49 @@ def test_parameters_of_torchs_tensor_parallelism_are_refused_with_the_cure(tmp_p
             infinity.initialize(model=model, config=_config(tmp_path, train_batch_size=2), mesh_param=mesh)
 
     _require(2, train, tmp_path)
+
+
+def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        torch.manual_seed(0)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        config = _config(tmp_path, train_batch_size=2, gradient_clipping=0.0)
+        engine = infinity.initialize(model=nn.Sequential(nn.Linear(8, 8)), config=config, mesh_param=mesh)[0]
+        for is_same in (True, True, False):  # updates in backward would begin with the second step
+            before = engine.module.state_dict()
+            engine.backward(engine(torch.full((2, 8), 1.0 if is_same else 1.0 + rank)).square().sum())
+            if is_same:
+                engine.step()
+                assert not torch.equal(engine.module.state_dict()["0.weight"], before["0.weight"])
+        with pytest.raises(RankError, match=r"that of '0.weight' is"):
+            engine.step()
+        _require_bits(engine, before)
+        engine.close()
+
+    _require(2, train, tmp_path)
+
+
+def test_the_norm_of_stages_whose_tensors_are_divided(tmp_path: Path) -> None:
+    """Two stages of two tensor ranks, of which the second stage has gradients with another scale."""
+    values = torch.rand(8, generator=torch.Generator().manual_seed(0))
+    divided = [values[i : i + 2].square().sum().sqrt() for i in (0, 4)]
+    expected = torch.linalg.vector_norm(torch.stack([divided[0], values[2], divided[1], values[6]]))
+
+    def norm(rank: int) -> None:
+        mesh = mesh_of(mesh_param=_mesh("pp", "tp"))
+        assert (mesh.data.num, mesh.part, mesh.place) == (1, rank, Place(rank // 2, rank % 2))
+        stage, scale = rank // 2 * 4, 8.0 if rank > 1 else 1.0
+        own = [
+            ParameterNorm("rows", is_part=True, norm=values[stage + rank % 2] * scale),
+            ParameterNorm("bias", is_part=False, norm=values[stage + 2] * scale),
+        ]
+        assert torch.equal(norm_of_model(mesh, own, scale, 0), expected)
+        alone = norm_of_model(mesh, own if rank < 2 else [], 1.0, 1)  # a stage without gradients
+        assert torch.equal(alone, torch.linalg.vector_norm(torch.stack([divided[0], values[2]])))
+        with pytest.raises(RankError, match="that of 'rows' is"):
+            norm_of_model(mesh, [own[0]._replace(is_part=rank > 0), own[1]], scale, 2)
+
+    _require(4, norm, tmp_path)
 
 
 def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:
