@@ -327,6 +327,8 @@ class CheckpointCalls(ExportCalls):
             self.count_on(rest["counters"], with_loss_scale=with_optimizer)
         if with_optimizer and not only_module:
             self._go_on_as_rank(ranks.index, rest, load_data_position, load_random_states)
+        if self._parts.durable is not None:
+            self._parts.durable.begin_line()
         words = f"went on from '{folder}', of step {self.global_steps}"
         self._notes.note("load", before, words, to=self.global_steps)
         client_state: dict[str, Any] = rest["client_state"]

@@ -81,11 +81,12 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         )
 
 
-def header(layout: Mapping[str, Any], step: int, page_bytes: int, places: Mapping[str, Any]) -> bytes:
+def header(layout: Mapping[str, Any], step: int, page_bytes: int, places: Mapping[str, Any], line: int) -> bytes:
     """What is looked at first."""
     content = {
         "layout": layout,
         "step": step,
+        "line": line,
         "time": time.time(),
         "page_bytes": page_bytes,
         "places": places,

@@ -11,6 +11,10 @@ is in a commit or nothing: its bytes lie in other places than those of the commi
 [Note: commits of ranks] Each rank commits what it keeps, in a folder of its own. Before it begins a commit, it waits until all
 have made the one before, so the newest ones are of the same step or of two that follow each other. Each keeps two, and all
 go on from the newest step that all have. If a crash falls in the very first commit, some have none: all begin anew then.
+
+[Note: lines of commits] What `Engine.load_checkpoint` brings is no commit, and its step may be one of which there is a commit
+with other weights. So a new line begins there, called by the number of its first commit, and nobody goes back from one line to
+another.
 """
 
 from __future__ import annotations
@@ -100,6 +104,9 @@ class DurableRun:
         self._number = 0
         self._steps: dict[int, int] = {}
         """By commit, the step that it was made after."""
+        self._lines: dict[int, int] = {}
+        """By commit, its line: see [Note: lines of commits]."""
+        self._line = 0
         self._is_settled = True
         """Whether no commit is under way."""
         self.has_failed = False
@@ -110,7 +117,7 @@ class DurableRun:
             self._header = json.loads(found[1][1])
         self._page_bytes = config.infinity.page_bytes
         try:
-            self._common_step = self._agreed()
+            self._common = self._agreed()
         except BaseException:
             self.directory.close()
             raise
@@ -127,13 +134,13 @@ class DurableRun:
                 key="infinity.durable_path",
             )
 
-    def _agreed(self) -> int | None:
-        """The newest step that all ranks have; None if all begin anew."""
+    def _agreed(self) -> tuple[int, int] | None:
+        """Line and step of the newest commit that all ranks have; None if all begin anew."""
         newest = -1 if self._header is None else int(self._header["step"])
-        of_ranks = self._ranks.meet("the commits of a durable run", [newest, self._number])
-        steps, numbers = zip(*of_ranks, strict=True)
+        of_ranks = self._ranks.meet("the commits of a durable run", [_line_of(self._header), newest, self._number])
+        lines, steps, numbers = zip(*of_ranks, strict=True)
         if min(steps) >= 0:
-            return int(min(steps))
+            return min(zip(lines, steps, strict=True))
         if max(numbers) > 1:
             without = ", ".join(str(rank) for rank, step in enumerate(steps) if step < 0)
             raise StorageError(
@@ -213,7 +220,7 @@ class DurableRun:
                 self._versions.recover(self._number)
                 *_, inside = self._versions.go_to(self._number)
                 for number in self._versions.kept:
-                    self._steps[number] = json.loads(self.directory.read(number)[1])["step"]
+                    self._note(number, self.directory.read(number)[1])
                 storage.records.set_valid_bytes(commit_parts.unpack(inside)["valid_bytes"])
             except (VolumeError, SwapperError) as error:
                 raise self._damaged(error) from error
@@ -240,18 +247,18 @@ class DurableRun:
         if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
             training.flush()
         outside, step = commit_parts.pack(self._outside(training)), training.global_steps
-        updates = self._stream.pending()
+        updates, line = self._stream.pending(), self._line
 
         def ready() -> None:
             for update in updates:
                 update.wait()
 
         def parts() -> list[bytes]:
-            head = commit_parts.header(self._layout, step, self._page_bytes or 0, self._places())
+            head = commit_parts.header(self._layout, step, self._page_bytes or 0, self._places(), line)
             return [head, outside, commit_parts.pack(self._inside())]
 
         self._number += 1
-        self._steps[self._number] = step
+        self._steps[self._number], self._lines[self._number] = step, line
         self._is_settled = False
         self._versions.begin(self._number, parts, self._staying(), ready)
 
@@ -292,8 +299,11 @@ class DurableRun:
             logger.info("durable run in '%s': begins", self._path)
             return
         self._go_to(training, self._number)
-        if training.global_steps != self._common_step:
-            self.rollback(training, training.global_steps - (self._common_step or 0))
+        if self._common is not None and self._common != (self._line, training.global_steps):
+            there = [n for n in self._versions.kept if (self._lines[n], self._steps[n]) == self._common]
+            if not there:
+                raise self._damaged(ValueError(f"it lacks step {self._common[1]}, the newest that all processes have"))
+            self._go_to(training, there[0], as_number=self._number + 1)
         age = time.time() - self._header["time"]
         logger.info("durable run in '%s': goes on from step %d, %.0f s old", self._path, training.global_steps, age)
 
@@ -305,15 +315,15 @@ class DurableRun:
             CommitError: there is no room for a small file, say; nothing has changed.
         """
         training.flush()
-        back = {training.global_steps - self._steps[number]: number for number in self._versions.kept}
+        kept = [number for number in self._versions.kept if self._lines[number] == self._line]
+        back = {training.global_steps - self._steps[number]: number for number in kept}
         if training.global_steps == self._steps.get(self._number):
             back.pop(0, None)
         back[0] = self._number
         if steps not in back or not self._versions.kept:
             raise StepOrderError(
                 f"engine.rollback({steps})",
-                f"{len(self._versions.kept)} commits are kept, with which {', '.join(map(str, sorted(back)))} steps can be "
-                "gone back",
+                f"{len(kept)} commits are kept, with which {', '.join(map(str, sorted(back)))} steps can be gone back",
                 cure="Set config key 'infinity.keep_last' to one more than the steps to go back",
             )
         self._go_to(training, back[steps], as_number=self._number + 1 if back[steps] != self._number else None)
@@ -331,7 +341,8 @@ class DurableRun:
         except (OSError, SwapperError) as error:
             raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
         self._number = as_number or number
-        self._steps[self._number] = json.loads(head)["step"]
+        self._note(self._number, head)
+        self._line = self._lines[self._number]
         rest = commit_parts.unpack(outside) | commit_parts.unpack(inside)
         self._records.set_valid_bytes(rest["valid_bytes"])
         for unit in self._units:
@@ -355,6 +366,14 @@ class DurableRun:
             training.training_dataloader.load_state_dict(rest["loader"])
         training.count_on(rest["counters"])
         set_random_states(rest["random"])
+
+    def begin_line(self) -> None:
+        """Weights and states are those of a checkpoint from now on: see [Note: lines of commits]."""
+        self._line = self._number + 1
+
+    def _note(self, number: int, head: bytes) -> None:
+        header = json.loads(head)
+        self._steps[number], self._lines[number] = header["step"], _line_of(header)
 
     def _outside(self, training: Training) -> dict[str, Any]:
         """What the training thread may change as soon as the step has ended."""
@@ -386,3 +405,8 @@ class DurableRun:
             cure="Name another directory, and load a checkpoint there",
             key="infinity.durable_path",
         )
+
+
+def _line_of(header: Mapping[str, Any] | None) -> int:
+    """See [Note: lines of commits]; commits of before have none."""
+    return 0 if header is None else int(header.get("line", 0))

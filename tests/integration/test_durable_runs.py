@@ -203,6 +203,37 @@ def test_going_back(tmp_path: Path) -> None:
         assert torch.equal(engine.module.first.weight, weight)
 
 
+def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) -> None:
+    """Steps have the same numbers before and after it, and other weights."""
+    changes = {**BF16, "infinity": {"keep_last": 6}}
+    with training(tmp_path / "drive", changes, Model()) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        train(engine, 5)
+        engine.load_checkpoint(tmp_path / "saved")
+        for group in engine.optimizer.param_groups:
+            group["weight_decay"] = 0.5
+        found = {}
+        for step in (3, 4, 5):
+            train(engine, step)
+            found[step] = everything(engine)
+        engine.rollback(1)
+        require_equal(everything(engine), found[4])
+        train(engine, 5)
+        last = everything(engine)
+    with training(tmp_path / "drive", changes, Model(1)) as engine:
+        require_equal(everything(engine), last)
+        engine.rollback(2)
+        require_equal(everything(engine), found[3])
+        with pytest.raises(StepOrderError, match=r"with which 0 steps"):
+            engine.rollback(1)
+        engine.load_checkpoint(tmp_path / "saved")
+        with pytest.raises(StepOrderError, match=r"with which 0 steps"):
+            engine.rollback(1)
+        engine.rollback(0)
+        require_equal(everything(engine), found[3])
+
+
 def test_long_ways_back(tmp_path: Path) -> None:
     """Of steps 2 and 4 as well as of the last two, 7 and 6, a commit is kept, also after a restart."""
     changes = {**BF16, "infinity": {"keep_last": 2, "keep_every": 2}}

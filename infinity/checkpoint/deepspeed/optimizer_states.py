@@ -212,11 +212,12 @@ def groups_of(
 def loss_scale_of(scaler: Any) -> dict[str, float]:
     """What our rule of the loss scale goes on from. ``scaler``: DeepSpeed's, or None."""
     if not isinstance(scaler, Record):
-        return {"scale": 1.0, "patience": 1, "num_finite": 0}
+        return {"dynamic": False, "scale": 1.0, "patience": 1, "num_finite": 0}
     facts = vars(scaler)
     num_finite = int(facts.get("cur_iter", 0)) - int(facts.get("last_overflow_iter", -1)) - 1
     patience = int(facts.get("cur_hysteresis", 1))
-    return {"scale": float(facts["cur_scale"]), "patience": patience, "num_finite": num_finite}
+    scale, is_dynamic = float(facts["cur_scale"]), bool(facts.get("dynamic", True))
+    return {"dynamic": is_dynamic, "scale": scale, "patience": patience, "num_finite": num_finite}
 
 
 def stage_of(path: Path, states: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int:
