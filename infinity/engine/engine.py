@@ -440,6 +440,7 @@ class Engine(Relayout):
             PartialUpdateError: some of them were already used up in backward.
         """
         self._guard.check_not_partial("gradients were dropped before engine.step()")
+        self._backwards.refuse_together("gradients are dropped between micro-batches")
         kept = self._stepper.ungrouped()
         if kept or not set_to_none:
             self._backwards.collect()

@@ -47,13 +47,15 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     Attributes:
         engine: whose optimizer it is.
+        defers_norms: whether the norm of gradients may get its value in `step`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, defers_norms: bool = False) -> None:
         """``engine`` trains: it has an optimizer."""
         # No placement: that would gather all states and main weights, and load them again.
         super().__init__(engine.optimizer, device_placement=False)
         self.engine = engine
+        self.defers_norms = defers_norms
         self._is_accelerate_prepared = True
         self._has_backward = False
         self._norm: torch.Tensor | None = None
@@ -149,14 +151,13 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     _prepared: Sequence[Any] = ()
     """All of ``_models``, while a state is saved or loaded without those that engines hold."""
 
-    def __init__(self, *args: Any, infinity_config: ConfigSource, defers_norms: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, infinity_config: ConfigSource, **kwargs: Any) -> None:
         """
         Args:
             args, kwargs: of ``Accelerator``.
             infinity_config: the engine's config: path of a JSON file, or a dict. `gradient_accumulation_steps` and "auto" are
                 filled from the arguments. Of "bf16" and "fp16" it decides alone: without them, ``mixed_precision="bf16"`` is
                 accelerate's, fp32 weights under autocast.
-            defers_norms: whether `clip_grad_norm_` may give a tensor that gets its value in the optimizer's step.
 
         Raises:
             ConfigError: config and arguments contradict each other.
@@ -169,7 +170,6 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             )
         self.engines: list[Engine] = []
         self._made: list[Engine] = []
-        self._defers_norms = defers_norms
         self._candidates: list[nn.Module] = []
         steps = self.gradient_accumulation_steps
         settings = [
@@ -271,10 +271,13 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             cure="Pass model and optimizer to the same accelerator.prepare(...)",
         )
 
-    def adopt(self, engine: Engine) -> EngineOptimizer | None:
-        """From now on, this engine's model is known as held; returns its optimizer as accelerate's, if it has one."""
+    def adopt(self, engine: Engine, *, defers_norms: bool = False) -> EngineOptimizer | None:
+        """From now on, this engine's model is known as held; returns its optimizer as accelerate's, if it has one.
+
+        ``defers_norms``: whether `clip_grad_norm_` may give a tensor that gets its value in the optimizer's step.
+        """
         self.engines.append(engine)
-        return EngineOptimizer(engine) if engine.optimizer is not None else None
+        return EngineOptimizer(engine, defers_norms=defers_norms) if engine.optimizer is not None else None
 
     def close(self, engine: Engine) -> None:
         """Close an engine, and forget it."""
@@ -339,7 +342,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "remove the key",
                 key="gradient_clipping",
             )
-        if self._defers_norms and norm_type == 2 and (limit or is_infinite):
+        if optimizer.defers_norms and norm_type == 2 and (limit or is_infinite):
             return optimizer.norm_to_come()
         found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if limit or is_infinite:

@@ -21,9 +21,9 @@ from infinity.integrations.versions import require
 require("transformers", "5.22", extra="hf")
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from infinity.config import ConfigSource
+from infinity.config import ConfigSource, load_config
 from infinity.distributed.collectives import num_processes
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
@@ -59,6 +59,7 @@ class InfinityTrainerMixin:
     # The Trainer's:
     accelerator: Any
     args: Any
+    callback_handler: Any
     gather_function: Any
     lr_scheduler: Any
     model: Any
@@ -91,9 +92,7 @@ class InfinityTrainerMixin:
         self.infinity_config = agreed(
             self._infinity_source, _settings(arguments), drops=["managed_gradient_accumulation", "scheduler"]
         )
-        self.accelerator = InfinityAccelerator(
-            **self._accelerator_arguments, infinity_config=self.infinity_config, defers_norms=True
-        )
+        self.accelerator = InfinityAccelerator(**self._accelerator_arguments, infinity_config=self.infinity_config)
         gather = self.gather_function
         options = gather.keywords if isinstance(gather, functools.partial) else {}
         self.gather_function = functools.partial(self.accelerator.gather_for_metrics, **options)
@@ -139,15 +138,15 @@ class InfinityTrainerMixin:
         return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
 
     def _start(self, optimizer: torch.optim.Optimizer | None) -> EngineOptimizer | None:
-        arguments = self.args
-        self.engine, *_ = initialize(
-            model=self.model,
-            optimizer=optimizer,
-            config=self.infinity_config,
-            device=arguments.device,
-        )
+        arguments, config = self.args, self.infinity_config
+        has_whole_gradients = num_processes() == 1 or not config.zero_stage
+        # Who comes before the step gets clipped gradients, whose norm is known.
+        clips_now = has_whole_gradients and any(map(_comes_before_steps, self.callback_handler.callbacks))
+        if clips_now:
+            config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
+        self.engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, device=arguments.device)
         self._mixed_mesh_grads = False  # else the Trainer looks for it in all gradients
-        adopted: EngineOptimizer | None = self.accelerator.adopt(self.engine)
+        adopted: EngineOptimizer | None = self.accelerator.adopt(self.engine, defers_norms=not clips_now)
         return adopted
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,6 +225,10 @@ class InfinityTrainerMixin:
 
 class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers' ``Trainer`` with `infinity_config`. See `InfinityTrainerMixin`."""
+
+
+def _comes_before_steps(callback: TrainerCallback) -> bool:
+    return type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
 
 
 def newest_checkpoint(output_dir: Path) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 
 import torch
 
+from infinity.activations.refusal import LastingRefusal
 from infinity.errors import GradientNotResidentError, StepOrderError
 from infinity.gradients.collector import GradientCollector, has_hooks_of_others
 from infinity.gradients.listener import GradientListener
@@ -188,6 +189,7 @@ class Backwards:
             GradientNotResidentError: it is one of several micro-batches' that go through backward together.
         """
         if not in_backward():
+            self.refuse_together(f"the gradient of '{slot.spec.fqn}' is looked at or changed before the step")
             self.collect()
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
                 self._style.note_look()
@@ -201,6 +203,11 @@ class Backwards:
             self.collector.hand_in(unit, slot)
         if assigns:
             self._guard.note_backward()
+
+    def refuse_together(self, what: str) -> None:
+        """Raise `LastingRefusal` while micro-batches go through the model together: none of them sees its own gradients."""
+        if self.collector.hands_out:
+            raise LastingRefusal(what)
 
     def end_step(self) -> None:
         """A step has ended."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import infinity
 from infinity.errors import ConfigError
@@ -44,10 +44,12 @@ def arguments(directory: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(directory), **{**settings, **changes})
 
 
-def trained(directory: Path, config: dict[str, Any] | None, model: Any, **changes: Any) -> Any:
+def trained(
+    directory: Path, config: dict[str, Any] | None, model: Any, *, callbacks: Any = None, **changes: Any
+) -> Any:
     """A Trainer that has trained ``model``: plain without a config."""
     kind: Any = Trainer if config is None else InfinityTrainer
-    more = {} if config is None else {"infinity_config": config}
+    more = {"callbacks": callbacks} | ({} if config is None else {"infinity_config": config})
     data = {"train_dataset": rows(16, 32), "eval_dataset": rows(4, 32, first=80)}
     trainer = kind(model=model, args=arguments(directory, **changes), **data, **more)
     trainer.train()
@@ -122,6 +124,33 @@ def test_what_the_trainer_does_around_a_step(tmp_path: Path) -> None:
         assert torch.equal(ours.model.generate(prompt, **settings), plain.model.generate(prompt, **settings))
     assert {path.name for path in (tmp_path / "b").iterdir()} == {path.name for path in (tmp_path / "a").iterdir()}
     ours.engine.close()
+
+
+class Nudging(TrainerCallback):
+    """Changes gradients before the step, and keeps what they were."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_pre_optimizer_step(self, *_: Any, **objects: Any) -> None:
+        for parameter in objects["model"].parameters():
+            self.seen.append(parameter.grad.square().sum().item())
+            parameter.grad.add_(1e-3)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 0.0])
+def test_a_callback_that_comes_before_the_step(max_norm: float, tmp_path: Path) -> None:
+    """It sees gradients that are clipped, and their norm is that before it."""
+    found = []
+    for config in (None, on_nvme(tmp_path / "nvme", gradient_clipping="auto")):
+        nudging = Nudging()
+        options = {"gradient_accumulation_steps": 2, "max_grad_norm": max_norm}
+        trainer = trained(tmp_path, config, models.llama(), callbacks=[nudging], **options)
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        found.append((log_of(trainer.state.log_history), nudging.seen, weights))
+    assert found[0][:2] == found[1][:2]
+    assert all(torch.equal(value, found[1][2][name]) for name, value in found[0][2].items())
+    trainer.engine.close()
 
 
 def test_optimizer_and_scheduler_of_the_config(tmp_path: Path) -> None:

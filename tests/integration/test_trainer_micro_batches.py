@@ -238,6 +238,33 @@ class TwoBackwards(Trainer):
         return loss.detach()
 
 
+class Halving(Trainer):
+    """Changes some gradients after each backward."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, *args, **kwargs)
+        for parameter in model.model.norm.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        return loss
+
+
+class Forgetting(Trainer):
+    """Only the last micro-batch counts."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.optimizer.optimizer.zero_grad()
+        return super().training_step(*args, **kwargs)
+
+
+class Hooking(Trainer):
+    """Doubles a gradient once more with each micro-batch."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+        return super().compute_loss(model, *args, **kwargs)
+
+
 class Stopping(TrainerCallback):
     """Leaves a step in its midst."""
 
@@ -261,6 +288,9 @@ def _adapted() -> Any:
         (Referring, _adapted, "changes PeftModel._adapters_disabled"),
         (Preparing, _llama, "OurTrainer has a _prepare_inputs of its own"),
         (TwoBackwards, _llama, "a micro-batch calls accelerator.backward 2 times"),
+        (Halving, _llama, "the gradient of 'model.norm.weight' is looked at or changed before the step"),
+        (Forgetting, _llama, "gradients are dropped between micro-batches"),
+        (Hooking, _llama, "changes the hooks of a module or parameter"),
         (Trainer, _llama, "Stopping.on_substep_end is called after each micro-batch"),
     ],
 )

@@ -20,6 +20,7 @@ from infinity.vertical.replay.object_state import ObjectState, is_same_value, sa
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in name)
 """Containers that every module has, nearly always empty; what users' hooks keep is theirs."""
+_HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
 _NONE: dict[Any, Any] = {}
 _IGNORED = frozenset({"_parameters", "_buffers", "_modules", "forward", "gradient_checkpointing", *_HOOKS})
 """Attributes that are compared elsewhere, or that the schedule itself sets."""
@@ -110,9 +111,10 @@ class StepStart:
             for module, attributes in self._attributes
             for name, value in attributes.items()
         )
-        hooks = [module.__dict__[name] for module in self._modules for name in _HOOKS if name in module.__dict__]
-        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
-            (container, dict(container) if container else _NONE) for container in hooks
+        owners: list[tuple[Any, str]] = [(module, name) for module in self._modules for name in _HOOKS]
+        owners += [(parameter, name) for parameter in model.parameters() for name in _HOOKS_OF_TENSORS]
+        self._hooks = [
+            (owner, name, dict(found) if (found := _hooks_of(owner, name)) else _NONE) for owner, name in owners
         ]
 
     def _present_tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
@@ -142,8 +144,8 @@ class StepStart:
             known = self._tensors.get((id(home), name))
             if "_buffers" in home and (known is None or not known.has_same_bits(value, is_thorough=is_thorough)):
                 return f"the tensor '{name}' of a module"
-        if any(len(container) != len(before) for container, before in self._hooks):
-            return "the hooks of a module"
+        if any(_hooks_of(owner, name).keys() != before.keys() for owner, name, before in self._hooks):
+            return "the hooks of a module or parameter"
         return self._holders.changed()
 
     def written_buffers(self, *, is_thorough: bool) -> dict[Key, str]:
@@ -169,8 +171,9 @@ class StepStart:
             for name in [name for name, _ in _others_of(module) if name not in before]:
                 del module.__dict__[name]
             module.__dict__.update(before)
-        for container, hooks in self._hooks:
-            if len(container) != len(hooks):
+        for owner, name, hooks in self._hooks:
+            container = _hooks_of(owner, name)
+            if container.keys() != hooks.keys():
                 container.clear()
                 container.update(hooks)
         self._holders.restore()
@@ -221,6 +224,11 @@ def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
         if tensor.shape != values.shape:
             tensor.resize_(values.shape)
         tensor.copy_(values)
+
+
+def _hooks_of(owner: Any, name: str) -> dict[Any, Any]:
+    found: dict[Any, Any] | None = getattr(owner, name, None)
+    return _NONE if found is None else found
 
 
 def _others_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
