@@ -5,8 +5,9 @@ Updates run on pieces of parameters, in a copy of the optimizer that was made in
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -27,12 +28,30 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def is_of_the_class(optimizer: Optimizer, name: str) -> bool:
+    """Whether ``name`` is a value that a class which is not torch's has for all its instances."""
+    found = inspect.getattr_static(type(optimizer), name, None)
+    own = [base for base in type(optimizer).__mro__ if not base.__module__.startswith("torch.")]
+    return any(name in vars(base) for base in own) and not callable(found) and not hasattr(found, "__get__")
+
+
 def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Refuse a class whose code names an attribute that somebody has set on a parameter.
+    """Refuse a class whose code names an attribute that somebody has set on a parameter, or that keeps values by parameter.
 
     Raises:
         OptimizerNotPageableError: which one.
     """
+    params = list(params)
+    identities = {id(param) for param in params}
+    for name, value in vars(optimizer).items():
+        keys = value if name not in _OTHERWISE_KNOWN and isinstance(value, Mapping | Set) else ()
+        if any(id(key) in identities or (isinstance(key, int) and key in identities) for key in keys):
+            raise OptimizerNotPageableError(
+                type(optimizer).__name__,
+                f"its attribute '{name}' is looked up by parameters, and the pieces that it updates are others",
+                cure="Put parameters that are treated alike into a group of their own, with an entry that says how; what "
+                "has a value for each element can be done to gradients before the step",
+            )
     given = {name for param in params for name in getattr(param, "__dict__", {})}
     found = sorted(given & _names_in(type(optimizer))) if given else []
     if found:
@@ -52,7 +71,7 @@ def _names_in(cls: type[Optimizer]) -> set[str]:
         if base is object or base.__module__.startswith("torch."):
             continue
         for member in vars(base).values():
-            function = getattr(member, "__wrapped__", member)
+            function = inspect.unwrap(member)  # of torch's hooks for steps, and of what decorates it (no_grad)
             if isinstance(function, types.FunctionType):
                 rest.append(function.__code__)
                 modules.append(function.__globals__)

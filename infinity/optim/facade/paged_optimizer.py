@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from infinity.optim.attributes import attributes_of
+from infinity.optim.attributes import attributes_of, is_of_the_class
 from infinity.optim.facade.lazy_state import LazyEntry, LazyState, StateKeeper
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.shown_states import ShownStates
@@ -118,14 +118,18 @@ class PagedOptimizer(Optimizer):
             source = self._template.optimizer
             if name in attributes_of(source):
                 return vars(source)[name]
+            if is_of_the_class(source, name):
+                return getattr(type(source), name)
             method = getattr(type(source), name, None)
             if isinstance(method, FunctionType):
                 return MethodType(method, self)
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in dir(type(self)) and name in attributes_of(self._template.optimizer):
-            setattr(self._template.optimizer, name, value)  # `PieceUpdater.check_attributes` sees it
+        is_own = name.startswith("_") or name in dir(type(self))
+        source = None if is_own else self._template.optimizer
+        if source is not None and (name in attributes_of(source) or is_of_the_class(source, name)):
+            setattr(source, name, value)  # `PieceUpdater.check_attributes` sees it
         else:
             super().__setattr__(name, value)
 

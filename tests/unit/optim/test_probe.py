@@ -536,6 +536,56 @@ def test_attributes_of_parameters_are_refused_where_the_class_looks_at_them() ->
         PieceUpdater(template)
 
 
+class _LooksAtParameters(Optimizer):
+    """With the decorator that nearly every ``step`` has, and a value of the class's."""
+
+    factor = 2.0
+
+    def __init__(self, params: Any, masks: Any = ()) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self._masks = masks
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    scale = getattr(param, "my_scale", 1.0) * self.factor
+                    mask = self._masks.get(param, 1.0) if self._masks else 1.0
+                    param.sub_(param.grad * mask, alpha=group["lr"] * scale)
+
+
+def test_attributes_of_parameters_are_seen_behind_decorators() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    PieceUpdater(build_template(_LooksAtParameters([param]), [("weight", param)], "cpu"))
+    param.my_scale = 3.0  # type: ignore[attr-defined]
+    with pytest.raises(OptimizerNotPageableError, match=r"'my_scale' of parameters.*group of their own"):
+        PieceUpdater(build_template(_LooksAtParameters([param]), [("weight", param)], "cpu"))
+
+
+@pytest.mark.parametrize("make", [lambda p: {p: 0.5}, lambda p: {id(p): 0.5}, lambda p: {p}])
+def test_values_that_a_class_keeps_by_parameter_are_refused(make: Callable[[Any], Any]) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    template = build_template(_LooksAtParameters([param], make(param)), [("weight", param)], "cpu")
+    with pytest.raises(OptimizerNotPageableError, match=r"'_masks' is looked up by parameters.*group of their own"):
+        PieceUpdater(template)
+    PieceUpdater(build_template(_LooksAtParameters([param], {"weight": 1.0}), [("weight", param)], "cpu"))
+
+
+def test_values_of_the_users_class_that_change_later_are_refused() -> None:
+    from tests.unit.optim.memory_backend import Mixed, page
+
+    model = Mixed()
+    own: Any = _LooksAtParameters(model.parameters())
+    optimizer: Any = page(own, model)[0]
+    assert optimizer.factor == 2.0
+    optimizer._updater.check_attributes()
+    optimizer.factor = 3.0
+    assert own.factor == optimizer.factor == 3.0
+    with pytest.raises(OptimizerNotPageableError, match=r"'factor' has changed.*parameter groups"):
+        optimizer._updater.check_attributes()
+
+
 @pytest.mark.parametrize("on_own_instance", [False, True])
 def test_attributes_that_change_later_are_refused(on_own_instance: bool) -> None:
     from tests.unit.optim.memory_backend import Mixed, page
