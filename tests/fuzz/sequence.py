@@ -27,6 +27,7 @@ _OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SGD", {"lr": 0.05}),
     ("RMSprop", {"lr": 1e-3, "momentum": 0.5}),
     ("Adagrad", {"lr": 1e-2}),
+    ("Lamb", {"lr": 0.05, "weight_decay": 0.01}),
 )
 
 
@@ -41,7 +42,7 @@ def _setting(draw: random.Random, *, groups_frozen: bool) -> Setting:
         updates.remove("auto")
     optimizer, arguments = draw.choice(_OPTIMIZERS)
     own: dict[str, Any] = {"update": draw.choice(updates), "prefetch": draw.random() < 0.8}
-    if draw.random() < 0.4:
+    if draw.random() < 0.4 and optimizer != "Lamb":  # which wants a page for a whole unit
         own["page_bytes"] = 49152
     if draw.random() < 0.2:
         own["keep_in_memory"] = True
