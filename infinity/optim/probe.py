@@ -270,6 +270,13 @@ class _Comparison:
             raise OptimizerNotPageableError(
                 self._worker.name, f"a trial step failed ({type(error).__name__}: {error})"
             ) from error
+        for name, value in (item for state in states for item in state.items()):
+            if isinstance(value, Tensor) and type(value) is not Tensor:
+                raise OptimizerNotPageableError(
+                    self._worker.name,
+                    f"its state '{name}' is a {type(value).__name__}, and dense tensors alone are stored",
+                    cure='Take an optimizer with plain states: config key "infinity.state_dtype" stores them in fewer bits',
+                )
         if not same_values(used, self._group):
             raise OptimizerNotPageableError(self._worker.name, "its step() changes the parameter group it works on")
         return states

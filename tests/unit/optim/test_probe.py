@@ -306,6 +306,17 @@ def test_state_that_cannot_be_cut_is_refused(make_state: Any, message: str) -> N
         _updater(_stateful(make_state))
 
 
+class _Codes(torch.Tensor):
+    """As torchao's optimizers have them for large weights."""
+
+
+def test_states_of_a_class_of_their_own_are_refused() -> None:
+    def codes(param: torch.Tensor) -> dict[str, Any]:
+        return {"momentum": param.detach().clone().as_subclass(_Codes if param.numel() > 100 else torch.Tensor)}
+
+    assert re.search("'momentum' is a _Codes.*infinity.state_dtype", _refused(_stateful(codes)))
+
+
 class StartsLate(_Custom):
     def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         state["count"] = state.get("count", 0) + 1
