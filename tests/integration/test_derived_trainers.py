@@ -82,6 +82,7 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("what", ["SFT", "DPO"])
 def test_trl(what: str, is_adapted: bool, tmp_path: Path) -> None:
+    """Micro-batches of a step together, but where the loss calls the model without its adapters as well."""
     import datasets
     import trl
     from tokenizers import Tokenizer, pre_tokenizers
@@ -98,7 +99,9 @@ def test_trl(what: str, is_adapted: bool, tmp_path: Path) -> None:
     base, kind_of_arguments = getattr(trl, f"{what}Trainer"), getattr(trl, f"{what}Config")
     found = []
     for is_ours in (False, True):
-        more: dict[str, Any] = {"infinity_config": on_nvme(tmp_path / "nvme")} if is_ours else {}
+        settings = on_nvme(tmp_path / "nvme")
+        settings["infinity"] |= {"schedule": "vertical", "host_memory_budget": 300_000}
+        more: dict[str, Any] = {"infinity_config": settings} if is_ours else {}
         if is_adapted:
             more["peft_config"] = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
         elif what == "DPO":
@@ -119,6 +122,11 @@ def test_trl(what: str, is_adapted: bool, tmp_path: Path) -> None:
         saved = {name: value.tolist() for name, value in load_file(weights).items()}
         found.append((log_of(trainer.state.log_history), {path.name for path in folder.iterdir()}, saved))
     assert found[0] == found[1]
+    schedule, reason = trainer.engine.report.schedule, trainer.engine.report.schedule_reason
+    if is_adapted and what == "DPO":
+        assert schedule == "ordinary" and "_adapters_disabled" in reason
+    else:
+        assert schedule == "vertical", reason
     trainer.engine.close()
 
 
