@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.distributed.agreement import agree, on_first, together
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_parts, common_tag, folder_of
-from infinity.engine.export_calls import ExportCalls
+from infinity.engine.export_calls import ExportCalls, check_directory
 from infinity.engine.parts import Parts
 from infinity.errors import CheckpointError
 from infinity.loop.phase import PhaseGuard
@@ -94,10 +93,9 @@ class CheckpointCalls(ExportCalls):
         Raises:
             CheckpointError: the save before, which was not to block, has failed; or the client state cannot be written.
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
-            ValueError: ``save_dir`` is empty.
+            ValueError: ``save_dir`` is empty, or an address ("s3://...").
         """
-        if not save_dir or not os.fspath(save_dir):  # None, as well
-            raise ValueError('save_dir is empty. Pass a directory; "." is the current one')
+        check_directory(save_dir)
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
         # Ranks exchange nothing beside training.
@@ -245,12 +243,14 @@ class CheckpointCalls(ExportCalls):
             CheckpointError: it is damaged, or of a newer version. If weights have been changed already, the next step says so.
             UnsupportedModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
                 has been changed.
-            ValueError: the optimizer is of another kind, or has other groups; nothing has been changed.
+            ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.
+                Or ``load_dir`` is empty, or an address.
         """
         if custom_load_fn is not None:
             raise TypeError(
                 "custom_load_fn gets a state dict of the whole model, and there is none: load_state_dict takes one"
             )
+        check_directory(load_dir)
         what = f"engine.load_checkpoint with tag {tag!r}"
         directory = Path(load_dir)
         wanted = None if tag is None else str(tag)

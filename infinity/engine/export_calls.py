@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -49,8 +50,9 @@ class ExportCalls(DeepSpeedNames):
         Raises:
             StorageError: the directory cannot take them; what was there before is still there.
             UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
+            ValueError: ``save_dir`` is empty, or an address ("s3://...").
         """
-        _refuse_empty(save_dir)
+        check_directory(save_dir)
         self.flush()
         check_apart(self._mesh, Path(save_dir))
         if self._mesh.data.index > 0:
@@ -72,6 +74,7 @@ class ExportCalls(DeepSpeedNames):
         Raises:
             StorageError: the directory cannot take them; what was there before is still there.
             UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
+            ValueError: ``save_directory`` is empty, or an address; or ``max_shard_size`` is no size.
         """
         self._save_pretrained(save_directory, max_shard_size, None)
 
@@ -84,7 +87,7 @@ class ExportCalls(DeepSpeedNames):
         self._save_pretrained(save_directory, max_shard_size, torch.float32)
 
     def _save_pretrained(self, directory: str | Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
-        _refuse_empty(directory)
+        check_directory(directory)
         try:
             max_shard_bytes = parse_bytes(max_shard_size)
         except ValueError as error:
@@ -113,9 +116,18 @@ class ExportCalls(DeepSpeedNames):
         )
 
 
-def _refuse_empty(directory: str | Path) -> None:
-    if not os.fspath(directory):
+def check_directory(directory: str | Path | None) -> None:
+    """Refuse what a script can hardly mean.
+
+    Raises:
+        ValueError: it is empty; or the address of a store, for which a directory of that name would be made here.
+    """
+    if not directory or not os.fspath(directory):  # None, as well
         raise ValueError('the directory is empty. Pass one; "." is the current one')
+    if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
+        raise ValueError(
+            f"'{directory}' is an address, and no directory. Pass one, and copy from or to the store yourself"
+        )
 
 
 class _LedReading:

@@ -298,9 +298,9 @@ def test_what_a_module_with_a_file_lacks_is_explained() -> None:
 
 
 def test_a_checkpoint_needs_a_directory(engine: Any) -> None:
-    with pytest.raises(ValueError, match="save_dir is empty"):
+    with pytest.raises(ValueError, match="the directory is empty"):
         engine.save_checkpoint(None)
-    with pytest.raises(ValueError, match="save_dir is empty"):
+    with pytest.raises(ValueError, match="the directory is empty"):
         engine.save_checkpoint("")
 
 

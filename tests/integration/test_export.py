@@ -327,9 +327,14 @@ def test_a_peft_model_that_trains_more_than_adapters_is_refused(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_directory_is_not_the_present_one(tmp_path: Path) -> None:
+def test_what_is_no_directory_is_not_made_into_one(tmp_path: Path) -> None:
     config = everything_on_nvme(tmp_path)
     with infinity.initialize(model=nn.Linear(4, 4), config=config)[0] as engine:
         for save in (engine.save_16bit_model, engine.save_pretrained, engine.save_fp32_model):
             with pytest.raises(ValueError, match="the directory is empty"):
                 save("")
+        for call in (engine.save_pretrained, engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(ValueError, match=r"'s3://bucket/run' is an address"):
+                call("s3://bucket/run")
+            with pytest.raises(ValueError, match="is an address"):
+                call(Path("s3://bucket/run"))
