@@ -15,6 +15,7 @@ from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import SpillSpace
 from infinity.device.compute import ComputeDevice
+from infinity.paging.pager import Pager
 from infinity.telemetry.clock import StepClock
 from infinity.vertical.call import Site, UnitCall, _checksum
 from tests.unit.stage import trainable_unit
@@ -34,6 +35,7 @@ class _Bench:
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
             return tensor.detach(), tensor._version
 
+        pack.__module__ = Pager.__module__  # it stands for the pager's: hooks of a user are refused
         self.module = module
         self.owner: Any = SimpleNamespace(is_forward_over=False, refuse=_refuse, compute=lambda function: function())
         self.boundary = Boundary(SpillSpace(no_volume), StepClock(), pack, lambda saved: saved[0], None)
