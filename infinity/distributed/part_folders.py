@@ -4,7 +4,7 @@ Knows a mesh and names of directories; must not know what a checkpoint holds.
 
 [Note: checkpoints of parts] A checkpoint of each part is complete for itself, and so is the file that names the latest.
 Processes may go down when some parts have the new one and others have not. So each part keeps two at least, and what is gone on
-from is one that all parts have.
+from is one that all parts have. Where some have one and others none, the first save was cut off: there is nothing yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def check_parts(mesh: Mesh, directory: Path) -> None:
     own = folder_of(mesh, directory)
     if own.is_dir() and own != directory:
         return
-    others = sorted({path.name.partition("-of-")[2] for path in directory.glob("part*-of-*") if path.is_dir()})
+    found = {path.name.partition("-of-")[2] for path in directory.glob("part*-of-*") if path.is_dir()}
+    others = sorted(found - {str(mesh.parts.num)})  # of another part, there may be one where the first save was cut off
     if (directory / "latest").is_file():
         others = [] if own == directory else ["1"]
     if others:
@@ -81,6 +82,11 @@ def common_tag(
         if all(ages):
             best = max(best or (0, each), (max(ages), each))
     if best is None and tags:
+        nums = together(
+            mesh.everyone, what, lambda: sum(age(each) > 0 for each in own.iterdir()) if own.is_dir() else 0
+        )
+        if tag is None and max(nums) == 1 and min(nums) == 0:
+            return None
         raise CheckpointError(
             directory,
             f"there is no checkpoint that all {mesh.parts.num} parts of the model have; some have {', '.join(tags)}",

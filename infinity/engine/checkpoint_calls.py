@@ -288,7 +288,9 @@ class CheckpointCalls(ExportCalls):
         **how: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         ranks = self._mesh.data
-        folder = self._find_checkpoint(folder_of(self._mesh, load_dir), tag, what)
+        folder = None
+        if tag is not None or not self._mesh.is_divided:  # else not all parts have one, whatever this one has
+            folder = self._find_checkpoint(folder_of(self._mesh, load_dir), tag, what)
         if folder is None:
             hint = ""
             if tag is None and (Path(load_dir) / MANIFEST).is_file():

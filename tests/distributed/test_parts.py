@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from importlib import import_module
@@ -405,6 +406,28 @@ def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monk
         with pytest.raises(CheckpointError, match=r"of a model in 2 part\(s\), and here it is in 1"):
             other.load_checkpoint(saved)
         other.close()
+
+    _require(4, train, tmp_path)
+
+
+def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        saved = tmp_path / "saved"
+        own = saved / f"part{rank % 2}-of-2"
+        engine = _tensor_engine(rank, tmp_path)
+        for step in range(2):
+            _train(engine, rank // 2, range(step, step + 1))
+            engine.save_checkpoint(saved)
+            infinity.comm.barrier()
+            if rank == 1:
+                shutil.move(own, tmp_path / f"away{step}")
+            infinity.comm.barrier()
+            if step == 0:
+                assert engine.load_checkpoint(saved) == (None, None)
+                assert engine.global_steps == 1
+        with pytest.raises(CheckpointError, match="all 2 parts of the model have; some have global_step2"):
+            engine.load_checkpoint(saved)
+        engine.close()
 
     _require(4, train, tmp_path)
 
