@@ -27,7 +27,7 @@ from tests.killed import fingerprint, run_killed, ticking
 _STEPS = 6
 _MOST_KILLS = 4
 """Of one run."""
-_KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
+_KILLS = int(os.environ.get("INFINITY_KILLS", "24"))
 _MODES: dict[str, dict[str, Any]] = {
     "in backward": BF16,
     "deferred": {**BF16, "gradient_clipping": 0.1},
