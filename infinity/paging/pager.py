@@ -28,7 +28,14 @@ from torch import nn
 
 from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
-from infinity.paging.saved_tensors import SavedView, SavingHooks, as_saved, cover_from_now_on, cover_no_more
+from infinity.paging.saved_tensors import (
+    SavedView,
+    SavingHooks,
+    are_forbidden,
+    as_saved,
+    cover_from_now_on,
+    cover_no_more,
+)
 from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import Turn, in_backward
 from infinity.tiers.user_copies import UserCopies
@@ -339,7 +346,7 @@ class Pager:
             return
         with self.residency.lock:
             unit.end_use()
-            if unit.num_active == 0:
+            if unit.num_active == 0 and not are_forbidden():
                 self.residency.close_unused([unit])
                 if self.is_computing and not self.turn.is_guest:
                     self.residency.pump()

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -115,6 +115,8 @@ def _home(pack: Any) -> str:
     return str(getattr(getattr(pack, "func", pack), "__module__", ""))
 
 
+_home_of_contexts = cast(Any, torch.autograd.graph)
+_plain_disable = torch.autograd.graph.disable_saved_tensors_hooks
 _CONTEXT: Any = torch.autograd.graph.saved_tensors_hooks
 _plain_enter, _plain_exit = _CONTEXT.__enter__, _CONTEXT.__exit__
 _covering: weakref.WeakSet[SavingHooks] = weakref.WeakSet()
@@ -124,6 +126,7 @@ def cover_from_now_on(hooks: SavingHooks) -> None:
     """Hooks that the user puts up over these are covered: see [Note: hooks of the user]. Until `cover_no_more`."""
     _covering.add(hooks)
     _CONTEXT.__enter__, _CONTEXT.__exit__ = _enter, _exit
+    _home_of_contexts.disable_saved_tensors_hooks = _disable
 
 
 def cover_no_more(hooks: SavingHooks) -> None:
@@ -131,6 +134,7 @@ def cover_no_more(hooks: SavingHooks) -> None:
     _covering.discard(hooks)
     if not _covering:
         _CONTEXT.__enter__, _CONTEXT.__exit__ = _plain_enter, _plain_exit
+        _home_of_contexts.disable_saved_tensors_hooks = _plain_disable
 
 
 @functools.wraps(_plain_enter)
@@ -139,6 +143,25 @@ def _enter(context: Any) -> None:
     _plain_enter(context)
     if ours is not None and hooks_of_the_user() is not None:
         ours.push()
+
+
+@contextmanager
+def _disable(message: str) -> Iterator[None]:
+    """As torch's, for transforms of torch.func inside a forward: ours make way for them, see `are_forbidden`."""
+    ours = next((hooks for hooks in tuple(_covering) if hooks.would_cover), None)
+    if ours is not None:
+        ours.pop()
+    try:
+        with _plain_disable(message):
+            yield
+    finally:
+        if ours is not None:
+            ours.push()
+
+
+def are_forbidden() -> bool:
+    """Whether torch allows no hooks: then what is saved are weights themselves, whose units have to stay open."""
+    return saving_hooks._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
 @functools.wraps(_plain_exit)
@@ -189,7 +212,7 @@ class SavingHooks:
 
     def push(self) -> None:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
-        if saving_hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
+        if are_forbidden():
             return
         theirs = hooks_of_the_user()
         if theirs is None:

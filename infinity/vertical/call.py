@@ -39,6 +39,7 @@ from infinity.activations.caches import without_caches
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
+from infinity.torch_internals.names import has_transforms
 from infinity.units.unit import Unit
 from infinity.vertical.glue import Edge, Returned, edge_of
 from infinity.vertical.replay.ambient import Ambient, RandomState
@@ -154,6 +155,8 @@ class UnitCall:
         Raises:
             Refusal: the call has effects that are not seen here.
         """
+        if has_transforms():
+            raise Refusal(f"a torch.func transform is active around {self.site.name}, and would not see it recomputed")
         if is_saved_otherwise():
             raise Refusal(
                 f"hooks for saved tensors are active around {self.site.name}, and would not see it recomputed"

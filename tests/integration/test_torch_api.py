@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -256,3 +256,32 @@ def test_a_profiler_of_shapes_sees_the_same_operations_and_no_errors(
             found.append([(event.name, event.input_shapes) for event in profiled.events() if event.name in kinds])
     assert found[0] == found[1] and len(found[0]) > 16
     assert "Exception" not in capfd.readouterr().err
+
+
+class Slopes(nn.Module):
+    """Differentiates itself in forward, as networks for differential equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def value(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(grad(self.value))(x) + vmap(jacrev(grad(self.value)))(x).sum(1) + self.value(x)
+
+
+def test_derivatives_by_torch_func_inside_a_forward(tmp_path: Path) -> None:
+    model = Slopes()
+    plain = copy.deepcopy(model)
+    config = everything_on_nvme(tmp_path, {"optimizer": None})
+    with infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0] as engine:
+        _train(plain, engine)
+
+
+def test_derivatives_by_torch_func_hold_weights_that_the_budget_has_to_have_room_for(tmp_path: Path) -> None:
+    with _both(Slopes(), tmp_path) as (_, engine), pytest.raises(BudgetTooSmallError, match="still referenced"):
+        engine(_input(0))
