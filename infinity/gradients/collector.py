@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ class GradientCollector:
         self._expected: dict[int, frozenset[int] | None] = {}
         self._used_late: set[int] = set()
         self._has_warned_of_sparse = False
-        self.hands_out = False
-        """Whether gradients are not delivered: somebody takes them with `take`."""
+        self.taker: int | None = None
+        """The thread that takes gradients with `take`; None: they are delivered."""
         self._listener = listener
         self._handles: list[Any] = [] if handles is None else handles
         for unit in self._units:
@@ -191,13 +192,18 @@ class GradientCollector:
             expected.append(slot.index)
         return frozenset(expected)
 
+    @property
+    def hands_out(self) -> bool:
+        """Whether gradients are not delivered."""
+        return self.taker is not None
+
     def begin_handing_out(self) -> None:
-        """From now on gradients are not delivered: somebody takes them with `take`."""
-        self.hands_out = True
+        """From now on gradients are not delivered: the calling thread takes them with `take`."""
+        self.taker = get_ident()
 
     def end_handing_out(self) -> None:
         """They are delivered again, in a new micro-batch."""
-        self.hands_out = False
+        self.taker = None
         self.reset()
 
     def take(self) -> list[tuple[Unit, dict[Slot, torch.Tensor]]]:
@@ -255,7 +261,7 @@ class GradientCollector:
 
     def drop(self, kept: Container[Key] = ()) -> None:
         """Drop what autograd has accumulated, but for ``kept``. Calls still count: their backward may be yet to come."""
-        self.hands_out = False
+        self.taker = None
         self._forget_gradients()
         for unit in self._units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):

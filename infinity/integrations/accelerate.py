@@ -231,6 +231,15 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         prepared = self._take_over(optimizer) if self._is_to_be_taken(optimizer) else optimizer
         return super().prepare_optimizer(prepared, device_placement)
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's.
+
+        Raises:
+            ConfigError: the config has one, too.
+        """
+        self._refuse_another("scheduler", scheduler)
+        return super().prepare_scheduler(scheduler)
+
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """As accelerate's; of a model that an engine holds, the engine knows device and precision."""
         engine = self.engine_of(model)
@@ -250,7 +259,17 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def _is_to_be_taken(self, optimizer: Any) -> bool:
         return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, AcceleratedOptimizer)
 
+    def _refuse_another(self, key: str, own: Any) -> None:
+        section = getattr(self.infinity_config, key)
+        if section is not None:
+            raise ConfigError(
+                f"the config names the {key} {section.type}, and prepare got a {type(own).__name__}. Take '{key}' out of the "
+                "config: the script's is the one to train with",
+                key=key,
+            )
+
     def _take_over(self, optimizer: torch.optim.Optimizer) -> Any:
+        self._refuse_another("optimizer", optimizer)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         known = [*self._candidates, *self._models]
         for model in known:

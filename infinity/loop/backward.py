@@ -6,6 +6,7 @@ Knows the phase of the loop, the collector and the stepper; must not know the us
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from threading import get_ident
 
 import torch
 
@@ -19,6 +20,7 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.threads.interrupts import refuse_in_between
 from infinity.threads.turn import in_backward
+from infinity.torch_internals.modes import is_compiling
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
@@ -205,8 +207,11 @@ class Backwards:
             self._guard.note_backward()
 
     def refuse_together(self, what: str) -> None:
-        """Raise `LastingRefusal` while micro-batches go through the model together: none of them sees its own gradients."""
-        if self.collector.hands_out:
+        """Raise `LastingRefusal` in one of several micro-batches that go through the model together: it has no gradients.
+
+        A signal handler looks at them in the thread that takes them from all, and torch's compiler wherever it is at work.
+        """
+        if self.collector.taker not in (None, get_ident()) and not is_compiling():
             raise LastingRefusal(what)
 
     def end_step(self) -> None:

@@ -41,6 +41,14 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
+def is_compiling() -> bool:
+    """Whether the calling thread is inside torch's compiler, which looks at all that a tensor has.
+
+    Private, and the same from torch 2.6 to 2.13: ``torch.compiler.is_compiling`` answers to what is compiled.
+    """
+    return torch._guards.CompileContext.try_get() is not None
+
+
 class _NoCompiler(ModuleType):
     """What torch's optimizers ask of the compiler, where nothing is compiled."""
 

@@ -28,7 +28,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """accelerate keeps what it was told for the whole process."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    _forget()  # what the tests of another file have told it
     yield
+    _forget()
+
+
+def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -219,6 +224,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     accelerator = InfinityAccelerator(infinity_config=config)
     with pytest.raises(UnsupportedModelError, match="same accelerator"):
         accelerator.prepare(torch.optim.SGD(network().parameters()))
+    for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        both = InfinityAccelerator(infinity_config={**config, key: {"type": name}})
+        model = network()
+        own = torch.optim.SGD(model.parameters())
+        with pytest.raises(ConfigError, match=rf"names the {key} {name}.*Take '{key}' out of the config"):
+            both.prepare(model, own, torch.optim.lr_scheduler.ConstantLR(own))
+        for engine in both.engines:
+            engine.close()
     first, second = network(), network()
     with pytest.raises(UnsupportedModelError, match=r"several models.*nn\.ModuleList"):
         accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))

@@ -62,6 +62,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(state['num_finite'])": "of a checkpoint",
         "int(state.get('num_steps', 0))": "of a checkpoint",
     },
+    "gradients/part_norms.py": {"float(each.norm)": "once a step, where processes have different parts of the model"},
     "gradients/sources.py": {
         "self._device.synchronize(self._device.download(scratch, source, self._after))": _BACKGROUND,
         "self.flat.tensor().numpy()": _HOST,
@@ -89,7 +90,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "paging/parameter_operations.py": {"int(value.storage_offset())": _NO_TENSOR},
     "paging/saved_tensors.py": {
         "int(self.offset)": _NO_TENSOR,
-        "bool(pack == self._pack or (isinstance(pack, functools.partial) and pack.func == self._pack_for))": _NO_TENSOR,
+        "bool(pack == self._pack or (isinstance(pack, functools.partial) and pack.func in (self._pack_for, self._pack_over)))": _NO_TENSOR,
     },
     "paging/trace.py": {"bool(recorded)": _NO_TENSOR, "bool(self._recorded)": _NO_TENSOR},
     "paging/watched_memory.py": {"int(tensor.storage_offset())": _NO_TENSOR},
@@ -127,6 +128,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "norm.detach().cpu()": "likewise",
         "multiplier.cpu()": "before ranks exchange what was multiplied, which waits for all of them",
     },
+    "updates/step_groups.py": {"value.tolist()": "once a step, where there are several ranks"},
     "updates/stepper.py": {
         "bool(unit.gathered)": _NO_TENSOR,
         "bool(self.updated)": _NO_TENSOR,
