@@ -90,7 +90,8 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "paging/parameter_operations.py": {"int(value.storage_offset())": _NO_TENSOR},
     "paging/saved_tensors.py": {
         "int(self.offset)": _NO_TENSOR,
-        "bool(pack == self._pack or (isinstance(pack, functools.partial) and pack.func in (self._pack_for, self._pack_over)))": _NO_TENSOR,
+        "bool(pack == self._pack or (isinstance(pack, functools.partial) and "
+        "pack.func in (self._pack_for, self._pack_over)))": _NO_TENSOR,
     },
     "paging/trace.py": {"bool(recorded)": _NO_TENSOR, "bool(self._recorded)": _NO_TENSOR},
     "paging/watched_memory.py": {"int(tensor.storage_offset())": _NO_TENSOR},
