@@ -162,7 +162,9 @@ class Turn:
         self._what = ""
         self._depth = 0
         self._last = _NATIVE
-        """The thread that had the turn before."""
+        """The thread that had the turn before; where weights are of two steps, the one that left them so."""
+        self._found_whole = True
+        """Whether weights were of one step when the present turn began."""
         self._queue: list[_Ticket] = []
         self._guests: dict[int, int] = {}
         self._shares: dict[int, _Share] = {}
@@ -265,7 +267,8 @@ class Turn:
             self._owner, self._what, self._depth = _NATIVE, what, 1
             return False
         else:
-            self._owner, self._what, self._depth = me, what, 1
+            is_whole = self._rules.has_whole_weights()
+            self._owner, self._what, self._depth, self._found_whole = me, what, 1, is_whole
         self._shares[me] = share = _Share(vars(_part), inside)  # first: an interrupt may come in between
         _trust(share.part, id(self))
         return me in self._guests
@@ -297,7 +300,8 @@ class Turn:
     def _release(self) -> None:
         owner, self._owner, self._depth = self._owner, None, 0
         if owner is not None and owner != _NATIVE:
-            self._last = owner
+            if self._found_whole:  # else one that does not ask for whole weights has come in between
+                self._last = owner
             self._dismiss(owner)
         self._changed.notify_all()
 

@@ -206,6 +206,22 @@ def test_who_reads_waits_for_another_threads_step_and_holds_nobody_up(
     assert reading.result(60) is False
 
 
+def test_who_came_in_between_without_reading_waits_for_the_step_all_the_same(
+    turn: Turn, rules: _Rules, workers: list[_Worker]
+) -> None:
+    with turn.taken("a backward"):
+        rules.is_whole = False
+    workers[0].do(turn.begin, "a table of states", reads=False)
+    workers[0].do(turn.end)
+    reading = workers[0].start(turn.begin, "reading", reads=True)
+    _awaited(turn, workers[0])
+    assert not reading.done()
+    with turn.taken("the step"):
+        rules.is_whole = True
+    assert reading.result(60) is False
+    workers[0].do(turn.end)
+
+
 # ------------------------------------------------------------------------------------------------------ guests and deputies
 
 
