@@ -157,8 +157,8 @@ def probe_whole(worker: Worker, group: Mapping[str, Any], schema: StateSchema, d
     """Compare steps on several tensors in one call with steps on each of them, bit by bit: see `probe_pageable`.
 
     Raises:
-        OptimizerNotPageableError: they differ, the optimizer keeps something outside its state, or there a tensor whose shape
-            is not the parameter's.
+        OptimizerNotPageableError: they differ, the optimizer keeps something outside its state, or keeps a tensor whose
+            shape is not the parameter's.
     """
     return _probe(worker, group, device, functools.partial(_WholeComparison, worker, schema, device))
 

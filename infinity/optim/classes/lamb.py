@@ -48,15 +48,6 @@ class Lamb(PerParameterOptimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        if not float(lr) >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        for index, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         if not 0.0 <= min_coeff <= max_coeff:
             raise ValueError(f"Invalid bounds of the quotient of norms: min_coeff {min_coeff}, max_coeff {max_coeff}")
         defaults = {

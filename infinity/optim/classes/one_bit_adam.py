@@ -54,15 +54,6 @@ class OneBitAdam(PerParameterOptimizer):
     ) -> None:
         if freeze_step < 1:
             raise ValueError(f"Invalid freeze_step: {freeze_step}. Without a warm-up there is no variance to divide by")
-        if not float(lr) >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        for index, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         defaults = {
             "lr": lr,
             "freeze_step": freeze_step,

@@ -8,10 +8,31 @@ from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 
 class PerParameterOptimizer(Optimizer):
     """A subclass says how one parameter is updated."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        """
+        Args:
+            params: parameters or groups, as in `torch.optim`.
+            defaults: hyperparameters, "lr", "betas" and "weight_decay" among them.
+
+        Raises:
+            ValueError: one of those, or "eps", is out of range.
+        """
+        if not float(defaults["lr"]) >= 0.0:
+            raise ValueError(f"Invalid learning rate: {defaults['lr']}")
+        for index, beta in enumerate(defaults["betas"]):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not defaults.get("eps", 0.0) >= 0.0:
+            raise ValueError(f"Invalid epsilon value: {defaults['eps']}")
+        if not defaults["weight_decay"] >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {defaults['weight_decay']}")
+        super().__init__(params, defaults)
 
     @overload
     def step(self, closure: None = None) -> None: ...
