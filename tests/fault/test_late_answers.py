@@ -361,7 +361,8 @@ def test_a_late_answer_changes_no_other_weights_and_gradients(
         for backend in backends:
             backend.is_late = is_late
         with waits(on_wait):
-            for step in range(3):
+            step = 0
+            while step < 3 or num_stalls < 6 or num_answers < 9:
                 for _ in range(8):
                     is_armed = True
                     try:
@@ -380,8 +381,9 @@ def test_a_late_answer_changes_no_other_weights_and_gradients(
                 while not _is_well(both):
                     pass
                 both.engine_step(step)
+                step += 1
+                assert step < 20, f"too little was late: {num_stalls} stalls, {num_answers} answers"
         both.require_equal()
-    assert num_stalls > 5 and num_answers > 8
 
 
 def _is_well(both: Lockstep) -> bool:

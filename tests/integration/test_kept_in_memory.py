@@ -88,7 +88,7 @@ def test_states_in_memory_save_what_the_plan_says(mode: str, tmp_path: Path) -> 
         moved.append(sum(report.read_bytes + report.write_bytes for report in reports))
         predicted = sum(report.predicted_read_bytes + report.predicted_write_bytes for report in reports)
         assert moved[-1] == pytest.approx(predicted, rel=0.12), "one step's lag"
-    assert moved[1] < 0.65 * moved[0], "in so small a model, pages are much of the budget"
+    assert moved[1] < 0.75 * moved[0], "in so small a model, pages are much of the budget"
 
 
 def test_weights_that_stay_may_be_changed_and_read(tmp_path: Path) -> None:
