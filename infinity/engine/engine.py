@@ -177,6 +177,7 @@ class Engine(Relayout):
             LateGradientError: a parameter got a gradient after its update had begun.
         """
         self._check_usable()
+        self._forget_cut_off_forward()
         self._check_optimizer("engine.backward()")
         self._guard.check_backward(loss)
         self._paged.settle_states()
@@ -389,6 +390,7 @@ class Engine(Relayout):
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()
+        self._forget_cut_off_forward()
         if self._parts.durable is not None and not self._is_in_step:
             problem = (
                 "the run is durable, and a commit has to know when all of a step is over, the scheduler's part as well"
@@ -555,6 +557,11 @@ class Engine(Relayout):
         """As `reset`, unless weights have been updated already: then the next call raises."""
         if not self._shutdown.is_over and not self._stepper.is_between_steps:
             self.reset()
+
+    def _forget_cut_off_forward(self) -> None:
+        """A KeyboardInterrupt in a module below the model may have left one that seems to go on: see `forward`."""
+        if self._pager.is_in_forward and not self._parts.module_hooks.are_running():
+            self._abandon_forward()
 
     def _abandon_forward(self) -> None:
         self._parts.module_hooks.forget_calls()
