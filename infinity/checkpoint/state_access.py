@@ -467,6 +467,7 @@ class StateAccess:
 
         def give_back() -> None:
             for unit, values in zip(units, copies, strict=True):
+                unit.unbind()  # it may be gathered
                 for slot, parameter, value in zip(unit.layout.slots, unit.parameters, values, strict=True):
                     let_go([parameter])
                     parameter.data = value
@@ -541,6 +542,8 @@ class StateAccess:
             for gathered in gathering:
                 rest.callback(gathered.unit.let_go_of, gathered)
             for gathered in gathering:
+                if gathered.unit.flat is None:
+                    continue  # it went with the engine
                 if self._store_since(gathered):
                     self.note_updated(gathered.unit)  # whoever else has gathered it
                 gathered.unit.accept_changes()
