@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from infinity.compat.process_counts import check_accelerate
+from infinity.compat.scheduler_steps import needs_samples
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
@@ -73,7 +74,8 @@ def initialize(
         training_data: a data set; the third result is then its loader, see ``engine.deepspeed_io``: shuffled as DeepSpeed
             does it, in the same way in each epoch, unless the script calls ``loader.data_sampler.set_epoch(epoch)``.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
-            steps it, but for ReduceLROnPlateau, which needs a metric.
+            steps it, but for ReduceLROnPlateau, which needs a metric. Another one that needs an argument gets the samples of a
+            step, as in DeepSpeed.
         distributed_port, dist_init_required: taken as DeepSpeed takes them, without effect: the process group is the one that
             there is, or what the launcher's environment variables say.
         mpu: where the script gives each process a part of the model (tensor parallelism, pipeline stages): says which, and who
@@ -220,6 +222,13 @@ def _template(
 def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim.Optimizer) -> Any:
     if lr_scheduler is None:
         return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
-    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return lr_scheduler
-    return lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
+    made = lr_scheduler
+    if not isinstance(made, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
+        made = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
+    if made is not None and needs_samples(made):
+        logger.warning(
+            "%s.step needs an argument: engine.step() passes the samples of a step (train_batch_size), as DeepSpeed does, "
+            "unless it gets lr_kwargs",
+            type(made).__name__,
+        )
+    return made

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from infinity.compat.messages import logger
 
 
 class Timer:

@@ -129,7 +129,7 @@ class CheckpointCalls(ExportCalls):
         keep_last: int | None,
     ) -> None:
         of_ranks = together(self._mesh.data, what, self._begin_checkpoint)
-        if self.micro_steps % self.gradient_accumulation_steps():
+        if self.is_in_accumulation():
             logger.warning(
                 "engine.save_checkpoint between the micro-batches of a step: the gradients so far are not saved. Call it at "
                 "engine.is_gradient_accumulation_boundary()"

@@ -173,6 +173,10 @@ class DeepSpeedNames(ModuleFacade):
         """Whether some, but not all, micro-batches of the present step have passed."""
         return self.micro_steps % self._accumulation_steps != 0
 
+    def _begin_accumulation(self) -> None:
+        """The micro-batches of the present step that have passed are not counted."""
+        self.micro_steps -= self.micro_steps % self._accumulation_steps
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next backward is the last of its step, instead of counting; None counts again.
 
@@ -188,7 +192,7 @@ class DeepSpeedNames(ModuleFacade):
             )
         self._boundary = is_boundary
         if is_boundary is None:
-            self.micro_steps -= self.micro_steps % self._accumulation_steps
+            self._begin_accumulation()
 
     def _count_samples(self, num_seen: int | None) -> None:
         """A step has ended: count its samples, where the engine does not count micro-batches those of its backwards.

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from inspect import BoundArguments
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from infinity.compat.scheduler_steps import step_arguments
 from infinity.config import InfinityConfig
 from infinity.engine.listener import EngineListener
 from infinity.engine.parts import Parts
@@ -177,7 +178,6 @@ class Engine(Relayout):
             LateGradientError: a parameter got a gradient after its update had begun.
         """
         self._check_usable()
-        self._forget_cut_off_forward()
         self._check_optimizer("engine.backward()")
         self._guard.check_backward(loss)
         self._paged.settle_states()
@@ -242,7 +242,7 @@ class Engine(Relayout):
         """End a micro-batch; at the gradient accumulation boundary, update the weights.
 
         Gradients of a ``loss.backward()`` of one's own are divided by the accumulation steps here. ``lr_kwargs`` are passed
-        to ``lr_scheduler.step``.
+        to ``lr_scheduler.step``. Where that needs an argument and gets none, it is the samples of a step, as in DeepSpeed.
 
         The update may still run when this returns. Whatever looks at weights or states waits for it. With fp16, or
         ``bf16.check_grad_overflow``, a step whose gradients are not finite changes nothing, and `lr_scheduler` stays.
@@ -250,6 +250,7 @@ class Engine(Relayout):
         Raises:
             StepOrderError: there was no backward since the last one, or it was cut off.
             LossScaleError: gradients are not finite even with the smallest loss scale allowed.
+            TypeError: ``lr_scheduler.step`` needs other arguments; the step has not begun.
             CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; the step is complete.
         """
         self._check_usable()
@@ -261,6 +262,7 @@ class Engine(Relayout):
         self._was_applied = False
         is_boundary = not self.config.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
         if is_boundary:
+            scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self._train_batch_size)
             self._is_in_step = True
             try:
                 self.optimizer.step()  # so that its hooks run, and schedulers see it
@@ -271,20 +273,19 @@ class Engine(Relayout):
         self._guard.end_micro_batch()
         self._style.note_engine_step()
         if is_boundary:
-            self._end_step(lr_kwargs or {})
+            self._end_step(scheduled)
         self._check_saving()
 
-    def _end_step(self, lr_kwargs: dict[str, Any]) -> None:
-        """Weights are updated: samples count, loss scale and scheduler move on, and the step is written down."""
+    def _end_step(self, scheduled: BoundArguments | None) -> None:
+        """Weights are updated: samples count, loss scale and scheduler move on, and the step is written down.
+
+        ``scheduled``: with what the scheduler is stepped, if it is.
+        """
         samples_before = self.global_samples
         self._count_samples(None if self.report is None else self.report.num_samples)
         self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
-        # One on a plateau needs a metric: in lr_kwargs, or its owner steps it.
-        is_left_alone = self.lr_scheduler is None or (
-            isinstance(self.lr_scheduler, ReduceLROnPlateau) and not lr_kwargs
-        )
-        if self.was_step_applied() and not is_left_alone:
-            self.lr_scheduler.step(**lr_kwargs)
+        if self.was_step_applied() and scheduled is not None:
+            self.lr_scheduler.step(*scheduled.args, **scheduled.kwargs)
         if self.report is not None:
             lr = next(iter(self.get_lr()), None)
             with_seconds = self.config.wall_clock_breakdown
@@ -390,8 +391,10 @@ class Engine(Relayout):
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()
-        self._forget_cut_off_forward()
-        if self._parts.durable is not None and not self._is_in_step:
+        is_durable = self._parts.durable is not None
+        if not self._is_in_step and (is_durable or self._stepper.scaler.is_active) and not self._has_gradients():
+            return  # a batch was skipped: as in torch nothing is updated, so there is nothing to commit, nor to scale
+        if is_durable and not self._is_in_step:
             problem = (
                 "the run is durable, and a commit has to know when all of a step is over, the scheduler's part as well"
             )
@@ -416,12 +419,17 @@ class Engine(Relayout):
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
         self._end_update()
 
+    def _has_gradients(self) -> bool:
+        self._backwards.collect()
+        loose = self._parts.groups.loose.present()
+        return self._guard.has_gradients or any(parameter.grad is not None for parameter in loose)
+
     def _end_update(self) -> None:
         """All of a step is updated, or on its way: it counts, and is reported."""
         self._backwards.end_step()
         is_profiled = self.is_profiled_step()
         if not self._is_in_step:  # whatever was accumulated with `backward` went into it
-            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            self._begin_accumulation()
             self._guard.end_micro_batch()
         self.global_steps += 1
         is_skipped = self._stepper.is_skipped
@@ -555,13 +563,8 @@ class Engine(Relayout):
 
     def forget_step(self) -> None:
         """As `reset`, unless weights have been updated already: then the next call raises."""
-        if not self._shutdown.is_over and not self._stepper.is_between_steps:
+        if not self.is_closed and not self._stepper.is_between_steps:
             self.reset()
-
-    def _forget_cut_off_forward(self) -> None:
-        """A KeyboardInterrupt in a module below the model may have left one that seems to go on: see `forward`."""
-        if self._pager.is_in_forward and not self._parts.module_hooks.are_running():
-            self._abandon_forward()
 
     def _abandon_forward(self) -> None:
         self._parts.module_hooks.forget_calls()
@@ -573,6 +576,11 @@ class Engine(Relayout):
         """As `close`."""
         self.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has ended."""
+        return self._shutdown.is_over
+
     def close(self, *, restore_weights: bool | None = None) -> None:
         """Finish pending updates, then release memory, files and threads.
 
@@ -581,7 +589,7 @@ class Engine(Relayout):
                 compute dtype. None: if they take half of the free memory at most, and no step was cut off. False: never;
                 touching a parameter raises then.
         """
-        if self._shutdown.is_over:
+        if self.is_closed:
             return
         refuse_in_between("engine.close()")
         self._forget_calls()

@@ -31,6 +31,8 @@ class Loop(Protocol):
 
     def gradient_accumulation_steps(self) -> int: ...
 
+    def is_in_accumulation(self) -> bool: ...
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -137,7 +139,7 @@ class TrainBatch:
         self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]
     ) -> None:
         loop = self._loop
-        begins_step = loop.micro_steps % loop.gradient_accumulation_steps() == 0
+        begins_step = not loop.is_in_accumulation()
         for _ in range(loop.gradient_accumulation_steps()):
             try:
                 batch = taken.pop(0) if taken else move(next(iterator), loop.device)
@@ -151,7 +153,7 @@ class TrainBatch:
             loop.step()
 
     def _obstacle(self) -> str | None:
-        if self._loop.micro_steps % self._loop.gradient_accumulation_steps():
+        if self._loop.is_in_accumulation():
             return "the step was begun with engine.backward"
         if self._loop.is_profiled_step():
             return "flops_profiler looks at this step, one micro-batch after the other"

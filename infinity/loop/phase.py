@@ -56,6 +56,11 @@ class PhaseGuard:
         self.phase = phase
         self.has_backward |= phase is Phase.BACKWARD
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there may be gradients for a step: of a backward since the last one, or assigned."""
+        return self.has_backward or self._stepper.gradients.has_any
+
     def note_backward(self) -> None:
         """There are gradients that a step is to come for."""
         self.has_backward = True
@@ -100,7 +105,7 @@ class PhaseGuard:
     def check_step(self) -> None:
         """Raise if ``engine.step()`` makes no sense now."""
         self.check_whole()
-        if not self.has_backward and not self._stepper.gradients.has_any:  # gradients may have been assigned
+        if not self.has_gradients:
             raise StepOrderError(
                 "engine.step()",
                 "there was no backward since the last one",

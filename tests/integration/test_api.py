@@ -305,6 +305,40 @@ def test_a_schedule_that_raises_leaves_whole_steps(tmp_path: Path) -> None:
         assert (both.engine.global_steps, both.engine.micro_steps) == (1, 2)
 
 
+def test_a_schedule_that_counts_samples(tmp_path: Path) -> None:
+    """As Megatron's, with which DeepSpeed does so."""
+
+    class Counting:
+        num_samples = 0
+
+        def step(self, increment: int) -> None:
+            self.num_samples += increment
+
+    schedule = Counting()
+    changes = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3}
+    with Lockstep.start(tmp_path, changes=changes, arguments=lambda _: {"lr_scheduler": schedule}) as both:
+        for step in range(2):
+            both.engine_step(step)
+        assert schedule.num_samples == 12
+
+
+def test_a_schedule_that_needs_more_is_named_before_the_step(tmp_path: Path) -> None:
+    class Timed:
+        epoch = 0
+
+        def step(self, epoch: int, metric: float) -> None:
+            self.epoch = epoch
+
+    schedule = Timed()
+    with Lockstep.start(tmp_path, arguments=lambda _: {"lr_scheduler": schedule}) as both:
+        both.engine.backward(loss_of(both.engine(**both.batch(0))))
+        with pytest.raises(TypeError, match=r"Timed\.step: missing .*'metric'.*engine\.step\(lr_kwargs="):
+            both.engine.step()
+        assert (both.engine.global_steps, both.engine.micro_steps) == (0, 0)
+        both.engine.step(lr_kwargs={"epoch": 2, "metric": 0.5})
+        assert (both.engine.global_steps, schedule.epoch) == (1, 2)
+
+
 def test_a_step_without_a_backward_is_refused(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 2}) as both:
         for step in range(2):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity as deepspeed
+from infinity.compat import messages
 from infinity.errors import BatchSizeError, ConfigError, ModelInUseError, NonFiniteLossWarning
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
@@ -120,13 +121,15 @@ def test_calls_that_move_states_move_nothing(engine: Any) -> None:
     _step(engine, 1)
 
 
-def test_timers_and_monitor(engine: Any) -> None:
+def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = engine.timers("read")
     timer.start()
     timer.stop()
     assert engine.timers("read") is timer and timer.elapsed(reset=False) >= 0 and timer.mean() >= 0
     assert engine.get_wall_clock_timers().keys() == {"read"}
+    monkeypatch.setattr(messages.logger, "propagate", True)
     engine.timers.log(["read", "unknown"])
+    assert "time (ms) | read: " in caplog.text
     assert timer.elapsed() == 0
     with pytest.raises(RuntimeError, match="'read' does not run"):
         timer.stop()
