@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,9 @@ from infinity.initialize import initialize
 from infinity.integrations.engine_files import load_engine, save_engine
 from infinity.integrations.settings import Setting, agreed
 from infinity.loading.init import Init
+from swapper.volumes.publish import exchange, make_directory, remove_tree, sync_tree
+
+logger = logging.getLogger(__name__)
 
 _REST = "lightning.ckpt"
 """In a checkpoint: what Lightning wants to have kept, without weights and states."""
@@ -202,6 +205,9 @@ class InfinityStrategyMixin:
         self._made_of = stage, offload, nvme_path
         self._directory: Path | None = None
         self._agreed: InfinityConfig | None = None
+        self._has_trained = False
+        self._left_out: dict[str, Any] = {}
+        """Stands for the weights in what Lightning wants to have saved."""
 
     # ------------------------------------------------------------------------------------------------------- the processes
 
@@ -346,7 +352,15 @@ class InfinityStrategyMixin:
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one",
                 cure="Put all parameters into one, in groups of their own",
             )
-        if self.optimizers:
+        for key, own in (("optimizer", self.optimizers), ("scheduler", self.lr_scheduler_configs)):
+            section = getattr(self.infinity_config(), key)
+            if section is not None and own:
+                raise ConfigError(
+                    f"the config names the {key} {section.type}, and Lightning has that of configure_optimizers. Take '{key}' "
+                    "out of the config: the module's is the one to train with",
+                    key=key,
+                )
+        if self.optimizers and self.optimizers[0].param_groups:  # not Lightning's own for "no optimizer"
             self._take_over(self.optimizers[0])
 
     def _take_over(self, optimizer: Optimizer | None) -> None:
@@ -369,6 +383,7 @@ class InfinityStrategyMixin:
 
     def teardown(self) -> None:
         """As Lightning's; before, the trained weights go back into the module."""
+        self._has_trained |= any(isinstance(each, EngineOptimizer) for each in self.optimizers)
         self.optimizers = []
         if self.engine is not None:
             engine, self.engine = self.engine, None
@@ -382,8 +397,8 @@ class InfinityStrategyMixin:
         """As Lightning's, by way of the engine; a module's own ``backward`` is left to it."""
         module = self.lightning_module
         is_plain = bool(args) or not kwargs.keys() <= {"retain_graph"}  # as in a loop without Lightning
-        own = self.optimizers[0] if self.optimizers and not is_plain else None
-        if own is None or type(module).backward is not self.plain_backward():
+        own = next((each for each in self.optimizers if isinstance(each, EngineOptimizer)), None)
+        if own is None or is_plain or type(module).backward is not self.plain_backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc, no-any-return]
         module.__dict__["backward"] = functools.partial(own.backward)
         try:
@@ -418,7 +433,8 @@ class InfinityStrategyMixin:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: the engine saves weights."""
-        return {} if self.engine is not None else super().lightning_module_state_dict()  # type: ignore[misc]
+        self._left_out = {}
+        return self._left_out if self.engine is not None else super().lightning_module_state_dict()  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing: the engine saves states."""
@@ -427,29 +443,37 @@ class InfinityStrategyMixin:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a directory: the engine's checkpoint, and what Lightning keeps besides."""
+        """Write a directory: the engine's checkpoint, and what Lightning keeps besides. After ``fit``, a file without states."""
+        if self._has_trained and not self.optimizers and checkpoint.pop("optimizer_states", None) is not None:
+            # Not an empty list, with which a training would begin anew in silence.
+            logger.warning(
+                "'%s' gets weights alone, and no training goes on from it: the optimizer's states have gone with fit. Save in "
+                "it, by ModelCheckpoint(save_last=True) for one",
+                filepath,
+            )
         if self.engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
         path = Path(self.broadcast(os.fspath(filepath)))
-        part, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+        part = path.with_name(f".{path.name}.part")
+        new = part / "new"
 
         def begin() -> None:
-            for left in (part, old):
-                shutil.rmtree(left, ignore_errors=True)
-            part.mkdir(parents=True)
+            remove_tree(part)
+            make_directory(new)
 
         def publish() -> None:
-            self.checkpoint_io.save_checkpoint(checkpoint, part / _REST)
-            if path.is_dir():
-                path.rename(old)
-            elif path.exists():
-                path.unlink()
-            part.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
+            self.checkpoint_io.save_checkpoint(checkpoint, new / _REST)
+            self.checkpoint_io.teardown()  # AsyncCheckpointIO has only begun to write
+            sync_tree(new)
+            exchange(new, path)
+            remove_tree(part)
 
         on_first(world(), f"saving {path}", begin)
-        save_engine(self.engine, part)
+        if checkpoint["state_dict"] is not self._left_out:  # there are others, and these elsewhere (WeightAveraging)
+            for key in [key for key, value in checkpoint.items() if value is self._left_out]:
+                checkpoint[key] = self.lightning_module.state_dict()
+        save_engine(self.engine, new)
         on_first(world(), f"publishing {path}", publish)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -469,6 +493,8 @@ class InfinityStrategyMixin:
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
         else:
             load_engine(self.engine, self._directory, only_module=self.engine.optimizer is None)
+            if checkpoint["state_dict"]:
+                super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of a file of Lightning's own; else the states are there already."""

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,14 @@ def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
-def module_for(pytorch: Any, *, is_manual: bool = False, own_backward: bool = False, has_inputs: bool = False) -> Any:
+def module_for(
+    pytorch: Any,
+    *,
+    is_manual: bool = False,
+    own_backward: bool = False,
+    has_inputs: bool = False,
+    skips: Collection[int] = (),
+) -> Any:
     """Two layers in `configure_model`, one made before, and a raw parameter that `training_step` uses."""
 
     class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
@@ -54,6 +62,8 @@ def module_for(pytorch: Any, *, is_manual: bool = False, own_backward: bool = Fa
             return self.rest(torch.tanh(self.first(batch)) * self.factor).square().mean()
 
         def training_step(self, batch: Any, index: int) -> Any:
+            if index in skips:
+                return None
             loss = self._loss(batch)
             self.losses.append(loss.item())
             self.log("loss", loss)
@@ -242,6 +252,125 @@ def test_checkpoints_callbacks_and_resuming(package: str, tmp_path: Path) -> Non
         assert_same(again, here)
 
 
+def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The states are gone: it has weights, and a training that would begin anew in silence is refused."""
+    pytorch, strategy = parts(package)
+    trainer = trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1)
+    module, path = module_for(pytorch), tmp_path / "end.ckpt"
+    trainer.fit(module, data())
+    trainer.save_checkpoint(path)
+    assert "'" + str(path) + "' gets weights alone" in caplog.text and "ModelCheckpoint(save_last=True)" in caplog.text
+    [expected] = trainer.test(module, data(2), verbose=False)
+    [found] = trainer.test(module_for(pytorch), data(2), ckpt_path=path, verbose=False)
+    assert found == expected
+    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
+        with pytest.raises(KeyError, match="contains only the model"):
+            trainer_for(pytorch, tmp_path, kind).fit(module_for(pytorch), data(), ckpt_path=path)
+
+
+def test_a_checkpoint_is_there_while_another_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytorch, strategy = parts(_FOUND[0])
+    path, missing, synced = tmp_path / "last.ckpt", [], set()
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **options: Any) -> Any:
+            had_one = path.exists()
+            found = call(*given, **options)
+            missing.extend([given] if had_one and not path.exists() else [])
+            return found
+
+        return run
+
+    def sync(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    class Saving(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(path)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for name in ("rename", "replace", "unlink"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1, callbacks=[Saving()]).fit(
+        module_for(pytorch), data(2)
+    )
+    assert not missing
+    assert "lightning.ckpt" in synced
+    assert [each.name for each in tmp_path.glob("*last.ckpt*")] == ["last.ckpt"]
+
+
+def test_a_checkpoint_that_is_written_by_a_thread(package: str, tmp_path: Path) -> None:
+    pytorch, strategy = parts(package)
+    kind = importlib.import_module(f"{_PACKAGES[package]}.plugins.io").AsyncCheckpointIO
+    saver = pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)
+    options = {"enable_checkpointing": True, "callbacks": [saver], "plugins": [kind()], "max_epochs": 1}
+    ours = strategy(config=on_nvme(tmp_path / "nvme"))
+    trainer_for(pytorch, tmp_path, ours, **options).fit(module_for(pytorch), data())
+    module = module_for(pytorch)
+    trainer = trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")))
+    trainer.fit(module, data(), ckpt_path=saver.last_model_path)
+    assert len(module.losses) == 8 and trainer.global_step == 16
+
+
+def test_averaged_weights(package: str, tmp_path: Path) -> None:
+    """A checkpoint has both; a test takes the averaged ones, and a training goes on with both."""
+    pytorch, strategy = parts(package)
+    if not hasattr(pytorch.callbacks, "EMAWeightAveraging"):
+        pytest.skip("Lightning 2.5 has no WeightAveraging")
+    found = []
+    for name in ("plain", "ours"):
+
+        def run(epochs: int, resumes: str | None = None, *, name: str = name) -> tuple[Any, Any, str]:
+            saver = pytorch.callbacks.ModelCheckpoint(tmp_path / name, save_last=True)
+            average = pytorch.callbacks.EMAWeightAveraging(decay=0.8)
+            pytorch.seed_everything(3)
+            module = module_for(pytorch)
+            kind = "auto" if name == "plain" else strategy(config=on_nvme(tmp_path / "nvme"))
+            options = {"enable_checkpointing": True, "callbacks": [saver, average], "max_epochs": epochs}
+            trainer = trainer_for(pytorch, tmp_path, kind, **options)
+            trainer.fit(module, data(), data(2), ckpt_path=resumes)
+            return module, trainer, saver.last_model_path
+
+        _, trainer, path = run(1)
+        [tested] = trainer.test(module_for(pytorch), data(2), ckpt_path=path, verbose=False)
+        found.append((run(2, path)[0], tested))
+    assert found[0][1] == found[1][1]
+    assert_same(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("what", ["fp32", "durable", "fp16"])
+@pytest.mark.parametrize("skips", [(2, 5), (4, 5)], ids=["micro-batches", "a step"])
+def test_batches_are_skipped(what: str, skips: Collection[int], tmp_path: Path) -> None:
+    """`training_step` returns None: of the second and third step one micro-batch, or both of the third."""
+    pytorch, strategy = parts(_FOUND[0])
+    config = on_nvme(tmp_path / "nvme")
+    config["infinity"] |= {"durable": what == "durable"}
+    if what == "fp16":
+        config |= {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    trained = []
+    for kind in ("auto", strategy(config=config)):
+        pytorch.seed_everything(3)
+        trained.append(module_for(pytorch, skips=skips))
+        trainer_for(pytorch, tmp_path, kind, max_epochs=1, accumulate_grad_batches=2).fit(trained[-1], data())
+    if what == "fp16":
+        assert len(trained[1].losses) == 6 and trained[1].losses[-1] < trained[1].losses[0]
+    else:
+        assert_same(*trained)
+
+
+def test_no_optimizer(tmp_path: Path) -> None:
+    """``fit`` then only calls the module."""
+    pytorch, strategy = parts(_FOUND[0])
+    module = module_for(pytorch, skips=[1])
+    module.configure_optimizers = lambda: None
+    before = {name: value.clone() for name, value in module.first.state_dict().items()}
+    trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1).fit(module, data(4))
+    assert len(module.losses) == 3
+    assert all(torch.equal(value, before[name]) for name, value in module.first.state_dict().items())
+
+
 @pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path) -> None:
     package = _FOUND[0]
@@ -284,6 +413,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         fit({"gradient_clipping": 1.0}, gradient_clip_val=0.5)
     with pytest.raises(ConfigError, match="bf16-true"):
         fit({}, precision="bf16-true")
+    for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        with pytest.raises(ConfigError, match=rf"names the {key} {name}.*Take '{key}' out of the config"):
+            fit({key: {"type": name}})
     module = module_for(pytorch, is_manual=True)
     module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
     with pytest.raises(UnsupportedModelError, match="7 optimizers"):
