@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
 from infinity.integrations.engine_files import checkpoint_in, load_engine, save_engine
 from infinity.integrations.settings import Setting, agreed
+
+logger = logging.getLogger(__name__)
 
 
 class _MicroBatch:
@@ -70,7 +73,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
-        self._has_backward = is_last
+        self._has_backward = True  # the micro-batches that follow may be skipped
         if not is_last:
             self.engine.step()
 
@@ -106,6 +109,11 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._has_backward = True
         return True
 
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As accelerate's: only where gradients are complete."""
+        super().zero_grad(set_to_none)
+        self._has_backward &= not self.gradient_state.sync_gradients
+
     def norm_to_come(self) -> torch.Tensor:
         """The gradients' norm, a 0-dim fp64 tensor on the CPU, which gets its value in the next `step`."""
         self._norm = torch.full((), float("nan"), dtype=torch.float64, device="cpu")
@@ -117,6 +125,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return
         if self._has_backward and closure is None:
             self._has_backward = False
+            self.engine.set_gradient_accumulation_boundary(True)
             self.engine.step()
             self.engine.set_gradient_accumulation_boundary(None)
         else:  # of a backward of the script's own
@@ -142,8 +151,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     `get_state_dict`, `unwrap_model`, `save_model`. Numbers are those of accelerate alone, bit for bit. What `prepare` gives
     back for a model is that model. Models without an optimizer among what was prepared stay in memory.
 
-    Attributes:
-        engines: in the order in which they were made; ``engine`` is the only one.
+    A model whose engine was closed is an ordinary one again.
     """
 
     _models: list[Any]
@@ -168,7 +176,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 f"accelerate counts {self.num_processes} process(es), and {num_processes()} train together, so each would get "
                 "the same data. Without a GPU pass cpu=True (TrainingArguments(use_cpu=True))"
             )
-        self.engines: list[Engine] = []
+        self._engines: list[Engine] = []
         self._made: list[Engine] = []
         self._candidates: list[nn.Module] = []
         steps = self.gradient_accumulation_steps
@@ -204,9 +212,15 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------------ prepare
 
     @property
+    def engines(self) -> list[Engine]:
+        """Those that are open, in the order in which they were made."""
+        return [engine for engine in self._engines if not engine.is_closed]
+
+    @property
     def engine(self) -> Engine | None:
-        """The engine, if there is one and no other."""
-        return self.engines[0] if len(self.engines) == 1 else None
+        """The open engine, if there is one and no other."""
+        found = self.engines
+        return found[0] if len(found) == 1 else None
 
     def engine_of(self, model: Any) -> Engine | None:
         """The engine that holds this very model."""
@@ -295,26 +309,26 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
         ``defers_norms``: whether `clip_grad_norm_` may give a tensor that gets its value in the optimizer's step.
         """
-        self.engines.append(engine)
+        self._engines.append(engine)
         return EngineOptimizer(engine, defers_norms=defers_norms) if engine.optimizer is not None else None
 
     def close(self, engine: Engine) -> None:
         """Close an engine, and forget it."""
-        self.engines.remove(engine)
+        self._engines.remove(engine)
         engine.close()
 
     def free_memory(self, *objects: Any) -> Any:
         """As accelerate's; the engines that `prepare` has made are closed: see `Engine.close`."""
         while self._made:
             engine = self._made.pop()
-            if engine in self.engines:
+            if engine in self._engines:
                 self.close(engine)
         return super().free_memory(*objects)
 
     # ----------------------------------------------------------------------------------------------------------- the loop
 
     def _optimizer(self) -> EngineOptimizer | None:
-        found = [each for each in self._optimizers if isinstance(each, EngineOptimizer)]
+        found = [each for each in self._optimizers if isinstance(each, EngineOptimizer) and not each.engine.is_closed]
         return found[0] if len(found) == 1 else None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -372,6 +386,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's; models and optimizers that engines hold are written by these, streamed, to ``infinity`` in it."""
+        if any(isinstance(each, EngineOptimizer) and each.engine.is_closed for each in self._optimizers):
+            logger.warning("accelerator.save_state: the states of an optimizer went with its engine, and are not saved")
         with self._without_engines():
             return super().save_state(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ require("transformers", "5.22", extra="hf")
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from infinity.config import ConfigSource, load_config
 from infinity.distributed.collectives import num_processes
@@ -33,6 +35,7 @@ from infinity.integrations.engine_files import checkpoint_in, load_engine, save_
 from infinity.integrations.micro_batches import MicroBatches
 from infinity.integrations.settings import Setting, agreed, has_block
 from infinity.optim.lr_schedules import build_scheduler
+from swapper.volumes.publish import Staging, make_directory, remove, rename
 
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
 
@@ -49,7 +52,7 @@ class InfinityTrainerMixin:
     ("auto": where that saves reads and keeps all bits): see `infinity.integrations.micro_batches`.
 
     Attributes:
-        engine: None before it is made.
+        engine: None before it is made. After its ``close()``, the model is as without one.
         step_records: names of attributes that a subclass's ``training_step`` or ``compute_loss`` only adds to (metrics). With
             others that they change, micro-batches go one after the other.
     """
@@ -82,6 +85,11 @@ class InfinityTrainerMixin:
         self._infinity_source = infinity_config
         super().__init__(*args, **kwargs)
 
+    @property
+    def _held_by(self) -> Engine | None:
+        """The engine that holds the model now."""
+        return None if self.engine is None or self.engine.is_closed else self.engine
+
     # -------------------------------------------------------------------------------------------------- before the training
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -110,10 +118,13 @@ class InfinityTrainerMixin:
         Raises:
             InfinityError: as `infinity.initialize`.
         """
-        if isinstance(self.optimizer, EngineOptimizer) and self.optimizer.engine is self.engine:
-            return self.optimizer
-        if self.engine is not None:  # a trial's, or one that only evaluated
-            self.accelerator.close(self.engine)
+        engine = self._held_by
+        if isinstance(self.optimizer, EngineOptimizer):
+            if self.optimizer.engine is engine:
+                return self.optimizer
+            self.optimizer = self.optimizer.engine.client_optimizer  # which `initialize` says begins anew
+        if engine is not None:  # a trial's, or one that only evaluated
+            self.accelerator.close(engine)
         optimizer = None
         if self.infinity_config.optimizer is None or self.optimizer is not None:
             optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
@@ -151,7 +162,7 @@ class InfinityTrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on the engine."""
-        if self.engine is None:
+        if self._held_by is None:
             if self.train_dataset is not None:
                 self.create_optimizer()
             else:
@@ -172,6 +183,8 @@ class InfinityTrainerMixin:
         if resume_from_checkpoint is True:
             directory = Path(self.args.output_dir)
             resume_from_checkpoint = newest_checkpoint(directory) or True
+        if self._held_by is not None:
+            self._held_by.forget_step()  # what an exception has cut off
         if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         together, own = MicroBatches(self, self.step_records), self.__dict__
@@ -182,24 +195,37 @@ class InfinityTrainerMixin:
             del own["get_batch_samples"], own["training_step"]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.engine is None:
+        engine = self._held_by
+        if engine is None:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
-        engine = self.engine
-        directory = output_dir if output_dir is not None else self.args.output_dir
-        own: dict[str, Any] = self.model.__dict__
-        own["save_pretrained"] = lambda *_, **__: None
-        try:  # the configuration of the tokenizer, the arguments, and whatever a subclass writes
-            super()._save(output_dir, state_dict={})  # type: ignore[misc]
-        finally:
-            del own["save_pretrained"]
+        directory = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if self.args.should_save:
+            self._save_rest(directory)
         engine.save_pretrained(directory)
 
+    def _save_rest(self, directory: Path) -> None:
+        """All but weights: the configuration of the tokenizer, the arguments, and whatever a subclass writes."""
+        own: dict[str, Any] = self.model.__dict__
+        own["save_pretrained"] = lambda *_, **__: None
+        try:
+            with Staging(directory, "rest") as staging:
+                aside = staging.path / "rest"
+                super()._save(os.fspath(aside), state_dict={})  # type: ignore[misc]
+                remove(aside / SAFE_WEIGHTS_NAME)  # of no weights, if the model has no save_pretrained
+                for path in [path for path in aside.rglob("*") if path.is_file()]:
+                    place = directory / path.relative_to(aside)
+                    make_directory(place.parent)
+                    rename(path, place)
+        finally:
+            del own["save_pretrained"]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.engine is None:
+        engine = self._held_by
+        if engine is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        save_engine(self.engine, output_dir)
+        save_engine(engine, output_dir)
         if self.lr_scheduler is not None and self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -208,17 +234,18 @@ class InfinityTrainerMixin:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.engine is None or checkpoint is None or not checkpoint_in(checkpoint).exists():
+        engine = self._held_by
+        if engine is None or checkpoint is None or not checkpoint_in(checkpoint).exists():
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        load_engine(self.engine, checkpoint)
+        load_engine(engine, checkpoint)
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if self.engine is not None and checkpoint_in(best).exists():
-            load_engine(self.engine, best, only_module=True)
+        best, engine = self.state.best_model_checkpoint, self._held_by
+        if engine is not None and checkpoint_in(best).exists():
+            load_engine(engine, best, only_module=True)
         else:
             super()._load_best_model()  # type: ignore[misc]
 

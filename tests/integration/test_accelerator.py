@@ -203,6 +203,52 @@ def test_one_training_after_the_other(tmp_path: Path) -> None:
         assert (tmp_path / str(number) / "infinity").is_dir() and not (tmp_path / str(number) / "infinity_1").exists()
 
 
+def test_an_engine_that_the_script_closes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its model is an ordinary one again, to accelerate as well."""
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
+    expected, model = losses_of(accelerator)
+    accelerator.engine.close()
+    assert accelerator.engine is None and accelerator.engine_of(model) is None
+    accelerator.save_model(model, str(tmp_path / "saved"))
+    accelerator.save_state(str(tmp_path / "state"))
+    assert "went with its engine" in caplog.text
+    for folder in ("saved", "state"):
+        saved = network()
+        load_checkpoint_in_model(saved, str(tmp_path / folder))
+        assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
+    found, other = losses_of(accelerator)
+    assert found == expected
+    assert accelerator.engine_of(other) is accelerator.engine
+    accelerator.engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_micro_batches_without_a_backward(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The last one of a step, or all of it: what there is of gradients is the step's."""
+    weights = []
+    for is_ours in (False, True):
+        config = on_nvme(tmp_path / "nvme")
+        if dtype is torch.float16:
+            config["fp16"] = {"enabled": True, "initial_scale_power": 4}
+        more = {"infinity_config": config} if is_ours else {}
+        accelerator = (InfinityAccelerator if is_ours else Accelerator)(gradient_accumulation_steps=2, **more)
+        model = network()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for index, batch in enumerate(torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(1))):
+            with accelerator.accumulate(model):
+                loss = model(batch.to(dtype if is_ours else torch.float32)).float().square().mean()
+                if index not in (1, 4, 5):
+                    accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(model.state_dict())
+    if dtype is torch.float32:
+        assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+    else:
+        assert accelerator.engine.global_steps == 3 and accelerator.engine.skipped_steps == 0
+    accelerator.engine.close()
+
+
 def test_a_step_that_overflows(tmp_path: Path) -> None:
     """It is reported as skipped, and neither weights nor the scheduler move."""
     accelerator = InfinityAccelerator(

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import infinity
+from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
 from tests.stand_in import models, trainer_script
@@ -185,6 +187,90 @@ def test_evaluation_before_and_without_training(tmp_path: Path) -> None:
     trainers[0].train()
     for trainer in trainers:
         trainer.engine.close()
+
+
+class Plain(nn.Module):
+    """A model that is none of transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        scores = self.head(self.embedding(input_ids[:, :-1]))
+        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), input_ids[:, 1:].flatten())}
+
+
+def test_a_save_that_fails_leaves_the_weights_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "plain", tmp_path / "ours"]
+    for folder, config in zip(folders, (None, on_nvme(tmp_path / "nvme")), strict=True):
+        trainer = trained(tmp_path, config, Plain(), prediction_loss_only=True)
+        trainer.save_model(str(folder))
+    assert {path.name for path in folders[1].iterdir()} == {path.name for path in folders[0].iterdir()}
+    assert_same_weights(*(folder / "model.safetensors" for folder in folders))
+    found = (folders[1] / "model.safetensors").read_bytes()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(Engine, "save_pretrained", fail)
+    with pytest.raises(OSError):
+        trainer.save_model(str(folders[1]))
+    assert (folders[1] / "model.safetensors").read_bytes() == found
+    trainer.engine.close()
+
+
+def test_a_training_after_one_that_was_cut_off(tmp_path: Path) -> None:
+    """In the backward of its third step, as by Ctrl-C in a notebook."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def fail_in_backward(layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    class Failing(TrainerCallback):
+        def on_step_begin(self, _: Any, state: Any, *__: Any, model: Any, **___: Any) -> None:
+            if state.global_step == 2:
+                self.handle = model.model.layers[0].mlp.register_forward_hook(fail_in_backward)
+
+    found = []
+    for config in (None, on_nvme(tmp_path / "nvme")):
+        kind: Any = Trainer if config is None else InfinityTrainer
+        more = {} if config is None else {"infinity_config": config}
+        failing = Failing()
+        trainer = kind(models.llama(), arguments(tmp_path), train_dataset=rows(16, 32), callbacks=[failing], **more)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        failing.handle.remove()
+        trainer.remove_callback(failing)
+        trainer.train()
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        found.append((log_of(trainer.state.log_history), weights))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    trainer.engine.close()
+
+
+def test_after_the_engine_was_closed(tmp_path: Path) -> None:
+    """The model is saved as an ordinary one, and trained once more."""
+    found = []
+    for config in (None, on_nvme(tmp_path / "nvme")):
+        trainer = trained(tmp_path, config, models.llama(), optim="sgd")
+        if config is not None:
+            trainer.engine.close()
+        trainer.save_model(str(tmp_path / "first"))
+        weights = load_file(tmp_path / "first" / "model.safetensors")
+        trainer.train()
+        values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        found.append((weights, values, trainer.evaluate()["eval_loss"], log_of(trainer.state.log_history)))
+    for first, second in zip(found[0][:2], found[1][:2], strict=True):
+        assert first.keys() == second.keys() and all(torch.equal(second[name], value) for name, value in first.items())
+    assert found[0][2:] == found[1][2:]
+    trainer.engine.close()
 
 
 @pytest.mark.parametrize(
