@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,21 @@ def test_old_and_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises(LibraryVersionError, match="no-such-thing is not installed"):
         require("no-such-thing", "1", extra="hf")
+
+
+def test_an_extra_brings_what_the_integrations_require() -> None:
+    """Else the error's advice, to install the extra, would change nothing."""
+    root = Path(__file__).resolve().parents[3]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    required = {
+        found
+        for path in (root / "infinity" / "integrations").glob("*.py")
+        for found in re.findall(r'^require\("([\w-]+)", "([\d.]+)", extra="(\w+)"\)$', path.read_text(), re.MULTILINE)
+    }
+    assert {library for library, _, _ in required} >= {"transformers", "accelerate", "lightning"}
+    for library, least, extra in required:
+        brought_by = "lightning" if library == "pytorch-lightning" else library  # which depends on it
+        assert f"{brought_by}>={least}" in extras[extra]
 
 
 def test_infinity_alone_imports_none_of_them() -> None:
