@@ -13,7 +13,7 @@ import torch._dynamo  # which optimizers import at their first use: once here, n
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.nn.functional import mse_loss
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 import infinity
 from infinity.compat.process_counts import check_accelerate
@@ -135,23 +135,27 @@ def test_accelerate(stage: int, tmp_path: Path) -> None:
     _run(train, tmp_path)
 
 
+def _arguments(directory: Path) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(directory / "out"),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        save_steps=2,
+        max_grad_norm=0.5,
+        lr_scheduler_type="constant",
+        learning_rate=0.01,
+        weight_decay=0.0,
+        optim="adamw_torch_fused",
+        disable_tqdm=True,
+        report_to=[],
+    )
+
+
 def test_the_trainer(tmp_path: Path) -> None:
     def train(rank: int) -> None:
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / "out"),
-            use_cpu=True,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=3,
-            save_steps=2,
-            max_grad_norm=0.5,
-            lr_scheduler_type="constant",
-            learning_rate=0.01,
-            weight_decay=0.0,
-            optim="adamw_torch_fused",
-            disable_tqdm=True,
-            report_to=[],
-        )
+        arguments = _arguments(tmp_path)
         weights: list[dict[str, torch.Tensor]] = []
         for resumes in (False, True):
             model = _Model()
@@ -167,6 +171,58 @@ def test_the_trainer(tmp_path: Path) -> None:
             if not resumes:
                 _require_equal_to_the_engine(tmp_path, model.got, weights[0], norm)
             infinity.comm.barrier()
+        for name, value in weights[0].items():
+            assert torch.equal(weights[1][name], value), name
+
+    _run(train, tmp_path)
+
+
+class _Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": mse_loss(self.head(x), labels)}
+
+
+class _Schedules(TrainerCallback):
+    """Writes down in which order each step went, and why."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.found: list[tuple[str, str]] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        report = self.trainer.engine.report
+        self.found.append((report.schedule, report.schedule_reason))
+
+
+def test_the_trainers_micro_batches_go_vertically_with_the_same_bits(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        weights: list[dict[str, torch.Tensor]] = []
+        for schedule in ("ordinary", "vertical"):
+            schedules = _Schedules()
+            config = _config(tmp_path, infinity={"progress_bars": False, "schedule": schedule})
+            trainer = InfinityTrainer(
+                model=_Deep(),
+                args=_arguments(tmp_path),
+                train_dataset=_data(),
+                infinity_config=config,
+                callbacks=[schedules],
+            )
+            schedules.trainer = trainer
+            trainer.train()
+            assert [found for found, _ in schedules.found] == [schedule] * 3, schedules.found
+            assert trainer.engine is not None
+            weights.append({name: value.clone() for name, value in trainer.engine.module.state_dict().items()})
+            trainer.engine.close()
         for name, value in weights[0].items():
             assert torch.equal(weights[1][name], value), name
 
