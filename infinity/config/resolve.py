@@ -77,6 +77,8 @@ def resolve(
     book.note("gradient_clipping", root.gradient_clipping, default="default, as in DeepSpeed since 0.19")
     compute_dtype, loss_scaling = resolve_precision(root)
     book.note("bf16.enabled", root.bf16.enabled)
+    if _checks_as_deepspeed(root):
+        book.decide("bf16.check_grad_overflow", True, "with clipping in stages 1 and 2, as in DeepSpeed")
     book.note("fp16.enabled", root.fp16.enabled)
     check_ranks(root, world_size)
     _check_update(root, world_size)
@@ -177,7 +179,14 @@ class _Book:
 
 def _checks_overflow(root: RootBlock) -> bool:
     """Whether a step whose gradients are not finite is skipped."""
-    return scales_loss(root) or (root.bf16.enabled and root.bf16.check_grad_overflow)
+    is_asked = root.bf16.enabled and bool(root.bf16.check_grad_overflow)
+    return scales_loss(root) or is_asked or _checks_as_deepspeed(root)
+
+
+def _checks_as_deepspeed(root: RootBlock) -> bool:
+    """Whether bf16's check was left out, where DeepSpeed makes it and all gradients are waited for anyway."""
+    is_left_out = root.bf16.enabled and root.bf16.check_grad_overflow is None
+    return is_left_out and zero_stage(root) in (1, 2) and root.gradient_clipping > 0
 
 
 def _needs_all_gradients(root: RootBlock, world_size: int) -> tuple[str, str] | None:

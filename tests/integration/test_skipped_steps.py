@@ -172,9 +172,19 @@ def _spoil(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:the loss of step:infinity.errors.NonFiniteLossWarning")
-@pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_bf16_skips_if_the_config_says_so(clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"bf16": {"enabled": True, "check_grad_overflow": True}, "gradient_clipping": clipping}
+@pytest.mark.parametrize(
+    ("block", "stage", "clipping"),
+    [({"check_grad_overflow": True}, 3, 0.0), ({"check_grad_overflow": True}, 3, 1.0), ({}, 2, 1.0)],
+    ids=["asked", "asked_with_clipping", "as_in_deepspeed"],
+)
+def test_bf16_skips_where_the_config_says_so_or_deepspeed_does(
+    block: dict[str, Any], stage: int, clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "bf16": {"enabled": True, **block},
+        "gradient_clipping": clipping,
+        "zero_optimization": {"stage": stage},
+    }
     plain_batch = Lockstep.batch
     monkeypatch.setattr(
         Lockstep,

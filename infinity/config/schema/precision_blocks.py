@@ -67,8 +67,9 @@ class Bf16Block(Block):
 
     enabled: Flag = False
     """Train in bf16, with exact fp32 main weights and fp32 gradient accumulation."""
-    check_grad_overflow: Flag = False
-    """A step whose gradients are not finite is skipped."""
+    check_grad_overflow: Flag | None = None
+    """A step whose gradients are not finite is skipped. `"auto"`: with `gradient_clipping` in ZeRO's stages 1 and 2, as
+    DeepSpeed does by default; its stage 3 never looks, and without clipping no update waits for all gradients."""
     immediate_grad_update: Annotated[
         Flag, NoEffect("no effect: main gradients are always accumulated in fp32 as they arrive")
     ] = True

@@ -87,7 +87,35 @@ def test_what_contradicts_is_refused() -> None:
         _load({"enabled": True, "min_loss_scale": 100000})
 
 
-def test_bf16_checks_for_overflow_only_if_asked() -> None:
+@pytest.mark.parametrize(
+    ("zero", "clipping", "given", "expected"),
+    [
+        ({"stage": 1}, 1.0, None, True),
+        ({"stage": 2}, 0.5, "auto", True),
+        ({"stage": 2}, 1.0, False, False),
+        ({"stage": 2}, 0, None, False),  # no update waits for all gradients
+        ({"stage": 0}, 1.0, None, False),
+        ({"stage": 3}, 1.0, None, False),
+        (None, 1.0, None, False),
+        ({"stage": 3}, 1.0, True, True),
+    ],
+)
+def test_bf16_checks_for_overflow_where_deepspeed_does(
+    zero: dict[str, Any] | None, clipping: float, given: object, expected: bool
+) -> None:
+    block = {"enabled": True, "check_grad_overflow": given}
+    config = load_config({**_BASE, "gradient_clipping": clipping, "zero_optimization": zero, "bf16": block})
+    assert config.checks_overflow is expected
+    assert config.infinity.update == ("deferred" if clipping else "in_backward")
+    decided = {each.key: each.value for each in config.decisions}
+    assert (decided.get("bf16.check_grad_overflow") is True) == (expected and given is not True)
+
+
+def test_bf16_off_checks_nothing() -> None:
+    assert not load_config({**_BASE, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}).checks_overflow
+
+
+def test_bf16_checks_without_clipping_only_if_asked() -> None:
     plain = load_config({**_BASE, "bf16": {"enabled": True}})
     assert (plain.checks_overflow, plain.infinity.update) == (False, "in_backward")
     asked = load_config({**_BASE, "bf16": {"enabled": True, "check_grad_overflow": True}})
