@@ -43,8 +43,7 @@ def _effective(path: str, block: type[Block]) -> list[str]:
     for name, field in block.model_fields.items():
         if has_effect(field) and child_block(field.annotation) is None:
             text = texts.get(name, "")
-            facts = kind_of(field) if name != "nvme_path" else "a path, an object, or a list of those"
-            items.append(_item(f"`{name}` ({facts}; {default_of(field, text)}). {text}"))
+            items.append(_item(f"`{name}` ({kind_of(field)}; {default_of(field, text)}). {text}"))
     return items
 
 
@@ -93,7 +92,10 @@ def reference() -> str:
     ]
     parts += ["### Older and other spellings\n", "\n".join(renamed) + "\n"]
     parts += ["### Refused when switched on\n", "\n".join(_grouped(Refused)) + "\n"]
-    parts += ["### Accepted without effect\n", "\n".join(_grouped(NoEffect)) + "\n"]
+    both = (
+        "What stands here of `zero_optimization.offload_param` holds for `zero_optimization.offload_optimizer` as well."
+    )
+    parts += ["### Accepted without effect\n", f"{both}\n", "\n".join(_grouped(NoEffect)) + "\n"]
     return "\n".join(parts)
 
 

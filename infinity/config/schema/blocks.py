@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.schema.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
 from infinity.config.schema.directories import NamedDirectory, parse_directories
-from infinity.config.schema.offload_blocks import AioBlock, ZeroBlock
+from infinity.config.schema.offload_blocks import EXACT_EXCHANGE, AioBlock, ZeroBlock
 from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block
 from infinity.config.schema.quantities import (
     parse_bytes,
@@ -29,7 +29,10 @@ from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
-_PROCESSES = "no effect: it concerns how processes share the computing of a model, and here each computes all of it"
+_PROCESSES = (
+    "no effect: it tunes how DeepSpeed's processes communicate and share the computing of a model, and here they do so in "
+    "other ways"
+)
 _TORCH_CHECKPOINT = (
     "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
@@ -70,7 +73,8 @@ class OptimizerBlock(Block):
     type: str
     """Name of the optimizer. With an optimizer passed to `initialize` the block is not needed."""
     params: Untyped = None
-    """Its arguments, by the names that torch gives them; a wrong name is an error."""
+    """Its arguments, by the names that torch gives them; a wrong name is an error. As in DeepSpeed, `"Adam"` is AdamW unless
+    `"adam_w_mode": false`, and its `weight_decay` is 0 unless given (`"torch_adam": true`: torch's default)."""
     legacy_fusion: Annotated[Flag, NoEffect(_ANY_OPTIMIZER, silent=(False,))] = False
 
 
@@ -137,7 +141,8 @@ class InfinityBlock(Block):
     """How fp32 main weights are kept beside bf16 weights: `"remainder"` stores the 16 bits that a bf16 weight lacks,
     `"fp32"` all 32. `"auto"`: `"remainder"` with bf16."""
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of gradients that wait for their update. `"auto"` loses nothing; `"bf16"` rounds sums of several micro-batches."""
+    """Of gradients that wait for their update. `"auto"` loses nothing; `"bf16"` rounds sums of several micro-batches,
+    and is an error where several processes train together."""
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Of the optimizer's states where they rest: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
     scale for every 256) are smaller and change the numbers a little, see [Smaller states](#smaller-states)."""
@@ -356,9 +361,9 @@ class RootBlock(Block):
     zero_optimization: ZeroBlock = ZeroBlock()
     aio: AioBlock = AioBlock()
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = None
-    """Log a line every so many steps."""
+    """Log a line (level INFO) every so many steps."""
     wall_clock_breakdown: Flag = False
-    """Log a line for each step that says where its time went."""
+    """Log a line (level INFO) for each step that says where its time went."""
     dataloader_drop_last: Flag = False
     """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
     tensorboard: TensorBoardBlock = TensorBoardBlock()
@@ -408,7 +413,7 @@ class RootBlock(Block):
     datastates_ckpt: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
     zero_allow_untested_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = True
     zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = False
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(_PROCESSES, silent=("mean",))] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(EXACT_EXCHANGE, silent=("mean",))] = "mean"
     sparse_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     cuda_visible_devices: Annotated[
         Any, NoEffect("no effect: set the environment variable CUDA_VISIBLE_DEVICES before Python starts")
@@ -418,7 +423,7 @@ class RootBlock(Block):
     )
     prescale_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     gradient_predivide_factor: Annotated[Number, NoEffect(_PROCESSES, silent=(1.0,))] = 1.0
-    communication_data_type: Annotated[str, NoEffect(_PROCESSES)] = "fp32"
+    communication_data_type: Annotated[str, NoEffect(EXACT_EXCHANGE)] = "fp32"
     seq_parallel_communication_data_type: Annotated[str, NoEffect(_PROCESSES)] = "fp32"
     fp32_allreduce: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     disable_allgather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False

@@ -12,6 +12,10 @@ from infinity.config.schema.directories import NamedDirectory, parse_directories
 from infinity.config.schema.quantities import parse_bytes, parse_choice, parse_count
 
 _PROCESSES = "no effect: it tunes how DeepSpeed's processes communicate, and here they do so in other ways"
+EXACT_EXCHANGE = (
+    "no effect: one process exchanges nothing. Several average gradients in fp32 and round nothing that they exchange: there "
+    "it is an error to ask for anything else"
+)
 _REPLICATED = (
     "no effect: weights and states are divided among all processes that have the same part of the model, and not kept once "
     "more in each group of them: the same numbers, from less space"
@@ -71,7 +75,8 @@ class ZeroBlock(Block):
 
     stage: Annotated[Count, Field(le=3)] = 3
     """What several processes divide among them: from 1 on main weights, optimizer states and their updates; with 3
-    also model weights. The numbers are the same with all of them, and one process takes it as 3."""
+    also model weights. The numbers are the same with all of them (but see `bf16.check_grad_overflow`), and one process takes
+    it as 3. Without the block `zero_optimization` it is 0, as in DeepSpeed."""
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 
@@ -116,9 +121,9 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[Flag, NoEffect(_DEBUGGING, silent=(False,))] = False
     save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect(_RESIDENCY, silent=(False,))] = False
 
-    zero_quantized_weights: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    zero_quantized_weights: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, Refused(_QUANTIZED, "Set it to false")] = False
-    zero_quantized_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
+    zero_quantized_gradients: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
     zeropp_loco_param: Annotated[Untyped, NoEffect(_PROCESSES)] = None
     zenflow: Annotated[
         Untyped,

@@ -9,14 +9,14 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from infinity.config.schema import quantities
+from infinity.config.schema import directories, quantities
 from infinity.config.schema.block import Block, NoEffect, Refused
 from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.vocabulary import child_block
@@ -28,9 +28,10 @@ _KINDS = {
     quantities.parse_number: "a number",
     quantities.parse_names: "a text or a list of texts",
     quantities.parse_path: "a path",
+    directories.parse_directories: "a path, an object, or a list of those",
 }
 _TYPES = {bool: "`true` or `false`", dict: "an object", str: "a text", int: "a whole number", float: "a number"}
-_BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
+_LEAST, _MOST = {"gt": "more than", "ge": "at least"}, {"lt": "less than", "le": "at most"}
 
 
 def texts_of(block: type[Block]) -> dict[str, str]:
@@ -110,16 +111,18 @@ def kind_of(field: FieldInfo) -> str:
     readers = [part.func for part in parts if isinstance(part, BeforeValidator)]
     kind = next((_KINDS[reader] for reader in readers if reader in _KINDS), None)
     kind = kind or next((_TYPES[part] for part in parts if part in _TYPES), "a value")
-    bounds: list[str] = []
-    for part in parts:
-        for item in getattr(part, "metadata", None) or [part]:
-            for sign, words in _BOUNDS.items():
-                limit = getattr(item, sign, None)
-                if isinstance(limit, int | float) and f"{words} {limit:g}" not in bounds:
-                    bounds.append(f"{words} {limit:g}")
-    if "more than 0" in bounds and "at least 0" in bounds:
-        bounds.remove("at least 0")
+    items = [item for part in parts for item in getattr(part, "metadata", None) or [part]]
+    bounds = [*_limits(items, _LEAST)[-1:], *_limits(items, _MOST)[:1]]
     return f"{kind}{', ' if bounds else ''}{' and '.join(bounds)}"
+
+
+def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
+    """In words, the smallest first; of two at one number "more than" is the larger, and "less than" the smaller."""
+    found = [
+        (getattr(item, sign, None), sign in ("gt", "le"), words) for item in items for sign, words in signs.items()
+    ]
+    given = sorted(each for each in found if isinstance(each[0], int | float))
+    return [f"{words} {limit:g}" for limit, _, words in given]
 
 
 def default_of(field: FieldInfo, text: str) -> str:
