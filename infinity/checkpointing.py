@@ -1,6 +1,6 @@
 """DeepSpeed's module ``checkpointing``: activation checkpointing as scripts call it, by torch's own.
 
-There is one process, so nothing is partitioned between several; `configure` checks and keeps what it is given all the same.
+Activations are not divided among processes; `configure` checks and keeps what it is given about that all the same.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def configure(
     """Say how `checkpoint` works from now on. What is not given is taken from ``deepspeed_config``, or off.
 
     Args:
-        mpu_: taken without effect: there is one process.
+        mpu_: taken without effect: activations are not divided among processes.
         deepspeed_config: a config as `infinity.load_config` takes it; its block ``activation_checkpointing`` counts.
         partition_activations, contiguous_checkpointing, num_checkpoints: checked, without effect: they divide activations
             between processes.
@@ -269,7 +269,7 @@ def is_configured() -> bool:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Taken without effect: there is one process."""
+    """Taken without effect: activations are not divided among processes."""
     _configuration.set(_changed(partition_activations=partition_activation))
 
 

@@ -88,7 +88,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """As `safe_get_full_fp32_param`, 1-D: the part of the one process is the whole."""
+    """As `safe_get_full_fp32_param`, 1-D: the whole on every rank, where DeepSpeed gives the rank's share."""
     found = safe_get_full_fp32_param(param) if param.requires_grad else None
     return None if found is None else found.flatten()
 
@@ -103,7 +103,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """As `safe_get_full_optimizer_state`, 1-D."""
+    """As `safe_get_full_optimizer_state`, 1-D, on every rank."""
     found = safe_get_full_optimizer_state(param, optim_state_key)
     return None if found is None else found.flatten()
 

@@ -10,25 +10,28 @@ _ENGINE = "It is a part of DeepSpeed's engine. The nearest there is: infinity.En
 _OPTIMIZER = "It is a part of DeepSpeed's engine. The nearest there is: the optimizer that initialize returns"
 _CUT = "A model need not be cut into stages: pass it to initialize as it is, and use engine.train_batch"
 _EVALUATES = "Without an optimizer, initialize gives an engine that evaluates: engine(...), engine.generate(...)"
-_ONE = "There is one process. The nearest there is: comm, where every exchange is with itself"
-_TENSORS = "There is one process: a layer that is too large for the device is paged, see zero.TiledLinear"
-_LONG = "There is one process: activation checkpointing keeps long sequences small, see checkpointing"
+_MESSAGES = "comm has what a whole group does together. The nearest there is: torch.distributed"
+_TENSORS = (
+    "Layers are divided by the script, which says so by mpu= or mesh_param= of initialize. One that is too large for the device "
+    "is paged, see zero.TiledLinear"
+)
+_LONG = "Sequences are not divided among processes. Activation checkpointing keeps long ones small, see checkpointing"
 _FLOPS = "The nearest there is: profiling.flops_profiler.FlopsProfiler, whose count_of(module) has both"
 _FILES = "engine.save_checkpoint, load_checkpoint and save_16bit_model need no conversion"
 _CONFIG = "The nearest there is: infinity.load_config, which gives the whole config, checked"
 _LAYER = "There is no such kernel. The nearest there is: torch.nn.TransformerEncoderLayer"
 _LOADER = "The nearest there is: engine.deepspeed_io, or training_data= of initialize"
-_MUON = "There is no Muon of DeepSpeed's. The nearest there is: torch.optim.Muon, passed to initialize"
+_MUON = "Muon orthogonalizes whole matrices, and is refused. The nearest there is: AdamW, or Lamb"
 _BYTES = "The nearest there is: the package swapper, which moves bytes between memory and drives"
 _COMPILE = "The nearest there is: engine.compile, block by block"
 _GENERATES = "engine.generate works on the engine that trains"
 _FRAGMENT = (
     "A main weight is no fragment of a flat tensor. The nearest there is: utils.safe_get_full_fp32_param and its kin"
 )
-_REPORT = (
-    "Nothing is exchanged with others. The nearest there is: engine.report, which has the time and bytes of each step"
+_REPORT = "Exchanges are not counted. The nearest there is: engine.report, which has the time and bytes of each step"
+_GROUPS = (
+    "Groups are those of mpu= or mesh_param= of initialize. The nearest there is: utils.groups.get_data_parallel_group"
 )
-_GROUPS = "There is one process. The nearest there is: utils.groups.get_data_parallel_group"
 
 REFUSED = {
     "autotuning": "The engine plans for the machine by itself, and print(engine.plan) shows what",
@@ -36,17 +39,17 @@ REFUSED = {
     "compile": _COMPILE,
     "compression": "Compress the model before initialize, or after engine.close(restore_weights=True)",
     "datastates": _FILES,
-    "elasticity": "There is one process; a checkpoint loads under every config",
+    "elasticity": "A checkpoint loads with any number of processes, and under every config",
     "hybrid_engine": _GENERATES,
     "inference": _EVALUATES,
     "io": _BYTES,
-    "launcher": "Start the script with python",
+    "launcher": "infinity launch starts torchrun on the hosts of a hostfile",
     "linear": "The nearest there is: PEFT's LoRA, whose frozen weights are paged",
     "model_implementations": _EVALUATES,
     "module_inject": _EVALUATES,
     "moe": "Experts in a ModuleList need no layer of its own: only those that a batch goes to are read",
     "monitor": "The nearest there is: engine.monitor, which writes where the config says",
-    "nvme": "The nearest there is: python tools/profile_io.py, which measures the drives",
+    "nvme": "The nearest there is: infinity profile, which measures the drives",
     "ops.aio": _BYTES,
     "ops.deepspeed4science": _LAYER,
     "ops.fp_quantizer": 'The nearest there is: "infinity": {"state_dtype": "bf16"} of the config',
@@ -70,7 +73,7 @@ REFUSED = {
     "runtime.tensor_parallel": _TENSORS,
     "runtime.zenflow": _OPTIMIZER,
     "runtime.zero.linear": "The nearest there is: torch.nn.functional.linear, on paged weights",
-    "runtime.zero.mics": _ONE,
+    "runtime.zero.mics": "States are divided among all processes, not within groups of them. The nearest there is: zero.Init",
     "runtime.zero.parameter_offload": _ENGINE,
     "sequence": _LONG,
     "tensor_parallel": _TENSORS,
@@ -100,17 +103,17 @@ REFUSED = {
     "accelerator": "The nearest there is: accelerator.get_accelerator",
     "checkpointing": "Activations are not divided between processes. The nearest there is: checkpointing.checkpoint",
     "comm": _REPORT,
-    "comm.P2POp": _ONE,
+    "comm.P2POp": _MESSAGES,
     "comm.ProcessGroup": "The nearest there is: comm.new_group",
-    "comm.batch_isend_irecv": _ONE,
+    "comm.batch_isend_irecv": _MESSAGES,
     "comm.configure": _REPORT,
-    "comm.enable_symm_mem_for_group": _ONE,
+    "comm.enable_symm_mem_for_group": _MESSAGES,
     "comm.initialize_mesh_device": "The nearest there is: torch.distributed.init_device_mesh",
-    "comm.irecv": _ONE,
-    "comm.isend": _ONE,
+    "comm.irecv": _MESSAGES,
+    "comm.isend": _MESSAGES,
     "comm.mpi_discovery": "The nearest there is: comm.init_distributed",
-    "comm.recv": _ONE,
-    "comm.send": _ONE,
+    "comm.recv": _MESSAGES,
+    "comm.send": _MESSAGES,
     "ops.adam": "The nearest there is: ops.adam.DeepSpeedCPUAdam",
     "runtime.base_optimizer": _OPTIMIZER,
     "runtime.config": _CONFIG,
@@ -144,7 +147,8 @@ REFUSED = {
 
 _FOR_NOTHING = "taken without effect: nothing has to be told"
 _ON_CPU = "copies are on the CPU"
-_LOCAL = "the part of the one process: the whole, 1-D, on the CPU"
+_LOCAL = "the whole on every rank, 1-D, on the CPU, where DeepSpeed gives the rank's share"
+_SETS_ALL = "takes the whole on every rank, where DeepSpeed takes the rank's share"
 _TORCHS = "makes an optimizer of torch's, which is what the config means by that name"
 _LEAF = "marks are kept, and mean nothing: what is called in another order is fetched all the same"
 
@@ -185,6 +189,9 @@ DIFFERS = {
     "safe_get_local_fp32_param": _LOCAL,
     "safe_get_local_grad": _LOCAL,
     "safe_get_local_optimizer_state": _LOCAL,
+    "safe_set_local_fp32_param": _SETS_ALL,
+    "safe_set_local_grad": _SETS_ALL,
+    "safe_set_local_optimizer_state": _SETS_ALL,
     "see_memory_usage": "says it in other words",
     "set_z3_leaf_module": _LEAF,
     "set_z3_leaf_modules": _LEAF,

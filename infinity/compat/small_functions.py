@@ -61,7 +61,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
         parameters: a tensor, or several.
         max_norm: largest norm.
         norm_type: of which kind.
-        mpu: taken without effect: there is one process.
+        mpu: taken without effect: the norm is of what this process has.
 
     Returns:
         The norm before.

@@ -298,7 +298,7 @@ def _check(arguments: Any) -> None:
     """Raise if the Trainer is to do what the engine does, or cannot be done with it."""
     refused = {
         "deepspeed": "the config goes to infinity_config=",
-        "fsdp": "there is one process",
+        "fsdp": "with several processes, zero_optimization.stage of the config divides weights and states",
         "torch_compile": "compile the model's blocks one by one",
         "auto_find_batch_size": "set per_device_train_batch_size",
         "bf16_full_eval": 'put "bf16": {"enabled": true} into the config',

@@ -70,8 +70,8 @@ class Init:
             dtype: torch's default dtype inside the block. None: it stays what it is, so that weights get the bits that they
                 have without `Init`, in any precision of the config (DeepSpeed takes the config's).
             data_parallel_group, mem_efficient_linear, pin_memory, mpu, zero_param_parallel_group, zero_quantized_weights,
-                sequence_data_parallel_group, param_swapper: taken as DeepSpeed takes them; with one process they mean
-                nothing.
+                sequence_data_parallel_group, param_swapper: taken as DeepSpeed takes them, without effect: each process
+                builds the whole model.
             zero_quantized_nontrainable_weights: False; weights are never quantized.
 
         Raises:
@@ -107,7 +107,7 @@ class Init:
         }
         named = [name for name, value in without_effect.items() if value]
         if named:
-            logger.info("zero.Init: without effect in one process: %s", ", ".join(named))
+            logger.info("zero.Init: without effect: %s", ", ".join(named))
         self._tensors = _tensors_for(config if config is not None else config_dict_or_path, remote_device)
         if module is not None:
             self._move_all(module)

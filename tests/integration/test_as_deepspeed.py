@@ -115,10 +115,11 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             ("from deepspeed.zero import GatheredParams", "The nearest there is: "),
             ("from deepspeed.utils import FusedAdam", "It is in ops.adam"),
             ("deepspeed.runtime.engine.DeepSpedEngine", "runtime.engine.DeepSpeedEngine"),
-            ("deepspeed.tp_model_init", "There is one process"),
+            ("deepspeed.tp_model_init", "mesh_param= of initialize"),
             ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "that initialize returns"),
             ("from deepspeed.runtime.utils import CheckOverflow", "optimizer.overflow"),
-            ("from deepspeed.comm import irecv", "There is one process"),
+            ("from deepspeed.comm import irecv", "torch.distributed"),
+            ("from deepspeed import set_optimizer_flags", "AdamW, or Lamb"),
         ):
             try:
                 exec(statement)
