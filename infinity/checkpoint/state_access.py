@@ -24,7 +24,6 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.threads.interrupts import surely
 from infinity.tiers.state_store import Lease, StateStore
-from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece, Slot, round_up
@@ -60,12 +59,11 @@ class StateAccess:
         states: dict[tuple[int, int], ParameterState],
         chunks: Sequence[Sequence[Chunk]],
         record_format: ChunkFormat,
-        copies: UserCopies,
         exchange: WeightExchange,
     ) -> None:
         """
         Args:
-            module_hooks, pager, records, weights, states, copies: whom it works with.
+            module_hooks, pager, records, weights, states: whom it works with.
             chunks: of each unit, those whose records this process keeps.
             record_format: of the records.
             exchange: brings what the records of other ranks hold, and the weights that follow from it. All ranks make the
@@ -78,7 +76,7 @@ class StateAccess:
         self._weights = weights
         self._states = states
         self._chunks = chunks
-        self.copies = copies
+        self.copies = pager.copies
         """Makes what is given out."""
         self.stream = RecordStream(records, weights, states, chunks)
         """All of a unit in one pass."""
@@ -469,6 +467,7 @@ class StateAccess:
 
         def give_back() -> None:
             for unit, values in zip(units, copies, strict=True):
+                unit.unbind()  # it may be gathered
                 for slot, parameter, value in zip(unit.layout.slots, unit.parameters, values, strict=True):
                     let_go([parameter])
                     parameter.data = value
@@ -543,6 +542,8 @@ class StateAccess:
             for gathered in gathering:
                 rest.callback(gathered.unit.let_go_of, gathered)
             for gathered in gathering:
+                if gathered.unit.flat is None:
+                    continue  # it went with the engine
                 if self._store_since(gathered):
                     self.note_updated(gathered.unit)  # whoever else has gathered it
                 gathered.unit.accept_changes()

@@ -14,7 +14,7 @@ import torch
 from infinity.errors import StorageError
 from infinity.torch_internals.foreign_writes import plain_address, plain_storage
 from infinity.torch_internals.modes import outside_modes
-from infinity.torch_internals.names import num_holders
+from infinity.torch_internals.names import num_owners
 from swapper.errors import VolumeError, VolumeTooSmallError
 from swapper.volumes import mapped_memory
 from swapper.volumes.mapped_memory import MappedMemory
@@ -72,7 +72,7 @@ class DriveTensors:
             return True
         storage = plain_storage(tensor)
         # What NumPy, a file or another process has made is not resizable: others may look at it uncounted.
-        if not storage.resizable() or num_holders(storage) > 1:
+        if not storage.resizable() or num_owners(storage) > 2:
             return False
         made = self.like(tensor)
         source, place = _bytes_of(tensor), _bytes_of(made)

@@ -196,7 +196,7 @@ def build(
     recomputed = RecomputedForward if config.infinity.activation_checkpointing else None
     module_hooks = ModuleHooks(model, units, blocks, recomputed)
     access = StateAccess(
-        module_hooks, pager, storage.records, storage.weights, states, chunks, request.record_format, copies, exchange
+        module_hooks, pager, storage.records, storage.weights, states, chunks, request.record_format, exchange
     )
     before_writes = durable.settle if durable is not None else lambda: None
     upper.writer.connect(WrittenWeights(access, before_writes))

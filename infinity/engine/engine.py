@@ -178,6 +178,7 @@ class Engine(Relayout):
             LateGradientError: a parameter got a gradient after its update had begun.
         """
         self._check_usable()
+        self._forget_cut_off_forward()
         self._check_optimizer("engine.backward()")
         self._guard.check_backward(loss)
         self._paged.settle_states()
@@ -391,6 +392,7 @@ class Engine(Relayout):
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()
+        self._forget_cut_off_forward()
         is_durable = self._parts.durable is not None
         if not self._is_in_step and (is_durable or self._stepper.scaler.is_active) and not self._has_gradients():
             return  # a batch was skipped: as in torch nothing is updated, so there is nothing to commit, nor to scale
@@ -565,6 +567,11 @@ class Engine(Relayout):
         """As `reset`, unless weights have been updated already: then the next call raises."""
         if not self.is_closed and not self._stepper.is_between_steps:
             self.reset()
+
+    def _forget_cut_off_forward(self) -> None:
+        """A KeyboardInterrupt in a module below the model may have left one that seems to go on: see `forward`."""
+        if self._pager.is_in_forward and not self._parts.module_hooks.are_running():
+            self._abandon_forward()
 
     def _abandon_forward(self) -> None:
         self._parts.module_hooks.forget_calls()

@@ -104,7 +104,16 @@ class Relayout(CheckpointCalls):
                 cure="Put it into a group before infinity.initialize, be it frozen",
             )
         members = {id(member) for member in parts.template.params()}
+        present = parts.module_hooks.parameters_now()
         for member in parts.template.known():
+            is_gone = id(member) not in present and parts.module_hooks.holds(member)
+            if is_gone and parts.access.has_place(member):
+                raise UnpreparedParameterError(
+                    parts.template.fqn(member),
+                    "was taken out of the model, and its states would be lost while groups get new parameters",
+                    cure="Leave it in the model, frozen and as an attribute of any module, or take it out after "
+                    "engine.close() and call infinity.initialize anew",
+                )
             if id(member) not in members and parts.module_hooks.holds(member) and parts.access.has_state(member):
                 raise UnpreparedParameterError(
                     parts.template.fqn(member),

@@ -74,7 +74,8 @@ class Draft:
             shares: which part of the states is this process's; None: all of them.
             divides_weights: whether weights that do not stay in memory are divided as the states are.
         """
-        units = make_units(model, config, _with_room(model, template))
+        # What came into the model since the template was made stays an ordinary parameter.
+        units = make_units(model, config, _with_room(model, template), lambda parameter: parameter in template)
         updater = PieceUpdater(template)
         places = {
             id(parameter): (unit, slot)

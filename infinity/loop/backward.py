@@ -11,7 +11,7 @@ from threading import get_ident
 import torch
 
 from infinity.activations.refusal import LastingRefusal
-from infinity.errors import GradientNotResidentError, StepOrderError
+from infinity.errors import GradientNotResidentError, LateGradientError, StepOrderError
 from infinity.gradients.collector import GradientCollector, has_hooks_of_others
 from infinity.gradients.listener import GradientListener
 from infinity.loop.phase import Phase, PhaseGuard
@@ -143,6 +143,9 @@ class Backwards:
         self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)
 
     def _as_parts(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        for slot in gradients:
+            if self._stepper.is_used_up(unit, slot):  # by the backward before this one
+                raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
         if self._guard.phase is not Phase.BACKWARD:
             gradients = dict(self._style.take_own(gradients))
         self._listener().note_delivery(unit, gradients)

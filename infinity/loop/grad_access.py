@@ -100,12 +100,7 @@ class GradAccess(GradientListener):
         if not slot.spec.is_trainable:
             return plain_grad(parameter)
         self._backwards.before_gradient_access(unit, slot)
-        if self._stepper.is_used_up(unit, slot):
-            raise GradientNotResidentError(
-                slot.spec.fqn,
-                reason="its unit was updated in backward, and the gradient was used up",
-                cure='Set "infinity.update": "step" to see gradients between backward and step',
-            )
+        self._check_not_used_up(unit, slot)
         if slot not in self._gradients.slots_with_gradient(unit):
             return plain_grad(parameter)
         self._gradients.check_averaged(unit, slot)
@@ -113,6 +108,14 @@ class GradAccess(GradientListener):
         if own is not None:
             return own.tensor
         return self._shown(unit, slot)
+
+    def _check_not_used_up(self, unit: Unit, slot: Slot) -> None:
+        if self._stepper.is_used_up(unit, slot):
+            raise GradientNotResidentError(
+                slot.spec.fqn,
+                reason="its unit was updated in backward, and the gradient was used up",
+                cure='Set "infinity.update": "step" to see or change gradients between backward and step',
+            )
 
     def _shown(self, unit: Unit, slot: Slot) -> torch.Tensor:
         given = self._given_for(unit, slot)
@@ -151,6 +154,7 @@ class GradAccess(GradientListener):
         Raises:
             TypeError: it is no floating-point tensor.
             ValueError: wrong shape.
+            GradientNotResidentError: the one before was used up by an update in backward.
         """
         unit, slot = self._module_hooks.locate(parameter)
         if not slot.spec.is_trainable:
@@ -164,6 +168,7 @@ class GradAccess(GradientListener):
                     f"gradient of '{slot.spec.fqn}' must have shape {slot.spec.shape}, got {tuple(gradient.shape)}"
                 )
         self._backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
+        self._check_not_used_up(unit, slot)
         if gradient is None and slot not in self._gradients.slots_with_gradient(unit):
             return
         if gradient is not None:

@@ -242,7 +242,7 @@ class ModuleHooks:
         """(unit index, slot index) -> how many modules have the parameter as their own."""
         owners: dict[tuple[int, int], int] = {}
         for module in self.model.modules():
-            for parameter in {id(p): p for p in module.parameters(recurse=False)}.values():
+            for parameter in {id(p): p for p in module.parameters(recurse=False) if self.holds(p)}.values():
                 unit, slot = self.locate(parameter)
                 owners[unit.index, slot.index] = owners.get((unit.index, slot.index), 0) + 1
         return owners
@@ -261,8 +261,9 @@ class ModuleHooks:
         all of a unit lies (a block) enters the unit as well, so that it is bound once per call.
         """
         for module in self.model.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                load = _LoadHooks(module, before_load, after_load)
+            held = [parameter for parameter in module.parameters(recurse=False) if self.holds(parameter)]
+            if held:
+                load = _LoadHooks(held, before_load, after_load)
                 self._loads.append(load)
                 self._handles.append(module.register_load_state_dict_pre_hook(_BoundHook(load, "before")))
                 self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load, "after")))
@@ -294,9 +295,8 @@ class ModuleHooks:
                 continue  # it may be in the midst of a call
             hooks = _HooksOfModule(pager, entered, own, keep_alive, abandon if is_root else None)
             if isinstance(module, nn.TransformerEncoder) and len(module.layers):
-                hooks.look_first_at(
-                    [self.units[i] for i in sorted({self.locate(p)[0].index for p in module.layers[0].parameters()})]
-                )
+                first = {self.locate(p)[0].index for p in module.layers[0].parameters() if self.holds(p)}
+                hooks.look_first_at([self.units[index] for index in sorted(first)])
             self._hooks.append(hooks)
             before, after = (_BoundHook(hooks, name) for name in ("before", "after"))
             handles = self._handles if is_root else self._call_handles
@@ -351,6 +351,16 @@ class ModuleHooks:
             for load in self._loads:
                 load.settle()
 
+    def are_running(self) -> bool:
+        """Whether modules of the model are being called in this thread."""
+        modules = {id(module) for module in self.model.modules()}
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
+                return True
+            frame = frame.f_back
+        return False
+
     def forget_calls(self) -> None:
         """An exception has cut off whatever was running."""
         for hooks in self._hooks:
@@ -372,9 +382,12 @@ class _LoadHooks:
     """``load_state_dict`` on one module: its parameters are gathered before and written back after."""
 
     def __init__(
-        self, module: nn.Module, before_load: Callable[[list[nn.Parameter]], Any], after_load: Callable[[Any], None]
+        self,
+        parameters: list[nn.Parameter],
+        before_load: Callable[[list[nn.Parameter]], Any],
+        after_load: Callable[[Any], None],
     ) -> None:
-        self._parameters = list(module.parameters(recurse=False))
+        self._parameters = parameters
         self._before_load = before_load
         self._after_load = after_load
         self._gathered: Any = None

@@ -16,7 +16,9 @@ from infinity.errors import OtherNumbersWarning, StaleDataError, UnsupportedMode
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_operations import ParameterOperations
+from infinity.paging.saved_tensors import keep_saved
 from infinity.threads.turn import in_backward, trusts
+from infinity.torch_internals.names import lazy_bits
 from infinity.units.layout import Slot
 from infinity.units.parameter import (
     HeldTensor,
@@ -114,7 +116,14 @@ class ParameterHandler:
     def _outlasting(self, unit: Unit, slot: Slot, view: torch.Tensor) -> torch.Tensor:
         """``view``, which lies in the unit's flat buffer, as a `PagedView`."""
         place = Place(
-            weakref.ref(self), unit, slot, view.dtype, tuple(view.shape), view.stride(), int(view.storage_offset())
+            weakref.ref(self),
+            unit,
+            slot,
+            view.dtype,
+            tuple(view.shape),
+            view.stride(),
+            int(view.storage_offset()),
+            lazy_bits(view),
         )
         unit.note_view(slot, view)
         return make_view(view, place)
@@ -139,6 +148,8 @@ class ParameterHandler:
             if isinstance(view, PagedView) or unit.is_bound:
                 detach_view(view, view.clone())  # it goes on looking at the old weights
         with torch.no_grad():
+            if unit.num_tokens:
+                keep_saved(unit, slot, lambda: parameter.data.clone())
             parameter.data.copy_(values)
         self._assigned.pop(slot.spec.fqn, None)
         if assigned is values and not values.is_inference():

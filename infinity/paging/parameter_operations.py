@@ -15,6 +15,7 @@ from infinity.errors import ParameterNotResidentError
 from infinity.paging.pager import Pager
 from infinity.threads.turn import in_backward, trusts
 from infinity.torch_internals.modes import has_memory, outside_modes
+from infinity.torch_internals.names import with_lazy_bits
 from infinity.torch_internals.operations import (
     AS_ARRAY,
     EXPOSING,
@@ -143,7 +144,7 @@ class ParameterOperations:
         for view in views:
             place = view.place
             base = _base_of(place.unit).view(place.dtype)
-            bind_view(view, base.as_strided(place.shape, place.stride, place.offset))
+            bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.bits))
 
     def _outlasting(self, value: Any, units: Sequence[Unit], outlasting: _Outlasting) -> Any:
         """``value``, a result of an operation, as it may be kept when the units are paged out."""

@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from infinity.torch_internals.names import saving_hooks
+from infinity.torch_internals.names import lazy_bits, saving_hooks, with_lazy_bits
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -36,14 +36,23 @@ from infinity.units.unit import Unit
 class SavedView:
     """Stands for a view of a unit's weights in autograd's graph."""
 
-    __slots__ = ("__weakref__", "count", "dtype", "offset", "shape", "stride", "unit", "version")
+    __slots__ = (
+        *("__weakref__", "bits", "count", "dtype", "is_parameter", "kept", "offset", "shape", "stride", "unit"),
+        "version",
+    )
 
     def __init__(self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None) -> None:
         """``tensor``: the view; or, with its ``slot``, a whole parameter that is paged out."""
         self.unit = unit
         self.version = unit.version
-        self.count = tensor._version if tensor.requires_grad else None
+        self.is_parameter = isinstance(tensor, nn.Parameter)
+        """Whether it is one itself, so that it shows what is assigned to its ``data``."""
+        is_counted = tensor.requires_grad or self.is_parameter or isinstance(tensor._base, nn.Parameter)
+        self.count = tensor._version if is_counted else None
         """Of writes to the parameter, which torch would look at."""
+        self.kept: tuple[torch.Tensor, int] | None = None
+        """Bytes that it goes on looking at though the parameter has got others, and where they were in the flat buffer."""
+        self.bits = lazy_bits(tensor)
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride() if slot is None else slot.spec.stride
@@ -58,7 +67,7 @@ class SavedView:
                 f"backward needs the weights of unit {unit.name} as they were in forward, but they have been changed by "
                 "an optimizer step since. Run forward again"
             )
-        if unit.has_been_written and self.count is not None:
+        if (unit.has_been_written or unit.is_bound) and self.count is not None:
             slot = unit.slot_at(int(self.offset) * self.dtype.itemsize)
             if slot is not None and unit.parameters[slot.index]._version != self.count:
                 raise RuntimeError(
@@ -66,11 +75,34 @@ class SavedView:
                     f"parameter '{slot.spec.fqn}', of shape {list(slot.spec.shape)}, after forward had used it"
                 )
 
+    def lies_in(self, slot: Slot) -> bool:
+        """Whether it is a view of this parameter."""
+        start = int(self.offset) * self.dtype.itemsize - slot.offset_bytes
+        return 0 <= start < slot.numel * slot.spec.dtype.itemsize
+
     def view(self) -> torch.Tensor:
         """The view itself, of a unit that is in memory."""
         if self.unit.flat is None:
             raise RuntimeError(f"unit {self.unit.name} is not resident after a touch")
-        return self.unit.flat.tensor().view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        memory, start = self.kept or (self.unit.flat.tensor(), 0)
+        offset = self.offset - start // self.dtype.itemsize
+        return with_lazy_bits(memory.view(self.dtype).as_strided(self.shape, self.stride, offset), self.bits)
+
+
+def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None:
+    """The parameter's ``data`` is about to be assigned. In torch it gets other memory then: saved views look at the old one.
+
+    ``copy`` gives a copy of the parameter, with its strides.
+    """
+    views = [
+        token
+        for token in unit.tokens()
+        if isinstance(token, SavedView) and not token.is_parameter and token.kept is None and token.lies_in(slot)
+    ]
+    if views:
+        kept = copy().as_strided((slot.numel,), (1,)).view(torch.uint8)
+        for view in views:
+            view.kept = kept, slot.offset_bytes
 
 
 def as_saved(tensor: torch.Tensor, version: int) -> torch.Tensor:
@@ -130,7 +162,9 @@ def cover_from_now_on(hooks: SavingHooks) -> None:
 
 
 def cover_no_more(hooks: SavingHooks) -> None:
-    """The counterpart of `cover_from_now_on`: with the last, torch is again as it was."""
+    """The counterpart of `cover_from_now_on`: with the last, torch is again as it was. What the calling thread has of them
+    is taken down: contexts of the user take down what is innermost."""
+    hooks.clear()
     _covering.discard(hooks)
     if not _covering:
         _CONTEXT.__enter__, _CONTEXT.__exit__ = _plain_enter, _plain_exit

@@ -46,7 +46,6 @@ class Trace:
         self._position = 0
         self._recorded: list[int] = []
         self._recorded_backward_start: int | None = None
-        self.num_misses = 0
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -68,7 +67,6 @@ class Trace:
         self._recorded = []
         self._recorded_backward_start = None
         self._position = 0
-        self.num_misses = 0
 
     def begin_backward(self) -> None:
         """Backward begins: the forecast continues at the place where the recorded backward began."""
@@ -77,17 +75,14 @@ class Trace:
             if self._order:
                 self._position = self._backward_start % len(self._order)
 
-    def commit(self) -> bool:
-        """The micro-batch ended normally: replay it from now on. Returns whether the forecast changed."""
+    def commit(self) -> None:
+        """The micro-batch ended normally: replay it from now on, if it needed anything."""
         recorded = tuple(self._recorded)
-        start = self._recorded_backward_start if self._recorded_backward_start is not None else len(recorded)
-        changed = bool(recorded) and (recorded != self._order or start != self._backward_start)
-        if changed:
-            self._order = recorded
-            self._backward_start = start
+        if recorded:
+            start = self._recorded_backward_start
+            self._order, self._backward_start = recorded, len(recorded) if start is None else start
         # What comes next is the beginning of the next micro-batch.
         self._position = 0
-        return changed
 
     def is_at(self, unit: int) -> bool:
         """Whether ``unit`` is the one in use, so that a `touch` would change nothing."""
@@ -103,8 +98,7 @@ class Trace:
         for ahead in range(min(len(order), _RESYNC_WINDOW)):
             if order[(position + ahead) % len(order)] == unit:
                 self._position = (position + ahead) % len(order)
-                return True
-        self.num_misses += 1
+                break
         return True
 
     def upcoming(self, *, is_around: bool = True) -> Iterator[int]:

@@ -6,7 +6,7 @@ Must not know how a budget is divided, nor touch data: the model may lie on the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -246,15 +246,21 @@ def _update_workers(wanted: int | None, *, shares_host_memory: bool, runs_in_par
     return min(max(len(os.sched_getaffinity(0)) - num_computing, 1), _MOST_WORKERS)
 
 
-def make_units(model: nn.Module, config: InfinityConfig, grouped: Iterable[nn.Parameter] | None = None) -> list[Unit]:
+def make_units(
+    model: nn.Module,
+    config: InfinityConfig,
+    grouped: Iterable[nn.Parameter] | None = None,
+    takes: Callable[[nn.Parameter], bool] = lambda parameter: True,
+) -> list[Unit]:
     """Cut a model into units.
 
     Args:
         model, config: which model, and what decides about units.
         grouped: the parameters in the optimizer's groups, which get room for states: frozen ones as well, since they may be
             thawed, but for constants that stay in fp64. None: all that require a gradient.
+        takes: whether a parameter comes into a unit.
     """
-    by_name = dict(model.named_parameters())
+    by_name = {fqn: parameter for fqn, parameter in model.named_parameters() if takes(parameter)}
     trained = [p for p in by_name.values() if p.requires_grad] if grouped is None else list(grouped)
     # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
     keeps_double = config.compute_dtype == torch.float32 and any(
@@ -267,7 +273,8 @@ def make_units(model: nn.Module, config: InfinityConfig, grouped: Iterable[nn.Pa
         or (parameter.is_floating_point() and not (keeps_double and parameter.dtype == torch.float64))
     }
     units: list[Unit] = []
-    for index, members in enumerate(partition(model, config.compute_dtype.itemsize, config.infinity.units)):
+    found = partition(model, config.compute_dtype.itemsize, config.infinity.units, takes)
+    for index, members in enumerate(found):
         parameters = [by_name[fqn] for fqn in members.fqns]
         specs = [
             spec_of(

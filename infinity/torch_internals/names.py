@@ -46,15 +46,6 @@ functional_call: Any = torch.nn.utils.stateless._functional_call
 """What ``torch.func.functional_call`` runs in: a frame of it says that a model has other parameters for a moment."""
 
 
-_storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
-
-
-def num_holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and the like look at a storage, without the Python object that is passed: without it, nobody could tell
-    whether a tensor's memory may be exchanged."""
-    return _storage_holders(storage._cdata) - 1
-
-
 class _Unrecorded:
     def __enter__(self) -> None:
         _record(False)
@@ -92,6 +83,20 @@ def make_subclass(kind: type, tensor: torch.Tensor) -> Any:
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and others in C++, share a storage: memory with one owner can be taken over."""
+    """How many tensors, and others in C++, share a storage, the object that is passed included: memory with one owner besides
+    can be taken over, or exchanged."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether what lies in a tensor's memory is read as conjugated, and as negated: ``conj()`` of a complex one writes nothing
+    there."""
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def with_lazy_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
+    """A view of ``tensor``, which has none, that reads its memory as `lazy_bits` says of another."""
+    is_conj, is_neg = bits
+    tensor = tensor.conj() if is_conj else tensor
+    return torch._neg_view(tensor) if is_neg else tensor

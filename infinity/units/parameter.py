@@ -284,6 +284,8 @@ class Place:
     stride: tuple[int, ...]
     offset: int
     """Of the first element, in elements of ``dtype`` from the beginning of the flat buffer."""
+    bits: tuple[bool, bool] = (False, False)
+    """See `infinity.torch_internals.names.lazy_bits`."""
 
 
 class PagedView(torch.Tensor):

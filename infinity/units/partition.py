@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -76,7 +76,12 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     return blocks
 
 
-def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) -> list[UnitMembers]:
+def partition(
+    module: nn.Module,
+    item_bytes: int,
+    patterns: Sequence[str] = (),
+    takes: Callable[[nn.Parameter], bool] = lambda parameter: True,
+) -> list[UnitMembers]:
     """Assign every parameter to exactly one unit, in registration order. Each tile (`infinity.units.tiles`) has its own.
 
     A parameter shared between modules (tied weights) belongs to the unit where it is registered first, unless that is
@@ -86,6 +91,7 @@ def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) 
         module: the model.
         item_bytes: bytes of one element of the compute dtype, used for sizes.
         patterns: see `find_blocks`.
+        takes: whether a parameter is assigned; others come into no unit.
     """
     blocks = find_blocks(module, patterns)
     block_set = set(blocks)
@@ -104,13 +110,14 @@ def partition(module: nn.Module, item_bytes: int, patterns: Sequence[str] = ()) 
     leftovers: UnitMembers | None = None
     owner_of_last = ""
     sizes: dict[str, int] = {}
-    for fqn, parameter in module.named_parameters():
+    named = [(fqn, parameter) for fqn, parameter in module.named_parameters() if takes(parameter)]
+    for fqn, parameter in named:
         home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
         if home is not None and id(parameter) not in tiles:
             sizes[home] = sizes.get(home, 0) + parameter.numel() * item_bytes
     largest_block = max(sizes.values(), default=_SMALL_UNIT_BYTES)
 
-    for fqn, parameter in module.named_parameters():
+    for fqn, parameter in named:
         num_bytes = parameter.numel() * item_bytes
         home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
         if id(parameter) in tiles:
@@ -144,9 +151,12 @@ def used_together(model: nn.Module, patterns: Sequence[str], unit_of: Mapping[in
     Args:
         model: whose.
         patterns: see `find_blocks`.
-        unit_of: ``id`` of each parameter -> index of its unit.
+        unit_of: ``id`` of each parameter that is in a unit -> its index.
     """
     modules = dict(model.named_modules())
     blocks = [modules[fqn] for fqn in find_blocks(model, patterns)]
     tiles = tiled_in(model)  # which come and go while their block runs
-    return tuple(frozenset(unit_of[id(p)] for p in block.parameters() if id(p) not in tiles) for block in blocks)
+    return tuple(
+        frozenset(unit_of[id(p)] for p in block.parameters() if id(p) in unit_of and id(p) not in tiles)
+        for block in blocks
+    )

@@ -17,7 +17,7 @@ from infinity.state_machine import moves
 from infinity.threads.interrupts import surely
 from infinity.torch_internals.foreign_writes import plain_address
 from infinity.torch_internals.modes import outside_modes
-from infinity.torch_internals.names import as_plain
+from infinity.torch_internals.names import as_plain, with_lazy_bits
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
 from infinity.units.unit_state import UNIT_MOVES, UnitState
@@ -130,6 +130,11 @@ class Unit:
     def num_tokens(self) -> int:
         """How many saved tensors of autograd stand for views of this unit."""
         return len(self._tokens)
+
+    def tokens(self) -> list[object]:
+        """What stands for them."""
+        found = [reference() for reference in tuple(self._tokens)]
+        return [token for token in found if token is not None]
 
     def note_token(self, token: object) -> None:
         """``token`` stands for a view of this unit in autograd's graph as long as it lives."""
@@ -341,7 +346,8 @@ class Unit:
         for view in self.handed_out(slot):
             if isinstance(view, PagedView) and view.dtype == values.dtype:
                 place, start = view.place, slot.offset_bytes // values.dtype.itemsize
-                detach_view(view, values.as_strided(place.shape, place.stride, place.offset - start))
+                shown = values.as_strided(place.shape, place.stride, place.offset - start)
+                detach_view(view, with_lazy_bits(shown, place.bits))
 
     def take_rebound(self) -> None:
         """Copy what ``parameter.set_(...)`` gave to bound parameters to where their weights belong."""

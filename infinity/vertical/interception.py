@@ -38,7 +38,8 @@ class Interception:
             if home is None:
                 continue
             for name, module in modules[block].named_modules(prefix=block):
-                if any(module_hooks.locate(p)[0] is home for p in module.parameters()) and _can_wrap(module):
+                units = {module_hooks.locate(p)[0].index for p in module.parameters() if module_hooks.holds(p)}
+                if home.index in units and _can_wrap(module):
                     self._sites.append(Site(name, module, home))
         self._units = {site.unit.index for site in self._sites}
 
@@ -99,7 +100,7 @@ def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable
 def _home(module_hooks: ModuleHooks, block: nn.Module) -> Unit | None:
     """The unit that holds parameters of this block only."""
     inside = {id(parameter) for parameter in block.parameters()}
-    for parameter in block.parameters():
+    for parameter in filter(module_hooks.holds, block.parameters()):
         unit = module_hooks.locate(parameter)[0]
         if all(id(other) in inside for other in unit.parameters):
             return unit

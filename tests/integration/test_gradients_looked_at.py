@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import infinity
-from infinity.errors import GradientNotResidentError
+from infinity.errors import GradientNotResidentError, LateGradientError
 from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN, Lockstep
 from tests.exactness.optimizers import torch_optimizer
@@ -725,6 +725,40 @@ def test_what_an_update_in_backward_has_used_up_is_an_error_that_names_the_key(t
             torch.nn.utils.clip_grad_norm_(both.model.parameters(), 1.0)
         both.engine.step()
         assert all(parameter.grad is None for parameter in both.model.parameters())
+
+
+def test_what_an_update_in_backward_has_used_up_cannot_be_replaced(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        for step in range(2):
+            both.engine_step(step)
+        batch = both.batch(2)
+        both.reference.backward(both.reference.forward(batch))
+        both.engine.backward(both.engine(**batch))
+        for parameter in both.model.parameters():
+            for gradient in (None, torch.ones(parameter.shape)):
+                with pytest.raises(GradientNotResidentError, match=r"used up.*infinity\.update"):
+                    parameter.grad = gradient
+        both.engine.step()
+        both.reference.step()
+        for parameter in both.model.parameters():
+            parameter.grad = None
+        both.engine_step(3)
+        both.require_equal()
+
+
+def test_a_backward_of_the_users_own_cannot_add_to_what_an_update_in_backward_has_used_up(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        for step in range(2):
+            both.engine_step(step)
+        loss = both.engine(**both.batch(2))
+        more = both.model.get_submodule("embedding")(torch.arange(4)).square().mean()
+        both.engine.backward(loss)
+        with pytest.raises(LateGradientError, match=r"'embedding\.weight'.*infinity\.update"):
+            more.backward()
+            both.engine.step()
+        both.engine.reset()
+        both.engine.backward(both.engine(**both.batch(3)))
+        both.engine.step()
 
 
 def test_optimizer_step_ends_the_accumulation(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from infinity.numerics.remainder import split_bits
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.tiers.state_store import PagedStateStore
-from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.torch_internals.names import as_plain
@@ -85,11 +84,9 @@ class _Bench:
             for slot in unit.layout.slots
             if slot.spec.is_trainable
         }
-        self.copies = UserCopies()
+        self.copies = self.pager.copies
         exchange = WeightExchange(Ranks(), Shares(), self.weights, ComputeDevice())
-        self.access = StateAccess(
-            hooks, self.pager, self.records, self.weights, self.states, chunks, form, self.copies, exchange
-        )
+        self.access = StateAccess(hooks, self.pager, self.records, self.weights, self.states, chunks, form, exchange)
         self.handler = ParameterHandler(hooks, self.pager)
         for unit in self.units:
             flat = self.pager.residency.pool.allocate(unit.num_bytes)

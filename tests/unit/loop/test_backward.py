@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import GradientNotResidentError, LateUseError, StepOrderError
+from infinity.errors import GradientNotResidentError, LateGradientError, LateUseError, StepOrderError
 from infinity.gradients.listener import GradientListener
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import Phase, PhaseGuard
@@ -50,6 +50,10 @@ class _Stepper:
         self.finished: list[bool] = []
         self.divisors: list[int] = []
         self.refuses = False
+        self.used_up: set[tuple[int, int]] = set()
+
+    def is_used_up(self, unit: Unit, slot: Slot) -> bool:
+        return (unit.index, slot.index) in self.used_up
 
     def deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
         if self.refuses:
@@ -406,3 +410,15 @@ def test_gradients_are_dropped_but_for_those_kept_and_so_are_the_backwards_of_th
     assert bench.style.updates_in_backward
     left = [(unit.index, i) for unit in bench.units for i, p in enumerate(unit.parameters) if plain_grad(p) is not None]
     assert left == [(1, 0)] and not bench.backwards.collector.has_fired
+
+
+@pytest.mark.parametrize("num_calls", [1, 2], ids=["inside", "at the end"])
+def test_a_backward_after_the_one_that_updated_cannot_add_to_what_is_used_up(num_calls: int) -> None:
+    bench = _Bench()
+    bench.run()
+    bench.stepper.deliveries.clear()
+    bench.stepper.used_up.add((1, 0))
+    with pytest.raises(LateGradientError, match=r"'1\.weight'.*'unit 1' began in step 7"):
+        bench.loss(num_calls).backward()
+        bench.backwards.collect()
+    assert all(unit != 1 for unit, _ in bench.words)

@@ -1,0 +1,180 @@
+"""What autograd has saved of weights, until backward: views that are read as conjugated, weights that become others meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import infinity
+from tests.exactness.case import Case
+from tests.exactness.lockstep import PLAIN
+from tests.exactness.shapes.blocks import Block, Net, token_batch
+from tests.twins import Side, config_for, require_same
+
+in_modes = pytest.mark.parametrize("mode", ["smallest", "resident"])
+
+
+def _adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in named.values() if p.requires_grad], lr=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------- read as conjugated
+
+
+class _Complex(nn.Module):
+    """Products with weights that ``conj`` gives, which are read as conjugated, and parts of them, which are read as negated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+        self.pairs = nn.Parameter(torch.randn(6, 6, 2))
+        self.frozen = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        z = torch.complex(x, x.flip(0)) @ torch.view_as_complex(self.pairs).conj()
+        z = z * z @ self.frozen.mH
+        return (z.real * z.imag @ self.frozen.conj().imag).square().mean()
+
+
+_COMPLEX = Case("complex", lambda checkpointing: _Complex(), lambda draw: {"x": draw.floats(3, 6)}, False)
+
+
+@in_modes
+def test_gradients_of_products_with_conjugated_weights(mode: str, tmp_path: Path) -> None:
+    def scenario(side: Side) -> None:
+        for number in range(3):
+            loss = side.loss(number)
+            side.note(loss)
+            loss.backward()
+            side.note(side.named("pairs").grad, side.named("before.weight").grad)
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    require_same(scenario, tmp_path, mode, case=_COMPLEX, optimizer=_adamw)
+
+
+@in_modes
+def test_conjugated_views_outside_of_a_forward(mode: str, tmp_path: Path) -> None:
+    def scenario(side: Side) -> None:
+        side.step(0)
+        pairs, frozen = side.named("pairs"), side.named("frozen")
+        views = [frozen.conj(), frozen.mH, frozen.conj().imag, torch.view_as_complex(pairs).conj()]
+        side.note(*views, views[1][2], -views[2])
+        texts = [repr(view.detach().resolve_conj().resolve_neg()) for view in views]
+        assert texts == [repr(view.detach().clone().resolve_conj().resolve_neg()) for view in views]
+        with torch.no_grad():
+            views[0][0].mul_(2j)
+            views[2][1].fill_(0.5)
+            pairs.data = torch.view_as_real(torch.view_as_complex(pairs.data).conj().resolve_conj())
+        side.note(*views[:3], frozen, pairs)
+        side.step(1)
+
+    require_same(scenario, tmp_path, mode, case=_COMPLEX, optimizer=_adamw)
+
+
+# -------------------------------------------------------------------------------------------- others before backward
+
+
+def _halve(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.5 + 0.01
+
+
+def _one_by_one(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        _halve(parameter)
+
+
+def _as_a_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.75, model.parameters())
+
+
+def _there_and_back(model: nn.Module) -> None:
+    before = [parameter.data for parameter in model.parameters()]
+    _one_by_one(model)
+    for parameter, values in zip(model.parameters(), before, strict=True):
+        parameter.data = values
+
+
+@in_modes
+@pytest.mark.parametrize("change", [_one_by_one, _as_a_vector, _there_and_back])
+def test_data_that_is_assigned_between_forward_and_backward(
+    change: Callable[[nn.Module], None], mode: str, tmp_path: Path
+) -> None:
+    """What is saved of a linear layer's weight is a view, of the old values; of a norm's it is the parameter."""
+
+    def scenario(side: Side) -> None:
+        for number in range(2):
+            loss = side.loss(number)
+            change(side.model)
+            loss.backward()
+            side.note_gradients()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    require_same(scenario, tmp_path, mode)
+
+
+class _Between(Block):
+    """A block that is used twice, and assigns its weights in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for parameter in self.parameters():
+            _halve(parameter)
+        return super().forward(x)
+
+
+@in_modes
+def test_data_that_is_assigned_between_two_uses_in_a_forward(mode: str, tmp_path: Path) -> None:
+    case = Case("between", lambda checkpointing: Net(checkpointing, make_block=_Between), token_batch)
+
+    def scenario(side: Side) -> None:
+        for number in range(2):
+            side.loss(number).backward()
+            side.note_gradients()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+
+    require_same(scenario, tmp_path, mode, case=case)
+
+
+@pytest.mark.parametrize("is_gathered", [True, False])
+@pytest.mark.parametrize("fqn", ["blocks.1.up.weight", "blocks.2.up.weight"])
+def test_a_write_that_torch_counts_is_an_error_in_backward(fqn: str, is_gathered: bool, tmp_path: Path) -> None:
+    """Also while weights are gathered, and to a frozen one."""
+    model = PLAIN.make("none")
+    model.get_parameter("blocks.2.up.weight").requires_grad_(False)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path, "roomy", model))
+    side = Side(model, None, PLAIN, engine)
+    with engine:
+        with infinity.GatheredParameters(model.parameters(), enabled=is_gathered):
+            loss = side.loss(0)
+            with torch.no_grad():
+                model.get_parameter(fqn).mul_(2)
+            with pytest.raises(RuntimeError, match=f"modified by an inplace operation.*'{fqn}'"):
+                loss.backward()
+        engine.reset()
+        engine.backward(side.loss(1))
+        engine.step()
+
+
+def test_an_engine_that_is_closed_inside_hooks_of_the_user_leaves_none(tmp_path: Path) -> None:
+    model = PLAIN.make("none")
+    before = model.head.weight.detach().clone()
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path, "roomy", model))
+    hooks: Any = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with infinity.GatheredParameters(model.parameters()):
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        with hooks:
+            engine.close()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.equal(model.head.weight, before * 2)
