@@ -343,7 +343,7 @@ class StateAccess:
 
     def gather_weights(self) -> None:
         """Main weights have been replaced on all ranks: model weights follow where other ranks keep the main weights."""
-        self._exchange.gather_all(self._module_hooks.units)
+        self._exchange.gather(self._module_hooks.units)
 
     def replacing_all(self, agree: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Inside the ``with`` block `replacing` and `load_main_weight` are for any units; see `WeightExchange.replacing`."""
@@ -383,7 +383,7 @@ class StateAccess:
                     workspace.cast_main()
                     weights[span].copy_(workspace.weight[span])
                 self._write_chunk(unit, chunk, weights)
-            self._exchange.gather(unit)
+            self._exchange.gather([unit])
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Take over a saved main weight where the parameter, as it came, is its cast; elsewhere it was changed since."""

@@ -53,9 +53,9 @@ class EngineResources:
         placement: Placement,
         request: Request,
         sizes: Sequence[UnitSize],
-        run: RunDirectory | None = None,
-        shares: Shares | None = None,
-        ranks: Ranks | None = None,
+        run: RunDirectory | None,
+        shares: Shares | None,
+        ranks: Ranks,
     ) -> None:
         """
         Args:
@@ -78,7 +78,7 @@ class EngineResources:
         self._sizes = list(sizes)
         self._run = run
         self._shares = shares
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks
         self.versions: Versions | None = None
         """Of the states, in a durable run."""
         self._swappers: dict[_TierKey, Swapper] = {}

@@ -65,14 +65,14 @@ class AveragedGradients(ShownGradients):
         self,
         *args: Any,
         ranks: Ranks,
-        shares: Shares | None = None,
-        holds_back: Callable[[], bool] = lambda: False,
+        shares: Shares,
+        holds_back: Callable[[], bool],
         **kwargs: Any,
     ) -> None:
-        """As `ShownGradients`, and ``ranks``: who averages; ``shares``: who updates what, None: each rank all."""
+        """As `ShownGradients`, and ``ranks``: who averages; ``shares``: who updates what."""
         super().__init__(*args, **kwargs)
         self._ranks = ranks
-        self._shares = shares or Shares()
+        self._shares = shares
         self._holds_back = holds_back
         self._is_held_back = False
         """Whether a mean that would have been computed was not: from then until the step."""

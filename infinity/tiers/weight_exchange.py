@@ -53,7 +53,7 @@ class WeightExchange:
 
     @contextlib.contextmanager
     def replacing(self, units: Sequence[Unit], agree: Callable[[], None]) -> Iterator[None]:
-        """All weights may be replaced inside the ``with`` block, by the same ones on all ranks; then comes `gather_all`.
+        """All weights may be replaced inside the ``with`` block, by the same ones on all ranks; then comes `gather`.
 
         Nothing that is fetched meanwhile may be used. Ranks do not meet inside: one of them may fail.
 
@@ -103,11 +103,17 @@ class WeightExchange:
         if divided and not self._is_replacing:
             self.ranks.meet("having written weights", [unit.index for unit in divided])
 
-    def gather_all(self, units: Sequence[Unit]) -> None:
-        """`gather` of several units."""
+    def gather(self, units: Sequence[Unit]) -> None:
+        """All of the units' trainable weights become what the rank has that updates them, in memory and where they rest.
+
+        No update of them may be pending. All ranks call it at the same point of their scripts.
+
+        Raises:
+            RankError: another rank has ended, does not come, or is elsewhere.
+        """
         for unit in units:
             if not self.divides(unit):
-                self.gather(unit)
+                self._gather(unit)
         self.after(units)
         for unit in units:
             self._renew(unit)
@@ -130,18 +136,8 @@ class WeightExchange:
         if isinstance(self._weights, DividedWeights):
             self._weights.stop()
 
-    def gather(self, unit: Unit) -> None:
-        """All of the unit's trainable weights become what the rank has that updates them, in memory and where they rest.
-
-        No update of the unit may be pending. All ranks call it at the same point of their scripts.
-
-        Raises:
-            RankError: another rank has ended, does not come, or is elsewhere.
-        """
+    def _gather(self, unit: Unit) -> None:
         if not self.shares.is_divided or unit.layout.trainable is None:
-            return
-        if self.divides(unit):
-            self.gather_all([unit])
             return
         if unit.arrival is not None:
             unit.arrival.wait()  # what it brings was read before the others' shares are written

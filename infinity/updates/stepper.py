@@ -357,9 +357,9 @@ class Stepper:
                 divided.append(unit)
                 continue
             with self._pager.clock.waiting("ranks"):
-                self._exchange.gather(unit)
+                self._exchange.gather([unit])
         with self._pager.clock.waiting("ranks"):
-            self._exchange.gather_all(divided)
+            self._exchange.gather(divided)
         for unit in updated:
             if unit.gathered:
                 self._gathered.note_updated(unit)
