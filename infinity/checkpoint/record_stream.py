@@ -5,12 +5,15 @@ Memory: pages of the arena, two at least. Knows records and weights at rest; mus
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from infinity.distributed.agreement import pulse
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 from infinity.numerics.chunk_format import ChunkBuffer
@@ -25,7 +28,7 @@ from swapper import Handle
 
 WEIGHT = "weight"
 _SHARING = "reading all shares of the states"
-_OVER, _FAILED = -1, -2
+_OVER, _FAILED, _WAIT = -1, -2, -3
 _CURE = "See the output of that rank"
 _PART_NUMEL = 1 << 19
 AHEAD_BYTES = 32 << 20
@@ -267,9 +270,10 @@ def _spans(piece: Piece) -> Iterator[slice]:
 
 
 class SharedStream:
-    """`RecordStream.parts` of what all ranks keep, for the first one, while the others are in `follow`.
+    """`RecordStream.parts` of what all ranks keep, for the first one inside `leading`, while the others are in `follow`.
 
-    Each unit comes share by share, in the order of memory. Nothing else may be exchanged meanwhile.
+    Each unit comes share by share, in the order of memory. Nothing else may be exchanged meanwhile. Between units the others
+    hear that the first rank is still there: it may write for longer than the process group's timeout.
     """
 
     def __init__(self, own: RecordStream, shares: Shares, ranks: Ranks, units: Sequence[Unit]) -> None:
@@ -277,6 +281,8 @@ class SharedStream:
         self._shares = shares
         self._ranks = ranks
         self._units = units
+        self._turn = threading.Lock()
+        """Of the first rank's threads: who talks to the others."""
         self._failed: int | None = None
         """A rank that could not read its share."""
 
@@ -287,8 +293,9 @@ class SharedStream:
             RankError: another rank could not read its share, or has ended.
         """
         for unit in units:
-            self._ranks.meet(_SHARING, [unit.index])
-            yield from self._of(unit, ahead_bytes)
+            with self._turn:
+                self._ranks.meet(_SHARING, [unit.index])
+                yield from self._of(unit, ahead_bytes)
 
     def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
         left = deque(sorted(range(self._ranks.num), key=lambda rank: self._shares.span(unit, rank)))
@@ -327,14 +334,25 @@ class SharedStream:
         self._ranks.receive(_SHARING, values, rank)
         return Part(unit, unit.layout.slots[slot], self._own.kinds_of(unit)[kind], values)
 
-    def end(self) -> None:
-        """Let the others leave `follow`."""
-        self._ranks.meet(_SHARING, [_OVER])
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Inside the ``with`` block the others are in `follow`, however long it takes."""
+        try:
+            with pulse(self._beat):
+                yield
+        finally:
+            self._ranks.meet(_SHARING, [_OVER])
+
+    def _beat(self) -> None:
+        with self._turn:
+            self._ranks.meet(_SHARING, [_WAIT])
 
     def follow(self) -> None:
-        """Send what the first rank asks for, until it calls `end`. What goes wrong here is raised then."""
+        """Send what the first rank asks for, until it leaves `leading`. What goes wrong here is raised then."""
         error: Exception | None = None
         while (index := self._ranks.meet(_SHARING, [_OVER])[0][0]) != _OVER:
+            if index == _WAIT:
+                continue
             unit = self._units[index]
             last = _OVER
             try:

@@ -84,7 +84,7 @@ def on_first(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
             pass
     else:
         try:
-            with _pulse(ranks, waiting):
+            with pulse(lambda: ranks.meet(waiting, [0])):
                 function()
         except Exception as problem:
             error = problem
@@ -93,19 +93,25 @@ def on_first(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
 
 
 @contextlib.contextmanager
-def _pulse(ranks: Ranks, waiting: str) -> Iterator[None]:
-    """Inside the ``with`` block, in which this thread talks to nobody, another one tells the others that it is still there."""
+def pulse(beat: Callable[[], Any]) -> Iterator[None]:
+    """Inside the ``with`` block another thread calls ``beat`` again and again, to tell other ranks that this one is there.
+
+    This thread talks to nobody meanwhile, but where ``beat`` takes turns with it.
+
+    Raises:
+        RankError: as ``beat`` did, when the block is over.
+    """
     is_over = Latch()
     problems: list[RankError] = []
 
-    def beat() -> None:
+    def run() -> None:
         try:
             while not is_over.wait(PULSE_SECONDS):
-                ranks.meet(waiting, [0])
+                beat()
         except RankError as problem:
             problems.append(problem)
 
-    thread = threading.Thread(target=beat, name="infinity-pulse", daemon=True)
+    thread = threading.Thread(target=run, name="infinity-pulse", daemon=True)
     thread.start()
     try:
         yield

@@ -5,6 +5,7 @@ Knows a mesh and names of directories; must not know what a checkpoint holds.
 [Note: checkpoints of parts] A checkpoint of each part is complete for itself, and so is the file that names the latest.
 Processes may go down when some parts have the new one and others have not. So each part keeps two at least, and what is gone on
 from is one that all parts have. Where some have one and others none, the first save was cut off: there is nothing yet.
+Where a tag was saved again and that was cut off, parts have it of different steps: then they do not have the same one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def common_tag(
     *,
     find: Callable[[Path, str | None], Path | None],
     age: Callable[[Path], int],
+    step: Callable[[Path], int],
 ) -> str | None:
     """The checkpoint that all parts go on from: ``tag``, or the newest that all have; None if there is none.
 
@@ -62,9 +64,10 @@ def common_tag(
         what: for messages.
         find: the checkpoint of a directory and a tag, or None; the newest without a tag.
         age: when a checkpoint was complete, a number that is larger for later ones; 0 if it is not.
+        step: of which step a complete checkpoint is.
 
     Raises:
-        CheckpointError: some parts have it and others have not, on all ranks.
+        CheckpointError: some parts have it and others have not, or have it of another step, on all ranks.
     """
     own = folder_of(mesh, directory)
 
@@ -77,10 +80,16 @@ def common_tag(
         return tag
     tags = [each for each in dict.fromkeys(together(mesh.everyone, what, latest)) if each is not None]
     best: tuple[int, str] | None = None
+    differing = ""
     for each in tags:
         ages = together(mesh.everyone, what, functools.partial(age, own / each))
-        if all(ages):
+        if not all(ages):
+            continue
+        steps = sorted({*together(mesh.everyone, what, functools.partial(step, own / each))})
+        if len(steps) == 1:
             best = max(best or (0, each), (max(ages), each))
+        else:
+            differing += f"; {each} is of the steps {', '.join(map(str, steps))} in different parts"
     if best is None and tags:
         nums = together(
             mesh.everyone, what, lambda: sum(age(each) > 0 for each in own.iterdir()) if own.is_dir() else 0
@@ -89,7 +98,7 @@ def common_tag(
             return None
         raise CheckpointError(
             directory,
-            f"there is no checkpoint that all {mesh.parts.num} parts of the model have; some have {', '.join(tags)}",
+            f"there is no checkpoint that all {mesh.parts.num} parts of the model have; some have {', '.join(tags)}{differing}",
             cure="Give the directory that all processes saved to, and the tag of one that all parts have",
         )
     return None if best is None else best[1]

@@ -20,7 +20,7 @@ from typing import Any
 from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.record_stream import SharedStream
-from infinity.checkpoint.saved import tags
+from infinity.checkpoint.saved import Checkpoint, tags
 from infinity.checkpoint.state_access import StateAccess
 from infinity.distributed.agreement import agree, on_first, together
 from infinity.distributed.collectives import Ranks
@@ -254,7 +254,7 @@ class CheckpointCalls(ExportCalls):
         what = f"engine.load_checkpoint with tag {tag!r}"
         directory = Path(load_dir)
         wanted = None if tag is None else str(tag)
-        common = common_tag(self._mesh, directory, wanted, what, find=checkpoint.find, age=_written)
+        common = common_tag(self._mesh, directory, wanted, what, find=checkpoint.find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
 
         def load_all() -> None:
@@ -424,10 +424,8 @@ def _with_shares(shared: SharedStream, ranks: Ranks, what: str, save: Callable[[
         if ranks.index:
             shared.follow()
         else:
-            try:
+            with shared.leading():
                 save()
-            finally:
-                shared.end()
     except Exception as problem:
         error = problem
     agree(ranks, what, error)
@@ -439,6 +437,11 @@ def _written(folder: Path) -> int:
         return (folder / MANIFEST).stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def _step(folder: Path) -> int:
+    """Of which step a complete checkpoint is."""
+    return int(Checkpoint(folder).rest()["counters"]["global_steps"])
 
 
 class _Changing(contextlib.AbstractContextManager[None]):

@@ -16,8 +16,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
+from infinity.checkpoint import training_checkpoint
+from infinity.distributed.collectives import world
 from infinity.errors import CheckpointError, RankError, StorageError, UnsupportedModelError
 from tests.ranks import run_ranks
+from tests.waiting import wait_until
 
 _NUMS = (1, 2, 3, 4)
 _DATA = [(torch.full((4,), float(i)), torch.zeros(2)) for i in range(24)]
@@ -311,3 +314,33 @@ def test_the_others_wait_for_as_long_as_rank_0_writes(tmp_path: Path, monkeypatc
             on_first(ranks, "a test", lambda: None)
 
     _run(2, train, tmp_path)
+
+
+def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where states are divided, they wait for its turns meanwhile: frozen weights may take longer than a group's timeout."""
+    monkeypatch.setattr("infinity.distributed.agreement.PULSE_SECONDS", 0.001)
+    write = training_checkpoint._write_planned
+
+    def train(rank: int) -> None:
+        with _engine(tmp_path, rank) as engine:
+            _steps(engine, iter(engine.training_dataloader), 1)
+            expected = _contents(engine)
+            ranks, meetings = world(), []
+            meet = ranks.meet
+
+            def slow(*args: Any) -> None:
+                before = len(meetings)
+                wait_until(lambda: len(meetings) > before + 20)
+                write(*args)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ranks, "meet", lambda *args: (meet(*args), meetings.append(args))[0])
+                patch.setattr(training_checkpoint, "_write_planned", slow)
+                engine.save_checkpoint(tmp_path / "saved")
+            _steps(engine, iter(engine.training_dataloader), 1)
+            engine.load_checkpoint(tmp_path / "saved")
+            _require_equal(_contents(engine), expected)
+
+    _run(3, train, tmp_path / "ranks")

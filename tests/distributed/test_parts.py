@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -272,6 +273,25 @@ def _norm_of_stages(plain: nn.Module, data: Any, pipe: Any) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.cat(of_stages))
 
 
+def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None:
+    """As with Megatron's, of which one stage alone has position embeddings."""
+
+    def train(rank: int) -> None:
+        for members in ([0], [1, 2], [0, 3]):
+            dist.new_group(members)
+        engine = _tensor_engine(rank, tmp_path)
+        _train(engine, rank // 2, range(1))
+        groups = import_module("infinity.utils.groups")
+        for name, expected in (
+            ("data", [rank % 2, rank % 2 + 2]),
+            ("tensor_model", [rank // 2 * 2, rank // 2 * 2 + 1]),
+        ):
+            assert dist.get_process_group_ranks(getattr(groups, f"get_{name}_parallel_group")()) == expected
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
 @pytest.mark.parametrize("forgotten", ["is_marked", "is_summed"])
 def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) -> None:
     """A zero bias is the same on all at first, and so are layer norms: values alone do not tell what is a part."""
@@ -430,6 +450,56 @@ def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_p
         engine.close()
 
     _require(4, train, tmp_path)
+
+
+def test_a_tag_that_only_some_parts_saved_again_is_none_that_all_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = checkpoint.Saving.run
+
+    def train(rank: int) -> None:
+        def failing(saving: checkpoint.Saving) -> None:
+            if rank == 1 and engine.global_steps == 2:
+                raise OSError(28, "No space left on device")
+            run(saving)
+
+        monkeypatch.setattr(checkpoint.Saving, "run", failing)
+        saved = tmp_path / "saved"
+        engine = _tensor_engine(rank, tmp_path)
+        for step in range(2):
+            _train(engine, rank // 2, range(step, step + 1))
+            with pytest.raises(OSError, match="No space left") if step else contextlib.nullcontext():
+                engine.save_checkpoint(saved, tag="last")
+        before = engine.module.state_dict()
+        for tag in (None, "last"):
+            with pytest.raises(CheckpointError, match="last is of the steps 1, 2 in different parts"):
+                engine.load_checkpoint(saved, tag=tag)
+        _require_bits(engine, before)
+        _train(engine, rank // 2, range(2, 3))
+        engine.save_checkpoint(saved, tag="last")
+        engine.load_checkpoint(saved)
+        assert engine.global_steps == 3
+        engine.close()
+
+    _require(4, train, tmp_path)
+
+
+def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
+    def draw(rank: int) -> None:
+        mesh_of(mesh_param=_mesh("dp", "tp"))
+        tracker = infinity.checkpointing.get_cuda_rng_tracker()
+        for seed in (infinity.checkpointing.model_parallel_cuda_manual_seed, _seed_again):
+            seed(7)
+            with tracker.fork():
+                found = torch.rand(4)
+            torch.manual_seed(7 + 2718 + rank % 2)
+            assert torch.equal(found, torch.rand(4))
+
+    _require(4, draw, tmp_path)
+
+
+def _seed_again(seed: int) -> None:
+    infinity.checkpointing.model_parallel_reconfigure_tp_seed(seed)
 
 
 def _require_bits(engine: Any, expected: dict[str, torch.Tensor]) -> None:
