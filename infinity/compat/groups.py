@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from infinity.distributed.collectives import num_processes, subset, world_group
+from infinity.distributed.collectives import num_processes, world_group
 from infinity.distributed.meshes import Mesh, current_mesh
 
 _KINDS = ("data_parallel", "model_parallel", "tensor_model_parallel", "sequence_parallel", "sequence_data_parallel")
@@ -59,16 +59,13 @@ def _model_group() -> Any:
 
 def _tensor_size() -> int:
     """How many processes share the tensors of this one's stage."""
-    mesh = current_mesh()
-    return sum(place.stage == mesh.place.stage for place in mesh.places)
+    return current_mesh().tensor.num
 
 
 def _tensor_group() -> Any:
-    """Them, as ``torch.distributed`` has it; all of them call it. Where there is one part, the group of all."""
+    """Them, as ``torch.distributed`` has it. Where there is one part, the group of all."""
     mesh = current_mesh()
-    pairs = zip(mesh.parts.members, mesh.places, strict=True)
-    mine = [number for number, place in pairs if place.stage == mesh.place.stage]
-    return subset(mine).torch_group if mesh.is_divided else world_group()
+    return mesh.tensor.torch_group if mesh.is_divided else world_group()
 
 
 def _tensor_rank() -> int:

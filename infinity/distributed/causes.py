@@ -7,7 +7,8 @@ error at once. What that error does not say is why:
   * An exception that nobody caught is written to the store before Python ends (`sys.excepthook`).
   * A rank that was killed (kill -9, out of memory) writes nothing. Those on its machine see that its process is gone.
   * torchrun ends all others with SIGTERM within a tenth of a second, mostly before they have noticed anything. Where it is the
-    launcher, and nobody else listens to that signal, this rank says first what is known, and ends as if it had not.
+    launcher, and nobody else listens to that signal, this rank says first what is known, and ends as if it had not. (Python
+    lets only the main thread listen: a script that calls `initialize` in another one goes without.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -59,8 +61,9 @@ class Causes:
             before(kind, error, trace)
 
         sys.excepthook = hook
+        can_handle = threading.current_thread() is threading.main_thread()
         is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if is_torchrun and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if can_handle and is_torchrun and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._end)
 
     def tell(self, error: BaseException) -> None:
@@ -70,8 +73,8 @@ class Causes:
         text = self._found if isinstance(error, RankError) else None
         text = text or f"rank {self._index} failed with {type(error).__name__}: {error}"
         try:
-            order = self._store.add(f"{self._prefix}/causes", 1)
-            self._store.set(f"{self._prefix}/cause/{order}", text[:_MOST_CHARACTERS])
+            if self._store.add(f"{self._prefix}/num_causes", 1) == 1:
+                self._store.set(f"{self._prefix}/cause", text[:_MOST_CHARACTERS])
         except RuntimeError:  # the store has ended with its process
             logger.debug("the store of the process group takes nothing any more", exc_info=True)
 
@@ -88,7 +91,7 @@ class Causes:
         return self._found
 
     def _told(self) -> str | None:
-        key = f"{self._prefix}/cause/1"
+        key = f"{self._prefix}/cause"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
     def _gone(self) -> str | None:

@@ -51,17 +51,41 @@ from infinity.distributed.causes import Causes
 from infinity.errors import ConfigError, RankError
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.default_groups import forget_default_groups
-from infinity.torch_internals.group_store import default_store
+from infinity.torch_internals.group_store import default_store, group_timeout
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
 """torch's names of what is done with several tensors."""
+P2POp: Any = getattr(torch.distributed, "P2POp", None)
+batch_isend_irecv: Any = getattr(torch.distributed, "batch_isend_irecv", None)
+isend: Any = getattr(torch.distributed, "isend", None)
+irecv: Any = getattr(torch.distributed, "irecv", None)
+"""torch's own: its `P2POp` takes no other `isend` and `irecv`."""
+
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How many processes mpirun has started, in Open MPI's words and in those of MPICH and its kin."""
 
 
 def num_processes() -> int:
-    """How many train together: of ``torch.distributed``'s group, or as a launcher says that there will be."""
+    """How many train together: of ``torch.distributed``'s group, or as a launcher says that there will be.
+
+    Raises:
+        ConfigError: mpirun has started several, and nothing says how they find each other.
+    """
     if is_initialized():
         return int(torch.distributed.get_world_size())
+    if "WORLD_SIZE" not in os.environ:
+        for name in _MPI_SIZES:
+            if int(os.environ.get(name, "1")) > 1:
+                raise ConfigError(
+                    f"mpirun has started {os.environ[name]} processes ({name}), and WORLD_SIZE is not set, so each would train "
+                    "alone. Start the script with torchrun; or set WORLD_SIZE to 1 if each is to train alone"
+                )
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def process_rank() -> int:
+    """This process among all: of ``torch.distributed``'s group, or as a launcher says; 0 without both."""
+    return int(torch.distributed.get_rank() if is_initialized() else os.environ.get("RANK", "0"))
 
 
 def is_initialized() -> bool:
@@ -69,16 +93,30 @@ def is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def init_distributed(dist_backend: str | None = None, *args: Any, timeout: Any = None, **kwargs: Any) -> None:
-    """Make the process group, unless there is one: that of a launcher (torchrun), or of this one process.
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make the process group, unless there is one: as the script says, that of a launcher (torchrun), or of this one process.
 
     `initialize` does this where a launcher has started several. With one process, RANK, LOCAL_RANK and WORLD_SIZE are set
     if they are not.
 
     Args:
         dist_backend: as torch names it; None: nccl where there are GPUs, else gloo.
-        args, kwargs: taken as DeepSpeed takes them, without effect.
-        timeout: a `datetime.timedelta`: how long a process waits for the others. None: torch's, half an hour.
+        auto_mpi_discovery, distributed_port, verbose, dist_init_required, config: taken as DeepSpeed takes them, without effect.
+        timeout: how long a process waits for the others. None: torch's, half an hour.
+        init_method: where processes find each other that the script has started ("tcp://...", "file://..."). None: as
+            the launcher says.
+        rank, world_size: this process, and how many there are; -1: as the launcher says.
 
     Raises:
         ConfigError: several processes are to train together, and their launcher has not told how they find each other.
@@ -86,21 +124,26 @@ def init_distributed(dist_backend: str | None = None, *args: Any, timeout: Any =
     if is_initialized():
         return
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    num = num_processes()
+    backend = dist_backend or ("nccl" if has_nccl else "gloo")
+    rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
+    if init_method not in (None, "env://"):
+        num = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
+        torch.distributed.init_process_group(
+            backend, timeout=timeout, init_method=init_method, rank=rank, world_size=num
+        )
+        return
+    num = world_size if world_size > 0 else num_processes()
     if num > 1:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = ["RANK"] if rank < 0 else []
+        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigError(
                 f"WORLD_SIZE is {num}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Start the "
-                "script with torchrun, or unset WORLD_SIZE for one process"
+                "script with torchrun, or unset WORLD_SIZE for one process; or give init_distributed init_method, rank and "
+                "world_size"
             )
-        backend = dist_backend or ("nccl" if has_nccl else "gloo")
         store = _store_of_this_start()
-        if store is None:
-            torch.distributed.init_process_group(backend, timeout=timeout)
-        else:
-            rank = int(os.environ["RANK"])
-            torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num)
+        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num)
         return
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
@@ -163,9 +206,18 @@ def _destroy_at_exit() -> None:
     thread.join(_EXIT_SECONDS)
 
 
+_NEW_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+"""Since torch 2.13, which warns of the others."""
+
+
 def call_torch(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A function of ``torch.distributed``, by its name."""
-    return getattr(torch.distributed, name)(*args, **kwargs)
+    """A function of ``torch.distributed``, by its name, or the one that it is called since."""
+    return getattr(torch.distributed, _named(name))(*args, **kwargs)
+
+
+def _named(name: str) -> str:
+    newer = _NEW_NAMES.get(name, name)
+    return newer if hasattr(torch.distributed, newer) else name
 
 
 def local_rank() -> int:
@@ -182,8 +234,7 @@ _BLOCK_NUMEL = 1 << 20
 """Elements that are exchanged at a time. Twice as many are in memory for it."""
 _STEP_NUMEL = 2048
 """Blocks of what is gathered are multiples of so many elements, which drives can write without reading first."""
-_ALL_GATHER = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
-"""Since torch 2.13, and before."""
+_ALL_GATHER = _named("all_gather_into_tensor")
 _LONG = timedelta(days=3650)
 _EXIT_SECONDS = 5.0
 """How long a group may take to end with the interpreter."""
@@ -244,6 +295,9 @@ class Ranks:
     @property
     def torch_group(self) -> Any:
         """As ``torch.distributed`` has it, for scripts; made if there is none."""
+        if self._group_reference is None and self.num == 1 < num_processes():
+            group = _group_of(self.members, use_local_synchronization=True)  # of one, who knows its name
+            self._group_reference = weakref.ref(group)
         return world_group() if self._group_reference is None else self._group()
 
     @property
@@ -411,7 +465,7 @@ class Ranks:
         try:
             member = None if other is None else self.members[other]
             return getattr(torch.distributed, name)(tensor, member, group=self._group(), tag=tag)
-        except (RuntimeError, ValueError) as error:  # the second where the group has been destroyed
+        except (RuntimeError, ValueError) as error:  # as in `_run`
             raise self._failed(what, error) from error
 
     def finish(self, what: str, begun: Any, *, is_patient: bool = False) -> None:
@@ -443,7 +497,7 @@ class Ranks:
     def _run(self, what: str, name: str, *args: Any) -> None:
         try:
             getattr(torch.distributed, name)(*args, group=self._group())
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the second where the default group has been destroyed
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> RankError:
@@ -476,7 +530,7 @@ def world() -> Ranks:
     default = torch.distributed.group.WORLD
     if default not in _worlds:
         takes_host_memory = "gloo" in torch.distributed.get_backend_config()
-        group = None if takes_host_memory else torch.distributed.new_group(backend="gloo")
+        group = None if takes_host_memory else _group_of(None)
         index, num = torch.distributed.get_rank(), torch.distributed.get_world_size()
         # A launcher's store outlives what it starts again, so each group has a part of its own.
         number = Ranks(index, num, group).meet("beginning", [secrets.randbits(62)])[0][0]
@@ -490,25 +544,41 @@ def world() -> Ranks:
 
 
 _subsets: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]] = weakref.WeakKeyDictionary()
-"""By torch's default group and their numbers, what `subset` made."""
+"""By torch's default group and their numbers, what `subsets` made of those that this process is in."""
 
 
-def subset(members: Sequence[int]) -> Ranks:
-    """Some of all processes, this one among them, by their numbers. The first call is made by all of the subset.
+def subsets(wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Ranks]:
+    """Some of all processes, by their numbers: those of ``wanted`` that this one is in. All processes come with the same.
 
-    They get a process group of their own, whatever the script has: what it destroys, or exchanges, is no concern of theirs.
+    Each gets a process group of its own, whatever the script has: what it destroys, or exchanges, is no concern of theirs.
+
+    [Note: names of groups] Members of a group find each other under its name. torch's new_group gives it a number that is the
+    same on all ranks if all of them make all groups in the same order; with use_local_synchronization the name follows
+    from how many groups a rank is in, which differs where a script has given some ranks more of them than others.
     """
     everyone = world()
-    members = tuple(sorted(members))
-    if len(members) == everyone.num:
-        return everyone
     known = _subsets.setdefault(torch.distributed.group.WORLD, {})
-    if members not in known or not known[members].has_group:
-        group = None
-        if len(members) > 1:
-            group = torch.distributed.new_group(list(members), backend="gloo", use_local_synchronization=True)
-        known[members] = Ranks(members.index(everyone.number), len(members), group, everyone._causes, members)
-    return known[members]
+    several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) < everyone.num})
+    mine = [everyone.number in members for members in several]
+    lacking = [
+        is_mine and not (members in known and known[members].has_group)
+        for members, is_mine in zip(several, mine, strict=True)
+    ]
+    for members, is_mine, *lack in zip(several, mine, *everyone.meet("making process groups", lacking), strict=True):
+        if not any(lack):
+            continue
+        group = _group_of(members) if len(members) > 1 else None
+        if is_mine:
+            known[members] = Ranks(members.index(everyone.number), len(members), group, everyone._causes, members)
+    everyone.meet("having made process groups")  # or one that ends at once ends the joining of others
+    of_all = {everyone.members: everyone}
+    return of_all | {members: known[members] for members, is_mine in zip(several, mine, strict=True) if is_mine}
+
+
+def _group_of(members: Sequence[int] | None, **kwargs: Any) -> Any:
+    """A group that takes tensors on the CPU, and waits as long as the default one."""
+    ranks = None if members is None else list(members)
+    return torch.distributed.new_group(ranks, backend="gloo", timeout=group_timeout(torch.distributed), **kwargs)
 
 
 def members_of(group: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from infinity.distributed.agreement import together
-from infinity.distributed.collectives import Ranks, members_of, num_processes, subset, world
+from infinity.distributed.collectives import Ranks, members_of, num_processes, subsets, world
 from infinity.errors import ConfigError
 
 _DATA = frozenset({"dp", "data", "data_parallel", "ddp", "fsdp", "replicate", "shard", "dp_replicate", "dp_shard"})
@@ -51,6 +51,7 @@ class Mesh:
     Attributes:
         data: those that have the same part of the model, each with its own data.
         parts: one process of each part: this one, and those in the same place of the other parts' `data`.
+        tensor: those of ``parts`` that share the tensors of one stage with this one.
         places: of each of ``parts``.
         everyone: all processes, where they have different parts; else this one alone.
         source: what the script gave to say so: ``mpu``.
@@ -58,6 +59,7 @@ class Mesh:
 
     data: Ranks
     parts: Ranks = field(default_factory=Ranks)
+    tensor: Ranks = field(default_factory=Ranks)
     places: tuple[Place, ...] = (Place(),)
     everyone: Ranks = field(default_factory=Ranks)
     source: Any = None
@@ -101,13 +103,25 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
         find = functools.partial(_of_sizes, mesh_param, everyone.num)
     told = together(everyone, _SAYING, find)
     members = _checked(told, everyone.number)
-    data = subset(members)
     if len(members) == everyone.num:
         return Mesh(everyone, source=mpu)
-    row = subset(sorted({group[data.index] for group, _ in told}))
-    mesh = Mesh(data, row, tuple(told[number][1] for number in row.members), everyone, mpu)
+    places = [place for _, place in told]
+    groups = sorted({group for group, _ in told})
+    rows = [tuple(sorted(row)) for row in zip(*groups, strict=True)]
+    stages = {(row, places[number].stage) for row in rows for number in row}
+    tensors = [tuple(number for number in row if places[number].stage == stage) for row, stage in stages]
+    found = subsets([*groups, *rows, *tensors])
+    row, tensor = (next(each for each in kind if everyone.number in each) for kind in (rows, tensors))
+    mesh = Mesh(
+        found[members], found[row], found[tensor], tuple(places[number] for number in row), everyone, source=mpu
+    )
     everyone.services[_SERVICE] = mesh
     return mesh
+
+
+def tensor_rank(mpu: Any = None) -> int:
+    """This process among those that share the tensors of its stage, by a script's ``mpu``; None: by the last `mesh_of`."""
+    return current_mesh().place.tensor if mpu is None else _asked(mpu, _TENSOR_RANKS)
 
 
 def current_mesh() -> Mesh:

@@ -237,6 +237,16 @@ def test_the_mean_is_that_of_ranks_in_their_order(tmp_path: Path, monkeypatch: p
     assert run_ranks(3, average, tmp_path) == ["", "", ""]
 
 
+def test_an_engine_may_be_closed_after_the_process_group(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(zero_optimization={"stage": 3})
+        _step(engine)
+        torch.distributed.destroy_process_group()
+        engine.close()
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
 def _gloo_threads() -> int:
     """Of those that let go of tensors."""
     return sum("gloo_runloop" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
