@@ -19,6 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from infinity.accelerator import get_accelerator
 from infinity.config import load_config
 from infinity.config.schema.blocks import ActivationCheckpointingBlock
+from infinity.distributed.meshes import tensor_rank
 from infinity.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class _Configuration:
 
     def __init__(self) -> None:
         self.settings = ActivationCheckpointingBlock()
+        self.mpu: Any = None
         self.is_made = False
 
     def set(self, settings: ActivationCheckpointingBlock) -> None:
@@ -105,16 +107,23 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the current device, and the tracked state for model parallel regions with ``seed + 2718``."""
+    """Seed the current device, and the tracked state for model parallel regions with ``seed + 2718`` + the tensor rank.
+
+    That is of `configure`'s ``mpu_``, or of the last `infinity.initialize`. All processes call it.
+    """
     _tracker.reset()
     get_accelerator().manual_seed(seed)
-    _tracker.add(_TRACKED, seed + 2718)
+    _tracker.add(_TRACKED, _part_seed(seed))
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the tracked state anew, with ``seed + 2718``."""
+    """Seed the tracked state anew, as `model_parallel_cuda_manual_seed` does."""
     with _tracker.fork():
-        get_accelerator().manual_seed(seed + 2718)
+        get_accelerator().manual_seed(_part_seed(seed))
+
+
+def _part_seed(seed: int) -> int:
+    return seed + 2718 + tensor_rank(_configuration.mpu)
 
 
 class _Run:
@@ -221,7 +230,7 @@ def configure(
     """Say how `checkpoint` works from now on. What is not given is taken from ``deepspeed_config``, or off.
 
     Args:
-        mpu_: taken without effect: activations are not divided among processes.
+        mpu_: says which part of the model this process has, from which `model_parallel_cuda_manual_seed` takes its seed.
         deepspeed_config: a config as `infinity.load_config` takes it; its block ``activation_checkpointing`` counts.
         partition_activations, contiguous_checkpointing, num_checkpoints: checked, without effect: they divide activations
             between processes.
@@ -247,6 +256,7 @@ def configure(
     if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
         raise ConfigError("contiguous checkpointing needs the number of checkpoints. Give num_checkpoints")
     _configuration.set(settings)
+    _configuration.mpu = mpu_
 
 
 def _settings_in(config: Any) -> ActivationCheckpointingBlock:

@@ -2,7 +2,8 @@
 
 Sums, means and largest values over one process are its own tensor; what is gathered, scattered or exchanged is copied from
 input to output. With ``async_op=True`` a handle comes back whose ``wait()`` returns at once. None of it needs
-`init_distributed`, but those that give a group do, and make it themselves.
+`init_distributed`, but those that give a group do, and make it themselves. What DeepSpeed's functions take for its log of
+exchanges (``prof``, ``log_name``, ``debug``) is without effect.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import Any, TypeVar, cast
 import torch
 
 from infinity.distributed.collectives import (
+    P2POp,
     ReduceOp,
+    batch_isend_irecv,
     call_torch,
     destroy_process_group,
     init_distributed,
+    irecv,
     is_initialized,
+    isend,
     local_rank,
     new_group,
     num_processes,
@@ -27,14 +32,19 @@ from infinity.distributed.collectives import (
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_OF_THE_LOG = frozenset({"prof", "log_name", "debug"})
 
 
-def _torchs(name: str | None = None) -> Callable[[_Function], _Function]:
-    """Makes a function for one process that of torch, of this or the same name, where there are several."""
+def _torchs(name: str | None = None, **torchs_names: str) -> Callable[[_Function], _Function]:
+    """Makes a function for one process that of torch, of this or the same name, where there are several.
+
+    ``torchs_names``: what DeepSpeed calls arguments that torch, and the function for one process, call otherwise.
+    """
 
     def make(alone: _Function) -> _Function:
         @functools.wraps(alone)
-        def function(*args: Any, **kwargs: Any) -> Any:
+        def function(*args: Any, **given: Any) -> Any:
+            kwargs = {torchs_names.get(key, key): value for key, value in given.items() if key not in _OF_THE_LOG}
             if num_processes() == 1:
                 return alone(*args, **kwargs)
             init_distributed()
@@ -201,23 +211,23 @@ def reduce_scatter(
     return scatter(output, input_list, async_op=async_op)
 
 
-@_torchs()
+@_torchs(tensor="input_tensor")
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor, tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
 ) -> Done | None:
     """Copy one tensor into the other, which has as many elements, in their order; shapes may differ.
 
     Raises:
         RuntimeError: it has not as many.
     """
-    output_tensor.detach().copy_(tensor.detach().reshape(output_tensor.shape))
+    output_tensor.detach().copy_(input_tensor.detach().reshape(output_tensor.shape))
     return _done(async_op)
 
 
 allgather_fn = all_gather_into_tensor
 
 
-@_torchs()
+@_torchs(output_tensor="output", tensor="input")
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
 ) -> Done | None:
@@ -228,7 +238,7 @@ def reduce_scatter_tensor(
 reduce_scatter_fn = reduce_scatter_tensor
 
 
-@_torchs()
+@_torchs(tensor="input")
 def all_to_all_single(
     output: torch.Tensor, input: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any
 ) -> Done | None:
@@ -279,13 +289,36 @@ def all_gather_object(object_list: MutableSequence[Any], obj: Any, *args: Any, *
     object_list[0] = copy.deepcopy(obj)
 
 
+@_torchs()
+def send(tensor: torch.Tensor, dst: int, *args: Any, **kwargs: Any) -> None:
+    """Another process gets ``tensor``, which asks for it by `recv`.
+
+    Raises:
+        ValueError: there is one process.
+    """
+    raise ValueError(_NOBODY)
+
+
+@_torchs()
+def recv(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> int:
+    """Fill ``tensor`` with what another process gives to `send`; returns which one that was.
+
+    Raises:
+        ValueError: there is one process.
+    """
+    raise ValueError(_NOBODY)
+
+
 def _only(items: Sequence[Any]) -> Any:
     if len(items) != 1:
         raise ValueError(f"a list of {len(items)} for 1 process. Make it as long as get_world_size() says")
     return items[0]
 
 
+_NOBODY = "there is one process, and nobody to send to or receive from. Start the script with torchrun"
+
 __all__ = [
+    "P2POp",
     "ReduceOp",
     "all_gather",
     "all_gather_coalesced",
@@ -297,6 +330,7 @@ __all__ = [
     "all_to_all_single",
     "allgather_fn",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
     "destroy_process_group",
@@ -309,13 +343,17 @@ __all__ = [
     "get_world_size",
     "inference_all_reduce",
     "init_distributed",
+    "irecv",
     "is_available",
     "is_initialized",
+    "isend",
     "monitored_barrier",
     "new_group",
+    "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
     "scatter",
+    "send",
 ]

@@ -10,7 +10,6 @@ _ENGINE = "It is a part of DeepSpeed's engine. The nearest there is: infinity.En
 _OPTIMIZER = "It is a part of DeepSpeed's engine. The nearest there is: the optimizer that initialize returns"
 _CUT = "A model need not be cut into stages: pass it to initialize as it is, and use engine.train_batch"
 _EVALUATES = "Without an optimizer, initialize gives an engine that evaluates: engine(...), engine.generate(...)"
-_MESSAGES = "comm has what a whole group does together. The nearest there is: torch.distributed"
 _TENSORS = (
     "Layers are divided by the script, which says so by mpu= or mesh_param= of initialize. One that is too large for the device "
     "is paged, see zero.TiledLinear"
@@ -103,17 +102,11 @@ REFUSED = {
     "accelerator": "The nearest there is: accelerator.get_accelerator",
     "checkpointing": "Activations are not divided between processes. The nearest there is: checkpointing.checkpoint",
     "comm": _REPORT,
-    "comm.P2POp": _MESSAGES,
     "comm.ProcessGroup": "The nearest there is: comm.new_group",
-    "comm.batch_isend_irecv": _MESSAGES,
     "comm.configure": _REPORT,
-    "comm.enable_symm_mem_for_group": _MESSAGES,
+    "comm.enable_symm_mem_for_group": "The nearest there is: torch.distributed",
     "comm.initialize_mesh_device": "The nearest there is: torch.distributed.init_device_mesh",
-    "comm.irecv": _MESSAGES,
-    "comm.isend": _MESSAGES,
     "comm.mpi_discovery": "The nearest there is: comm.init_distributed",
-    "comm.recv": _MESSAGES,
-    "comm.send": _MESSAGES,
     "ops.adam": "The nearest there is: ops.adam.DeepSpeedCPUAdam",
     "runtime.base_optimizer": _OPTIMIZER,
     "runtime.config": _CONFIG,

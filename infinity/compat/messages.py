@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from infinity.accelerator import get_accelerator
+from infinity.distributed.collectives import process_rank
 
 logger = logging.getLogger("infinity.script")
 """The script's own: as with DeepSpeed, what it says from INFO on goes to the standard output."""
@@ -25,9 +26,10 @@ log_levels: dict[str, int] = {
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log, if ``ranks`` has this process, which is 0, or is None or has -1."""
-    if ranks is None or {0, -1} & set(ranks):
-        logger.log(level, "[Rank 0] %s", message)
+    """Log, if ``ranks`` has this process, or is None or has -1."""
+    rank = process_rank()
+    if ranks is None or {rank, -1} & set(ranks):
+        logger.log(level, "[Rank %d] %s", rank, message)
 
 
 @functools.cache
@@ -84,8 +86,8 @@ def should_log_le(max_log_level_str: str) -> bool:
 
 
 def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
-    """With ``force``, log what is used of the GPU's and the machine's memory, in GiB."""
-    if force:
+    """With ``force``, log what is used of the GPU's and the machine's memory, in GiB; of several processes the first does."""
+    if force and process_rank() == 0:
         memory, accelerator = psutil.virtual_memory(), get_accelerator()
         logger.info(
             "%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB",

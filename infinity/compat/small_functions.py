@@ -13,6 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity.distributed.meshes import current_mesh
+from infinity.errors import ConfigError
+
+_PART_SIZES = (
+    "get_model_parallel_world_size",
+    "get_slice_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_pipe_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+)
+"""What an ``mpu`` may answer to, DeepSpeed's and Megatron's names."""
+
 
 def set_random_seed(seed: int) -> None:
     """Seed python's, NumPy's and torch's generators."""
@@ -61,14 +73,21 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
         parameters: a tensor, or several.
         max_norm: largest norm.
         norm_type: of which kind.
-        mpu: taken without effect: the norm is of what this process has.
+        mpu: without effect where each process has the whole model.
 
     Returns:
         The norm before.
 
     Raises:
+        ConfigError: processes have different parts of the model, of which each would be clipped by a norm of its own.
         GradientNotResidentError: as reading ``param.grad`` does.
     """
+    sizes = [getattr(mpu, name)() for name in _PART_SIZES if callable(getattr(mpu, name, None))]
+    if max(sizes, default=1) > 1 or (mpu is not None and current_mesh().is_divided):
+        raise ConfigError(
+            "clip_grad_norm_ with an mpu whose processes have different parts of the model: each part would be clipped by a "
+            'norm of its own. Set "gradient_clipping" in the config, which takes the norm of all parts'
+        )
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 

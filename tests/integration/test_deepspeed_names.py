@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -515,6 +516,9 @@ def test_small_functions(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.full((4,), 2.0)
     assert clip_grad_norm_([parameter], 1.0) == 4.0 == get_global_norm([4.0])
+    with pytest.raises(ConfigError, match='Set "gradient_clipping"'):
+        clip_grad_norm_([parameter], 1.0, mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 2))
+    clip_grad_norm_([parameter], 1.0, mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 1))
     with OnDevice(dtype=torch.float16, device="meta"):
         layer = nn.Linear(2, 2)
     assert layer.weight.is_meta and layer.weight.dtype == torch.float16 and torch.get_default_dtype() == torch.float32

@@ -1,0 +1,150 @@
+"""Process groups: as a script or a launcher says, those that are made of them, and DeepSpeed's names for what they do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import infinity
+from infinity import comm
+from infinity.compat.messages import log_dist, logger, see_memory_usage
+from infinity.distributed.collectives import num_processes, world
+from infinity.distributed.meshes import mesh_of
+from infinity.errors import ConfigError
+from tests.ranks import run_ranks
+
+
+def _timeout_of(group: Any) -> timedelta:
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found
+
+
+def test_a_script_says_how_its_processes_find_each_other(tmp_path: Path) -> None:
+    """As those of torch.multiprocessing.spawn do, with DeepSpeed's arguments in DeepSpeed's order."""
+
+    def join(rank: int) -> None:
+        dist.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        store, timeout = f"file://{tmp_path}/another store", timedelta(seconds=400)
+        infinity.init_distributed("gloo", True, 29500, False, timeout, store, None, None, rank, 2)
+        assert (comm.get_rank(), comm.get_world_size()) == (rank, 2)
+        assert _timeout_of(dist.group.WORLD) == timeout
+        assert world().num == 2
+
+    assert run_ranks(2, join, tmp_path) == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_mpirun_do_not_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    infinity.comm.destroy_process_group()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, "4")
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
+    for begin in (infinity.init_distributed, lambda: infinity.initialize(model=nn.Linear(2, 2), config=config)):
+        with pytest.raises(ConfigError, match=rf"mpirun has started 4 processes \({name}\).* with torchrun"):
+            begin()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert num_processes() == 1
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv(name, "1")
+    assert num_processes() == 1
+
+
+def test_groups_of_parts_wait_as_long_as_the_default_one(tmp_path: Path) -> None:
+    def look(rank: int) -> None:
+        expected = _timeout_of(dist.group.WORLD)
+        assert expected != dist.distributed_c10d.default_pg_timeout
+        mesh = mesh_of(mesh_param=dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+        for ranks in (mesh.data, mesh.parts, mesh.tensor):
+            assert _timeout_of(ranks.torch_group) == expected
+
+    assert run_ranks(4, look, tmp_path) == [""] * 4
+
+
+def test_a_group_of_one_is_not_that_of_all(tmp_path: Path) -> None:
+    def look(rank: int) -> None:
+        mesh = mesh_of(mesh_param=dist.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp")))
+        for ranks in (mesh.data, mesh.tensor):
+            assert dist.get_process_group_ranks(ranks.torch_group) == [rank]
+            assert ranks.torch_group is ranks.torch_group
+        assert dist.get_process_group_ranks(mesh.parts.torch_group) == [0, 1]
+
+    assert run_ranks(2, look, tmp_path) == ["", ""]
+
+
+def test_a_script_may_begin_in_another_thread(tmp_path: Path) -> None:
+    """Where torchrun has started it: only the main thread may listen to signals."""
+
+    def begin(rank: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ["TORCHELASTIC_RUN_ID"] = "a test"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(world).result().num == 2
+
+    assert run_ranks(2, begin, tmp_path) == ["", ""]
+
+
+def test_messages_are_those_of_the_ranks_that_they_are_for(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    def say(rank: int) -> None:
+        logger.handlers[:] = [Keep()]
+        for ranks in ([0], [1], [0, 1], [-1], None):
+            log_dist(str(ranks), ranks=ranks)
+        own = [str(ranks) for ranks in ([rank], [0, 1], [-1], None)]
+        assert lines == [f"[Rank {rank}] {each}" for each in own]
+        see_memory_usage("memory", force=True)
+        assert len(lines) == len(own) + (rank == 0)
+
+    assert run_ranks(2, say, tmp_path) == ["", ""]
+
+
+def test_exchanges_by_deepspeeds_names_of_arguments(tmp_path: Path) -> None:
+    def exchange(rank: int) -> None:
+        own, both = torch.full((2,), float(rank + 1)), torch.zeros(4)
+        comm.all_reduce(own, prof=True, log_name="mine", debug="here")
+        assert own.tolist() == [3.0, 3.0]
+        comm.all_gather_into_tensor(output_tensor=both, tensor=torch.full((2,), float(rank)), prof=False)
+        assert both.tolist() == [0.0, 0.0, 1.0, 1.0]
+        comm.reduce_scatter_tensor(output_tensor=own, tensor=both, debug="here")
+        assert own.tolist() == [2.0 * rank] * 2
+        comm.all_to_all_single(output=own, tensor=torch.arange(2.0) + 2 * rank)
+        assert own.tolist() == [rank, rank + 2.0]
+
+    assert run_ranks(2, exchange, tmp_path) == ["", ""]
+    own = torch.zeros(2)
+    comm.reduce_scatter_tensor(output_tensor=own, tensor=torch.ones(2), prof=True)  # one process
+    assert own.tolist() == [1.0, 1.0]
+
+
+def test_one_process_sends_to_another(tmp_path: Path) -> None:
+    def exchange(rank: int) -> None:
+        sent, received = torch.full((2,), float(rank)), torch.zeros(2)
+        if rank:
+            comm.send(sent, 0, prof=True, log_name="mine", debug="here")
+        else:
+            assert comm.recv(received, src=1, debug="here") == 1
+            assert torch.equal(received, torch.ones(2))
+        pairs = [comm.P2POp(comm.isend, sent, 1 - rank), comm.P2POp(comm.irecv, received, 1 - rank)]
+        for begun in comm.batch_isend_irecv(pairs):
+            begun.wait()
+        assert torch.equal(received, torch.full((2,), 1.0 - rank))
+
+    assert run_ranks(2, exchange, tmp_path) == ["", ""]
+    with pytest.raises(ValueError, match="nobody to send to"):
+        comm.send(torch.zeros(1), 1)
