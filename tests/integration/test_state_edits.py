@@ -217,6 +217,16 @@ def test_a_change_of_what_was_read_before_a_step_is_an_error(mode: str, tmp_path
         both.require_equal()
 
 
+def test_what_was_read_before_a_step_may_be_let_go_of_one_by_one(tmp_path: Path) -> None:
+    with _start(tmp_path, "in backward") as both:
+        take_step(both, "in backward", 0)
+        held = [state["exp_avg"] for state in both.optimizer.state.values()]
+        for step in range(1, 4):
+            take_step(both, "in backward", step)
+            held.pop()
+        both.require_equal()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -171,7 +171,7 @@ class ShownStates:
             changed_names = shown.changes()
             shown.note_stored()  # it is told once
             if shown.forget():
-                self._stale.remove((param, shown))
+                self._stale = [pair for pair in self._stale if pair[1] is not shown]
             if changed_names:
                 raise StaleStateError(self._name(param), changed_names[0])
 
