@@ -163,11 +163,13 @@ class GradientCollector:
 
         The unit is then complete when backward ends, not before.
         """
-        if (unit.index, slot.index) not in self._delivered:
-            self._expected[unit.index] = None
-            gradients = self._take_from(unit, [slot.index])
-            if gradients:
-                self._keep(unit, gradients)
+        if (unit.index, slot.index) in self._delivered:
+            return
+        self._expected[unit.index] = None
+        if plain_grad(unit.parameters[slot.index]) is not None:
+            self._notice()  # a hook that was there before ours runs before it, and leaves nothing for it to find
+            self._fired.setdefault(unit.index, {}).setdefault(slot.index, 1)
+            self._keep(unit, self._take_from(unit, [slot.index]))
 
     def _expect(self, unit: Unit) -> frozenset[int] | None:
         """The slots that will fire, each once; None if one of them may fire more often."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.errors import BudgetTooSmallError, LossScaleError, StepOrderError
@@ -199,9 +200,15 @@ def test_bf16_skips_where_the_config_says_so_or_deepspeed_does(
         assert both.engine.loss_scale() == 1.0
 
 
-def test_whoever_does_not_scale_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("looks", [False, True])
+def test_whoever_does_not_scale_is_told(looks: bool, tmp_path: Path) -> None:
+    def arguments(model: nn.Module) -> dict[str, Any]:
+        for parameter in model.parameters() if looks else []:
+            parameter.register_post_accumulate_grad_hook(lambda each: each.grad)
+        return {}
+
     with (
-        Lockstep.start(tmp_path, changes=_fp16(), loop="plain") as both,
+        Lockstep.start(tmp_path, changes=_fp16(), loop="plain", arguments=arguments) as both,
         pytest.raises(StepOrderError, match=r"Loss scaling is required with fp16.*Call engine\.backward\(loss\)"),
     ):
         both.plain_backward(0)

@@ -114,6 +114,20 @@ def test_after_one_recorded_backward_units_are_delivered_inside_it_last_first() 
         assert all(plain_grad(parameter) is None for parameter in parameters), "they belong to the receiver"
 
 
+def test_gradients_that_hooks_from_before_hand_in_are_noticed_and_make_a_history() -> None:
+    module = _linear(1)
+    for index, parameter in enumerate(module.parameters()):
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, index=index: bench.collector.hand_in(bench.units[0], bench.units[0].layout.slots[index])
+        )
+    bench = _Bench(module)
+    for number in range(1, 3):
+        deliveries = bench.backward(module(_X).sum())
+        assert sorted(slot for _, gradients, _ in deliveries for slot in gradients) == [0, 1], "each once"
+        assert bench.num_noticed == 2 * number
+        assert bench.collector.has_history
+
+
 def test_an_unused_parameter_holds_nobody_up_after_the_first_time() -> None:
     module = nn.ModuleList([_linear(1), _linear(2)])
     bench = _Bench(module)
