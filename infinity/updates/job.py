@@ -33,23 +33,23 @@ class ParameterState:
     """What the optimizer keeps per parameter besides its per-element state."""
 
     scalars: dict[str, Any] = field(default_factory=dict)
-    is_fresh: bool = True
-    """No update has happened: the optimizer makes its state itself in the first one."""
     names: tuple[str, ...] | None = None
-    """Which per-element states the parameter has, when they are fewer than its unit's records hold."""
+    """Which of the per-element states that its unit's records hold the parameter has; None while it `is_fresh`."""
     num_updates: int = 0
     """Counted from the beginning, or from the "step" of a state that was loaded."""
 
+    @property
+    def is_fresh(self) -> bool:
+        """No update has given it any state: the optimizer makes that itself, in the first one that needs it."""
+        return self.names is None
+
     def advance(self, scalars: dict[str, Any], names: tuple[str, ...]) -> None:
-        """An update is over, after which the parameter has these; ``names`` matter after the first one."""
-        if self.is_fresh:
-            self.names = names
-        self.scalars, self.is_fresh = scalars, False
-        self.num_updates += 1
+        """An update is over, after which the parameter has these; ``names`` matter while it `is_fresh`."""
+        self.load(scalars, names if self.is_fresh else self.names, self.num_updates + 1)
 
     def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
         """It is another state from now on; without ``names`` the optimizer makes it in the next update."""
-        self.scalars, self.names, self.num_updates, self.is_fresh = scalars, names, num_updates, names is None
+        self.scalars, self.names, self.num_updates = scalars, names if names or scalars else None, num_updates
 
 
 class UpdateJob:

@@ -197,6 +197,21 @@ def test_a_state_that_has_no_place_is_refused_before_anything_is_updated(
         both.require_equal()
 
 
+@in_all_modes
+def test_momentum_that_has_a_place_begins_when_it_is_first_needed(mode: str, tmp_path: Path) -> None:
+    def make(named: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9)
+
+    with _start(tmp_path, mode, make) as both:
+        for step, momentum in enumerate([0.0, 0.0, 0.9, 0.0, 0.5]):
+            for optimizer, _ in sides(both):
+                optimizer.param_groups[0]["momentum"] = momentum
+            take_step(both, mode, step)
+            states = both.reference.optimizer.state.values()  # the reference looks at all, which makes empty ones
+            assert len(both.optimizer.state) == sum(map(bool, states))
+        both.require_equal()
+
+
 def test_switches_that_need_no_other_state_may_change(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
         for step, change in enumerate([{}, {"maximize": True}, {"foreach": True}, {"fused": True, "foreach": False}]):
