@@ -69,8 +69,9 @@ class _Schedule(LRScheduler):
         super().step()
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of step `last_epoch`, one per parameter group."""
-        return list(self._rates(self.last_epoch))
+        """The rates of step `last_epoch`, one per parameter group; groups that came later keep theirs, as in DeepSpeed."""
+        rates, groups = self._rates(self.last_epoch), self.optimizer.param_groups
+        return [*rates[: len(groups)], *(group["lr"] for group in groups[len(rates) :])]
 
     def _rates(self, step: int) -> list[float]:
         raise NotImplementedError
@@ -238,7 +239,7 @@ class OneCycle(_Schedule):
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step `last_epoch`. Sets the momentum of that step too, as torch's own cyclic schedules do."""
         if self.cycle_momentum:
-            for group, momentum in zip(self.optimizer.param_groups, self._momenta(self.last_epoch), strict=True):
+            for group, momentum in zip(self.optimizer.param_groups, self._momenta(self.last_epoch), strict=False):
                 group["betas"] = (momentum, _ONE_CYCLE_SECOND_BETA)
         return super().get_lr()
 

@@ -248,6 +248,15 @@ def test_a_step_to_a_batch_is_deepspeeds(name: str, keyword: str | None) -> None
 
 
 @pytest.mark.parametrize("name", MAKERS)
+def test_groups_that_come_later_are_left_alone(name: str) -> None:
+    optimizer = two_groups()
+    schedule, alone = MAKERS[name](optimizer), MAKERS[name](two_groups())
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5, "betas": (0.1, 0.2)})
+    assert [rates[:2] for rates in run(schedule)] == run(alone)
+    assert optimizer.param_groups[2]["lr"] == 0.5 and optimizer.param_groups[2]["betas"] == (0.1, 0.2)
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_is_a_torch_scheduler(name: str) -> None:
     schedule = MAKERS[name](two_groups())
     assert isinstance(schedule, LRScheduler)
