@@ -35,65 +35,19 @@ def flat_in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
     return ordered.as_strided((ordered.numel(),), (1,), ordered.storage_offset())
 
 
-class GradientSource(Protocol):
-    """The gradients of one unit for one update."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all of them: fp32, or bf16 if their values are."""
-        ...
-
-    @property
-    def needs_scratch(self) -> bool:
-        """Whether they come through scratch memory."""
-        ...
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the gradients stay what they are after the update, which must not change them then."""
-        ...
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether others may write to the gradients' memory while the update runs."""
-        ...
-
-    def slots(self) -> Sequence[Slot]:
-        """The parameters that have a gradient."""
-        ...
-
-    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
-        ...
-
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        """The gradient of one piece: 1-D; may be changed in place unless `is_kept`.
-
-        ``scratch`` is its part of the chunk's scratch.
-        """
-        ...
-
-    def note_used(self, chunk: Chunk) -> None:
-        """Those of this chunk, and of all before it, are used up."""
-        ...
-
-    def release(self) -> None:
-        """They are used up."""
-        ...
-
-
-class Gradients:
-    """Common to all sources: which parameters have a gradient, and whether the update has used them up."""
+class GradientSource:
+    """The gradients of one unit for one update, and whether that has used them up."""
 
     needs_scratch = True
-    """See `GradientSource.needs_scratch`."""
+    """Whether they come through scratch memory."""
     is_lent = False
-    """See `GradientSource.is_lent`."""
+    """Whether others may write to the gradients' memory while the update runs."""
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, *, is_kept: bool = False) -> None:
         self.dtype = dtype
+        """Of all of them: fp32, or bf16 if their values are."""
         self.is_kept = is_kept
-        """See `GradientSource.is_kept`."""
+        """Whether the gradients stay what they are after the update, which must not change them then."""
         self.used_bytes = 0
         """Bytes of their memory, from its beginning, that the update has used up."""
         self._slots = list(slots)
@@ -105,11 +59,18 @@ class Gradients:
         return self._slots
 
     def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        """See `GradientSource.prepare`."""
+        """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
         return None
 
+    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+        """The gradient of one piece: 1-D; may be changed in place unless `is_kept`.
+
+        ``scratch`` is its part of the chunk's scratch.
+        """
+        raise NotImplementedError
+
     def note_used(self, chunk: Chunk) -> None:
-        """See `GradientSource.note_used`."""
+        """Those of this chunk, and of all before it, are used up."""
 
     def release(self) -> None:
         """The update has used them up, or failed."""
@@ -125,7 +86,7 @@ class Gradients:
         self._on_release = on_release
 
 
-class DeviceGradients(Gradients):
+class DeviceGradients(GradientSource):
     """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them piece by piece."""
 
     def __init__(self, gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice, after: Fence) -> None:
@@ -255,7 +216,7 @@ def _blocks_of(source: torch.Tensor, landing: Landing[Any]) -> Iterator[tuple[in
         yield start, source[start : start + _BLOCK_NUMEL]
 
 
-class MemoryGradients(Gradients):
+class MemoryGradients(GradientSource):
     """Main gradients in RAM, for an update."""
 
     needs_scratch = False
@@ -281,7 +242,7 @@ class MemoryGradients(Gradients):
         super().release()
 
 
-class SpilledGradients(Gradients):
+class SpilledGradients(GradientSource):
     """Main gradients on NVMe, for an update."""
 
     def __init__(

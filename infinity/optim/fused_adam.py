@@ -64,7 +64,7 @@ class FusedAdam:
             return None
         if getattr(template.optimizer, "grad_scale", None) is not None:
             return None
-        groups = [group for group in template.snapshots() if _is_fused(group)]
+        groups = [group for group in template.snapshots() if cls.runs(group)]
         if not groups:
             logger.info(
                 "%s without fused=True runs in torch's own loops, which pass over memory many times", kind.__name__
@@ -82,7 +82,9 @@ class FusedAdam:
     @staticmethod
     def runs(group: Mapping[str, Any]) -> bool:
         """Whether a group with these hyperparameters can be updated here."""
-        return _is_fused(group)
+        is_plain = not any(group.get(name) for name in ("amsgrad", "maximize", "differentiable", "capturable"))
+        numbers = (*group.get("betas", (None,)), group.get("eps"), group.get("weight_decay"))
+        return bool(group.get("fused")) and is_plain and all(isinstance(number, float | int) for number in numbers)
 
     def update(
         self,
@@ -169,12 +171,6 @@ class FusedAdam:
             if not torch.equal(theirs["step"], scalars["step"]):
                 return False
         return True
-
-
-def _is_fused(group: Mapping[str, Any]) -> bool:
-    is_plain = not any(group.get(name) for name in ("amsgrad", "maximize", "differentiable", "capturable"))
-    numbers = (*group.get("betas", (None,)), group.get("eps"), group.get("weight_decay"))
-    return bool(group.get("fused")) and is_plain and all(isinstance(number, float | int) for number in numbers)
 
 
 def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

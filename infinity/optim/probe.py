@@ -97,7 +97,9 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
                     cure="Make it run on such a tensor without a closure and with state that is started in step()",
                 ) from error
             names.append(tuple(state))
-    elementwise = [name for name, value in state.items() if is_elementwise(value, (_SCHEMA_NUMEL,))]
+    elementwise = [
+        name for name, value in state.items() if isinstance(value, Tensor) and tuple(value.shape) == (_SCHEMA_NUMEL,)
+    ]
     scalars = [name for name in state if name not in elementwise]
     for name in elementwise:
         dtype = state[name].dtype
@@ -120,11 +122,6 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
 def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
     # Explicit, because users set a default dtype or device to build their models with.
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
-
-
-def is_elementwise(value: object, shape: tuple[int, ...]) -> bool:
-    """Whether a state entry has one value per element of a parameter of this shape."""
-    return isinstance(value, Tensor) and tuple(value.shape) == shape
 
 
 def copy_scalar(value: Any) -> Any:

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer
+from infinity.gradients.sources import GradientSource
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.layout import CHUNK_GRANULE, Chunk, Piece, Slot
+from infinity.units.layout import CHUNK_GRANULE, Chunk, Piece
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState, UpdateJob
 from infinity.updates.stream import UpdateStream
-from swapper import Handle, StagingArena, Swapper, SwapperConfig
+from swapper import StagingArena, Swapper, SwapperConfig
 from swapper.backends.memory import MemoryBackend
 from tests.latency import delayed
 from tests.unit.stage import trainable_unit
@@ -29,26 +30,13 @@ NUMEL = 3 * CHUNK_GRANULE
 WAIT_SECONDS = 20
 
 
-class Gradients:
+class Gradients(GradientSource):
     """Gradients in memory: the value of each parameter's, by slot index."""
 
-    dtype = torch.float32
-    needs_scratch = True
-    is_kept = False
-
     def __init__(self, unit: Unit, values: Mapping[int, float]) -> None:
-        self._slots = [slot for slot in unit.layout.slots if slot.index in values]
+        super().__init__([slot for slot in unit.layout.slots if slot.index in values], torch.float32)
         self._values = values
         self.num_released = 0
-
-    def slots(self) -> Sequence[Slot]:
-        return self._slots
-
-    def note_used(self, chunk: Chunk) -> None:
-        pass
-
-    def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
-        return None
 
     def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
         return scratch.fill_(self._values[piece.slot.index])
