@@ -267,7 +267,7 @@ class Engine(Relayout):
             self._is_in_step = True
             try:
                 self.optimizer.step()  # so that its hooks run, and schedulers see it
-                self._parts.groups.loose.zero_grad(set_to_none=True)
+                self.loose.zero_grad(set_to_none=True)
             finally:
                 self._is_in_step = False
         self.micro_steps += 1
@@ -405,6 +405,14 @@ class Engine(Relayout):
         self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
         self._reporter.begin()
         self._backwards.collect()
+        if self._style.changes_what_comes and any(param.grad is not None for param in self.loose.present()):
+            raise StepOrderError(
+                "engine.step()",
+                "loss.backward() and engine.backward(loss) were both called for it, and what came of the first to parameters "
+                "that were added after infinity.initialize has not been divided by the accumulation steps",
+                cure="Call engine.reset(), and from then on engine.backward(loss) for all losses of a step",
+                step=self.global_steps,
+            )
         self._stepper.divide_by(self._style.divisor(is_engine_step=self._is_in_step))
         self._gradients.take_in()
         if not self._is_in_step:
@@ -524,6 +532,7 @@ class Engine(Relayout):
         self._stepper.clear()
         self._guard.cut_off()
         self._forget_gradients()
+        self.loose.zero_grad(set_to_none=True)
         self.micro_steps -= self.micro_steps % self._accumulation_steps
 
     def _forget_calls(self) -> None:

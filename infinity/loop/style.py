@@ -39,6 +39,8 @@ class LoopStyle:
         self._num_micro_batches = num_micro_batches
         self.divides = True
         """Whether the accumulation steps divide gradients at all: what the last ``engine.backward`` was told."""
+        self.changes_what_comes = False
+        """Whether gradients of the present step have been divided, or multiplied, as they came."""
         self._has_parts = False
         self._is_whole = False
         self._has_warned = False
@@ -73,7 +75,10 @@ class LoopStyle:
         elif not self._has_parts:
             self._is_whole = True
             return gradients
-        return gradients if share == 1 else {key: gradient / share for key, gradient in gradients.items()}
+        if share == 1:
+            return gradients
+        self.changes_what_comes = True
+        return {key: gradient / share for key, gradient in gradients.items()}
 
     def divisor(self, *, is_engine_step: bool) -> int:
         """What the gradients that are there have to be divided by in the step."""
@@ -89,7 +94,7 @@ class LoopStyle:
 
     def end_step(self) -> None:
         """The gradients of the present step are gone."""
-        self._has_parts = self._is_whole = False
+        self._has_parts = self._is_whole = self.changes_what_comes = False
 
     # ----------------------------------------------------------------------------------------- backwards of a micro-batch
 

@@ -171,7 +171,7 @@ class Template:
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
-                loaded = worker.load(groups.of(param) or {}, small, self.device)
+                loaded = worker.load(groups.of(param) or {}, small, one_element(self.device))
                 self._taken[param] = {name: value.dtype for name, value in large.items()}
                 with_main = {} if main is None else {MAIN_WEIGHT: main}
                 yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main

@@ -126,15 +126,16 @@ class Worker:
             optimizer.param_groups.clear()
             del group["params"]
 
-    def load(self, group: Mapping[str, Any], state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    def load(self, group: Mapping[str, Any], state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """A saved state as the class's own `load_state_dict` takes it: old layouts, devices and dtypes of step counts.
 
         Args:
             group: hyperparameters the state will be used with.
-            state: of one parameter on `device`. Its large tensors would be copied: put one-element ones in their place.
+            state: of one parameter. Its large tensors would be copied: put one-element ones in their place.
+            like: has the parameter's device and dtype.
         """
         optimizer = self._optimizer
-        stand_in = torch.nn.Parameter(one_element(device))
+        stand_in = torch.nn.Parameter(like, requires_grad=False)
         optimizer.param_groups = [{**group, "params": [stand_in]}]
         try:
             optimizer.load_state_dict({"state": {0: dict(state)}, "param_groups": [{**group, "params": [0]}]})

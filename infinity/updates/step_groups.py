@@ -49,7 +49,7 @@ class StepGroups:
     ) -> None:
         """
         Args:
-            holding, template, updater: whom it works with.
+            module_hooks, template, updater: whom it works with.
             names_of: a unit -> names of the per-element states that its records have room for.
             present_names: a trainable parameter -> names of those that it has, after the updates asked for; None before its
                 first update.
@@ -206,14 +206,18 @@ class StepGroups:
             if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
         )
 
-    def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor]) -> list[ParameterNorm]:
+    def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor], factor: float) -> list[ParameterNorm]:
         """Norms of all gradients, in the order in which ``clip_grad_norm_(model.parameters(), ...)`` takes them.
+
+        Those of parameters in the groups that are not the model's come last.
 
         Args:
             norms: of the main gradients, by (unit index, slot index).
+            factor: what brings gradients that autograd adds to by itself to the scale of those.
         """
         found: list[ParameterNorm] = []
-        for parameter in self._module_hooks.parameters_now().values():
+        loose = {id(parameter): parameter for parameter in self.loose.present()}
+        for parameter in (self._module_hooks.parameters_now() | loose).values():
             fqn = f"loose parameter {len(found)}"
             if self._module_hooks.holds(parameter):
                 unit, slot = self._module_hooks.locate(parameter)
@@ -224,12 +228,17 @@ class StepGroups:
                     continue
             gradient = plain_grad(parameter)
             if gradient is not None:
-                found.append(ParameterNorm(fqn, is_part(parameter), gradient_norm(gradient.detach().float())))
+                found.append(ParameterNorm(fqn, is_part(parameter), _norm(gradient.detach()) * factor))
         return found
 
-    def update_loose(self, groups: Groups, coefficient: torch.Tensor | None) -> None:
-        """Update the parameters that came into the groups later; see `LooseParameters`."""
-        self.loose.update(groups, coefficient)
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """2-norm of a gradient that autograd has: of any kind that torch's optimizers take."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    return gradient_norm(gradient.float())
 
 
 def _is_functional() -> bool:

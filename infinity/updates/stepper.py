@@ -297,9 +297,10 @@ class Stepper:
         if was_in_backward:
             self._check_groups_unchanged(step)
         self.gradients.check_same_groups(functools.partial(self._step_groups.described, groups), step)
-        scale = self._common_scale(with_gradients) * self._divisor
+        scale = self._common_scale(with_gradients)
         self._let_others_update(with_gradients)
-        norm = norm_of_model(self._mesh, self._step_groups.norms_in_order(self._norms), scale, step)
+        norms = self._step_groups.norms_in_order(self._norms, scale / self.scaler.scale)
+        norm = norm_of_model(self._mesh, norms, scale * self._divisor, step)
         if self._momenta is None or momenta is None:
             self.gradients.check_same(norm, step)
             self.grad_norm = norm
@@ -319,7 +320,7 @@ class Stepper:
             coefficient, self._divisor = None, 1
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         is_held = self._residency.fills and not was_in_backward and self.rules.update != "step"
-        self._step_groups.update_loose(groups, self._factor(coefficient, self.scaler.scale))
+        self._step_groups.loose.update(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
             self._residency.prepare_update(unit)
             factor = self._factor(coefficient, self.gradients.scale_of(unit)) if momenta is None else None

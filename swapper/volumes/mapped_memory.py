@@ -25,9 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError, VolumeTooSmallError, error_words
-from swapper.memory.mapping import map_memory, unmap
 from swapper.sync.bell import Latch
-from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
+from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, open_nameless, write_in_place
 
 WINDOW_BYTES = 64 << 20
 """Of all arrays together, what may be in memory before it is written out."""
@@ -43,7 +42,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc_with_lock = ctypes.PyDLL(None, use_errno=True)
 """The same functions, but nobody else's Python runs meanwhile."""
 for _library in (_libc, _libc_with_lock):
+    _library.mmap.restype = ctypes.c_void_p
+    _library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+    _library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     _library.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 
 
@@ -104,7 +108,7 @@ class _Segment:
         try:
             write_in_place(self._fd)
             os.ftruncate(self._fd, num_bytes)
-            self.address = map_memory(num_bytes, mmap.MAP_SHARED, self._fd)
+            self.address = self._map(None, 0)
         except OSError as error:
             raise VolumeError(
                 directory, f"no file can be mapped in {str(directory)!r}: {error_words(error)}"
@@ -112,7 +116,7 @@ class _Segment:
 
     def __del__(self) -> None:
         if self.address:
-            unmap(self.address, self._num_bytes)
+            _libc.munmap(self.address, self._num_bytes)
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -134,7 +138,7 @@ class _Segment:
             raise VolumeTooSmallError(self._directory, length, free_bytes)
         try:
             try:
-                fallocate(self._fd, length, offset, _KEEP_SIZE)
+                _check(_libc.fallocate(self._fd, _KEEP_SIZE, offset, length))
             except OSError as refusal:
                 if refusal.errno not in CANNOT_RESERVE:
                     raise
@@ -156,9 +160,7 @@ class _Segment:
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Nobody looks at a part any more. Takes no lock: finalizers call this."""
         if os.getpid() == self._process:  # a forked child has only let go of its own view
-            length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            with contextlib.suppress(OSError):
-                fallocate(self._fd, length, offset, _PUNCH_HOLE | _KEEP_SIZE)
+            _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, offset, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
     def write_out(self, *, keeps_lock: bool) -> None:
         """Write what is new, and let all pages go.
@@ -169,14 +171,20 @@ class _Segment:
         library = _libc_with_lock if keeps_lock else _libc
         try:
             _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))
-            # Page tables go, too: 2 MB per GB.
-            map_memory(self._num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
+            self._map(self.address, _MAP_FIXED)  # page tables go, too: 2 MB per GB
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise VolumeError(
                 self._directory,
                 f"tensors in directory {str(self._directory)!r} cannot be written: {error_words(error)}",
             ) from error
+
+    def _map(self, address: int | None, flags: int) -> int:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        found = _libc.mmap(address, self._num_bytes, protection, mmap.MAP_SHARED | flags, self._fd, 0)
+        if found is None or found == _MAP_FAILED:
+            _check(-1)
+        return int(found)
 
 
 class _Lent:

@@ -20,14 +20,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from swapper.errors import (
-    DamagedCommitError,
-    NewerFormatError,
-    RunInUseError,
-    UnwritableDirectoryError,
-    VolumeError,
-    error_words,
-)
+from swapper.errors import DamagedCommitError, NewerFormatError, RunInUseError, UnwritableDirectoryError, error_words
 from swapper.uncopyable import Uncopyable
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
@@ -49,7 +42,6 @@ class RunDirectory(Uncopyable):
     Raises:
         RunInUseError: Another process, or somebody else in this one, uses it.
         UnwritableDirectoryError: It cannot be used.
-        VolumeError: Its file system has no locks.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -62,16 +54,9 @@ class RunDirectory(Uncopyable):
             raise UnwritableDirectoryError(directory, error_words(error)) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
-            raise RunInUseError(directory) from error
         except OSError as error:
             self.close()
-            raise VolumeError(
-                directory,
-                f"{str(directory / 'lock')!r} cannot be locked: {error_words(error)}; mount the file system with locks (Lustre: "
-                "-o flock), or name a directory on a local drive",
-            ) from error
+            raise RunInUseError(directory) from error
         _open_runs.add(self)
         for left in directory.glob(f".{_PREFIX}*"):
             left.unlink(missing_ok=True)

@@ -222,8 +222,8 @@ class LazyState(MutableMapping[Any, Any]):
         return (isinstance(key, Tensor) and self._has_state(key)) or key in self._others
 
     def __iter__(self) -> Iterator[Any]:
-        yield from [param for param in self._params() if self._has_state(param)]
-        yield from list(self._others)
+        held = [param for param in self._params() if param not in self._others and self._has_state(param)]
+        yield from [*held, *self._others]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

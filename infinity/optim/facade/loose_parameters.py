@@ -38,23 +38,33 @@ class LooseParameters:
 
         Args:
             groups: of this step.
-            coefficient: 0-dim fp32 tensor that every gradient is multiplied with, in place, or None.
+            coefficient: 0-dim fp32 tensor that every gradient is multiplied with on its way into the update, or None.
         """
         for param in groups.params.values():
             values = groups.of(param)
             if param in self._template or param.grad is None or values is None:
                 continue
+            gradient = param.grad
             if coefficient is not None:
-                param.grad.mul_(coefficient.to(param.grad.device))
+                gradient = gradient.detach() * coefficient.to(gradient.device)
             self._worker = self._worker or Worker(self._template.optimizer)
             with torch.no_grad():
-                (state,) = self._worker.run(dict(values), [param.detach()], [param.grad], [self.state[param]])
-            self.state[param].update(state)
+                (state,) = self._worker.run(dict(values), [param.detach()], [gradient], [self.state.get(param, {})])
+            if state:
+                self.state[param].update(state)
+
+    def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """It has this state from now on; an empty one: it begins anew."""
+        self.state.pop(param, None)
+        if state:
+            self.state[param] = state
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As `Optimizer.zero_grad`."""
         for param in self.present():
             if set_to_none or param.grad is None:
                 param.grad = None
-            else:
-                param.grad = torch.zeros_like(param.grad)
+                continue
+            if param.grad.grad_fn is not None:
+                param.grad.detach_()
+            param.grad.requires_grad_(False).zero_()

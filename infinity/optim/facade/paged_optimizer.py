@@ -343,7 +343,7 @@ class PagedOptimizer(Optimizer):
             ValueError: it does not fit, or lacks what the optimizer needs; nothing has been changed.
         """
         if param not in self._template:
-            self._loose.state[param] = state
+            self._loose.load_state(param, state)
             return
         state, main = without_main_weight(state)
         values = self._template.read().of(param)

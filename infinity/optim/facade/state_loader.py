@@ -119,7 +119,8 @@ class StateLoader:
         if not small:
             return {}
         values = {key: value for key, value in self._groups[index].items() if key != "params"}
-        loaded = self._worker.load(values, small, self._template.device)
+        like = one_element(self._template.device) if param in self._template else param.detach()
+        loaded = self._worker.load(values, small, like)
         return {name: value for name, value in loaded.items() if name not in names}
 
     def _check_scalars(self, param: Tensor, entry: Mapping[str, Any]) -> None:
@@ -138,7 +139,10 @@ class StateLoader:
             )
 
     def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The entry's element-wise tensors as float32, after checking that they are what the parameter needs."""
+        """The entry's element-wise tensors after checking that they are what the parameter needs.
+
+        They are float32, as main weights are; those of an ordinary parameter, which was added later, as in torch.
+        """
         fqn = self._template.fqn(param)
         names = self._updater.state_names(self._index_of[id(param)])
         given = {name: value for name, value in entry.items() if value is not None}
@@ -163,7 +167,9 @@ class StateLoader:
                     f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {tuple(value.shape)}, "
                     f"which {self._template.name} does not keep here. It keeps {', '.join(names) or 'none'}"
                 )
-        return {name: given[name].detach().to(torch.float32) for name in names}
+        if param in self._template:
+            return {name: given[name].detach().to(torch.float32) for name in names}
+        return {name: given[name].detach().to(param.device, param.dtype) for name in names}
 
     def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
         reserved = self._updater.state_names(index)
