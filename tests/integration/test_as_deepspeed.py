@@ -118,7 +118,7 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             ("deepspeed.tp_model_init", "mesh_param= of initialize"),
             ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "that initialize returns"),
             ("from deepspeed.runtime.utils import CheckOverflow", "optimizer.overflow"),
-            ("from deepspeed.comm import irecv", "torch.distributed"),
+            ("from deepspeed.comm import enable_symm_mem_for_group", "torch.distributed"),
             ("from deepspeed import set_optimizer_flags", "AdamW, or Lamb"),
         ):
             try:
