@@ -12,12 +12,11 @@ import numpy as np
 
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
-from swapper.errors import DamagedCommitError, UnwritableDirectoryError, VolumeError, error_words
+from swapper.errors import DamagedCommitError, VolumeError
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
 from swapper.volumes.directory import DirectoryLike, as_directories
-from swapper.volumes.publish import make_directory
 from swapper.volumes.run_directory import RunDirectory
 from swapper.volumes.volume import Volume
 from swapper.wrappers.integrity import IntegrityBackend
@@ -79,17 +78,14 @@ class Versions:
         *,
         busy: BusyTimes | None = None,
     ) -> Versions:
-        """Open or make the files of a run, one in each directory.
+        """Open or make the files of a run, one in each directory, which are the run's until it is closed.
 
         Raises:
             VolumeError: A subclass says what is wrong with which directory; one is that a file is missing that commits need.
         """
-        for directory in as_directories(directories):
-            try:
-                make_directory(directory.path, 0o700)
-            except OSError as error:
-                raise UnwritableDirectoryError(directory.path, error_words(error)) from error
         wanted = as_directories(directories)
+        for directory in wanted:
+            run.lock(directory.path)
         is_there = [(each.path / f"{_NAME}-{i}-of-{len(wanted)}").exists() for i, each in enumerate(wanted, 1)]
         if any(is_there) and not is_there[0]:
             raise VolumeError(

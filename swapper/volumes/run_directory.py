@@ -1,6 +1,6 @@
 """The directory of a durable run: a lock, and small files that each say all about one commit.
 
-DIRECTORY/lock                  held by the process that uses the run, as long as it lives
+DIRECTORY/lock                  held by the process that uses the run, as long as it lives; one in each of its directories
 DIRECTORY/commit-0000000007     appears when it is whole and on the drive
 DIRECTORY/...                   whatever else the run has there
 
@@ -20,7 +20,14 @@ from pathlib import Path
 
 import google_crc32c
 
-from swapper.errors import DamagedCommitError, NewerFormatError, RunInUseError, UnwritableDirectoryError, error_words
+from swapper.errors import (
+    DamagedCommitError,
+    NewerFormatError,
+    RunInUseError,
+    UnwritableDirectoryError,
+    VolumeError,
+    error_words,
+)
 from swapper.uncopyable import Uncopyable
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
@@ -34,7 +41,7 @@ _PREFIX = "commit-"
 
 
 class RunDirectory(Uncopyable):
-    """Knows the lock and the files of commits; must not know what is in them.
+    """Knows the locks and the files of commits; must not know what is in them.
 
     Args:
         directory: Made, with its parents, if it is missing; only its owner may enter it then.
@@ -42,27 +49,49 @@ class RunDirectory(Uncopyable):
     Raises:
         RunInUseError: Another process, or somebody else in this one, uses it.
         UnwritableDirectoryError: It cannot be used.
+        VolumeError: Its file system has no locks.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory
-        self._fd = -1
-        try:
-            make_directory(directory, 0o700)
-            self._fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UnwritableDirectoryError(directory, error_words(error)) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise RunInUseError(directory) from error
+        self._locks: dict[Path, int] = {}
+        """By directory, the descriptor that holds its lock."""
         _open_runs.add(self)
+        self.lock(directory)
         for left in directory.glob(f".{_PREFIX}*"):
             left.unlink(missing_ok=True)
 
     def __del__(self) -> None:
         self.close()
+
+    def lock(self, directory: Path) -> None:
+        """Keep others from a directory of the run until `close`. Made, with its parents, if it is missing.
+
+        Raises:
+            RunInUseError: Somebody else uses it.
+            UnwritableDirectoryError: It cannot be used.
+            VolumeError: Its file system has no locks.
+        """
+        if directory in self._locks:
+            return
+        try:
+            make_directory(directory, 0o700)
+            descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UnwritableDirectoryError(directory, error_words(error)) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise RunInUseError(directory) from error
+        except OSError as error:
+            os.close(descriptor)
+            raise VolumeError(
+                directory,
+                f"{str(directory / 'lock')!r} cannot be locked: {error_words(error)}; mount the file system with locks (Lustre: "
+                "-o flock), or name a directory on a local drive",
+            ) from error
+        self._locks[directory] = descriptor
 
     def commits(self) -> list[int]:
         """Return the numbers of all commits, the newest first."""
@@ -139,10 +168,9 @@ class RunDirectory(Uncopyable):
         self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let others use the directory. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Let others use the directories. Idempotent."""
+        while self._locks:
+            os.close(self._locks.popitem()[1])
 
     def _path(self, number: int) -> Path:
         return self.path / f"{_PREFIX}{number:010d}"

@@ -14,8 +14,8 @@ import infinity
 from infinity.cli.main import main
 
 
-def _config(path: Path) -> dict[str, Any]:
-    offload = {"device": "nvme", "nvme_path": str(path)}
+def _config(*drives: Path) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": [str(drive) for drive in drives]}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -27,18 +27,21 @@ def _config(path: Path) -> dict[str, Any]:
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
     """A directory with a run of two steps, and a file of somebody else's."""
-    engine = _started(tmp_path)
-    with engine:
+    with _started(tmp_path) as engine:
         for _ in range(2):
-            engine.backward(engine(torch.ones(2, 8)).sum())
-            engine.step()
+            _step(engine)
     (tmp_path / "durable" / "notes.txt").write_text("mine")
     return tmp_path
 
 
-def _started(path: Path) -> Any:
+def _started(*drives: Path) -> Any:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    return infinity.initialize(model=model, config=_config(path))[0]
+    return infinity.initialize(model=model, config=_config(*drives))[0]
+
+
+def _step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
 
 
 def _told(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Any:
@@ -86,6 +89,22 @@ def test_what_is_in_use_stays(left: Path, capsys: pytest.CaptureFixture[str]) ->
         (run,) = _told(left, capsys, "--yes")["runs"]
         assert run["is_in_use"]
     assert _started(left).global_steps == 2
+
+
+def test_what_is_in_use_stays_on_each_of_its_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drives = [tmp_path / "first", tmp_path / "second"]
+    for drive in drives:
+        drive.mkdir()
+    with _started(*drives) as engine:
+        _step(engine)
+        told = _told(tmp_path, capsys, "--yes")
+        assert [(run["path"], run["is_in_use"]) for run in told["runs"]] == [(str(d / "durable"), True) for d in drives]
+        assert told["removed"] == []
+        _step(engine)
+    with _started(*drives) as engine:
+        assert engine.global_steps == 2
+    assert len(_told(tmp_path, capsys, "--yes")["removed"]) == 2
+    assert [list(drive.iterdir()) for drive in drives] == [[], []]
 
 
 def test_saves_of_processes_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
