@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infinity.config.overrides import as_written, override
+from infinity.config.overrides import overridden
 from infinity.config.reading import apply_rules, read_strictness, tidy, validate
 from infinity.config.resolve import resolve
 from infinity.config.resolved import InfinityConfig
@@ -49,10 +49,8 @@ def load_config(
             raise ConfigError("overrides cannot be applied to a finished config. Pass them when it is loaded")
         return source
     findings = Findings()
-    raw = _read(source)
+    raw = overridden(_read(source), overrides or {})
     tidied = tidy(raw, findings)
-    if overrides:
-        override(tidied, overrides, findings)
     _drop_unknown_scheduler_params(tidied, findings)
     if findings.unknown:
         error = UnknownConfigKeyError(findings.unknown)
@@ -62,8 +60,7 @@ def load_config(
     root = validate(tidied)
     apply_rules(root, findings)
     num = num_processes() if world_size is None else world_size
-    source = as_written(raw, overrides or {})
-    return resolve(root, findings, world_size=num, check_storage=check_storage, source=source)
+    return resolve(root, findings, world_size=num, check_storage=check_storage, source=raw)
 
 
 def _read(source: object) -> Mapping[str, Any]:

@@ -5,51 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.config.reading import tidy
-from infinity.config.schema.block import Findings
+from pydantic.fields import FieldInfo
+
+from infinity.config.schema.block import Block, Findings, Untyped
+from infinity.config.schema.blocks import RootBlock
+from infinity.config.schema.legacy import OLD_FLAGS, modernise
+from infinity.config.schema.quantities import is_auto
+from infinity.config.schema.vocabulary import child_block, opened
 from infinity.errors import ConfigError
 
 
-def override(tidied: dict[str, Any], overrides: Mapping[str, Any], findings: Findings) -> None:
-    """Change `tidied` (see `reading.tidy`) and what was found in it.
+def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config as it was given, with overrides in place of what they replace, however that is spelt there.
 
-    Overrides go through the same pass of names first, so that one under a key's present name also replaces a value that
-    the file gives under another.
+    Whoever reads the copy reads the config with its overrides, as often as that is.
+
+    Raises:
+        ConfigError: an override is for a key of something that is no block.
     """
-    for dotted, value in overrides.items():
-        found = Findings()
-        raw = value
-        for name in reversed(dotted.split(".")):
-            raw = {name: raw}
-        patch = tidy(raw, found)
-        if value is not None:
-            _merge(tidied, patch, dotted)
-        findings.unknown.extend(found.unknown)
-        for reason, keys in found.ineffective.items():
-            for key in keys:
-                findings.note(key, reason)
-        replaced = _leaves(patch)
-        kept = [key for key in findings.auto if key not in replaced and key not in found.auto]
-        findings.auto[:] = kept + found.auto
-        for key in [dotted] if value is None else found.auto:
-            _remove(tidied, key.split("."))
-
-
-def as_written(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the config as it was given, with the overrides in their places."""
     copy: dict[str, Any] = _copied(raw)
+    if overrides:
+        for dotted in OLD_FLAGS.intersection(overrides):
+            _remove(copy, dotted.split("."), RootBlock)
+        copy = modernise(copy, Findings())
     for dotted, value in overrides.items():
+        path = dotted.split(".")
         if value is None:
-            _remove(copy, dotted.split("."))
+            _remove(copy, path, RootBlock)
             continue
-        target = copy
-        *blocks, name = dotted.split(".")
-        for block in blocks:
-            inner = target.get(block)
-            if not isinstance(inner, dict):
-                inner = target[block] = {}
-            target = inner
-        target[name] = value
+        patch = _copied(value)
+        for name in reversed(path):
+            patch = {name: patch}
+        _merge(copy, modernise(patch, Findings()), RootBlock, dotted)
     return copy
 
 
@@ -59,32 +46,49 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
-def _merge(target: dict[str, Any], patch: Mapping[str, Any], dotted: str) -> None:
-    for name, value in patch.items():
-        present = target.get(name)
-        if not isinstance(value, Mapping):
+def _merge(target: dict[str, Any], patch: Mapping[str, Any], block: type[Block] | None, dotted: str) -> None:
+    """``block``: what `target` is; None where the schema does not know its keys."""
+    for name, given in patch.items():
+        field = _field(block, name)
+        value, spellings = opened(given, field), _spellings(target, name, block)
+        if not spellings or not isinstance(value, Mapping) or not _holds_block(field):
+            for spelling in spellings:
+                del target[spelling]
             target[name] = value
-        elif present is None:
-            target[name] = dict(value)
-        elif isinstance(present, dict):
-            _merge(present, value, dotted)
-        else:
-            raise ConfigError(f"override '{dotted}': '{name}' holds {present!r}, not an object", key=dotted)
+            continue
+        for spelling in spellings:
+            there = opened(target[spelling], field)
+            target[spelling] = there = {} if there is None or is_auto(there) else there
+            if not isinstance(there, dict):
+                raise ConfigError(f"override '{dotted}': '{spelling}' holds {there!r}, not an object", key=dotted)
+            _merge(there, value, _child(field), dotted)
 
 
-def _remove(target: dict[str, Any], path: list[str]) -> None:
-    *blocks, name = path
-    for block in blocks:
-        inner = target.get(block)
-        if not isinstance(inner, dict):
-            return
-        target = inner
-    target.pop(name, None)
+def _remove(target: dict[str, Any], path: list[str], block: type[Block] | None) -> None:
+    name, *rest = path
+    field = _field(block, name)
+    for spelling in _spellings(target, name, block):
+        if not rest:
+            del target[spelling]
+            continue
+        there = target[spelling] = opened(target[spelling], field)
+        if isinstance(there, dict):
+            _remove(there, rest, _child(field))
 
 
-def _leaves(patch: Mapping[str, Any], path: str = "") -> list[str]:
-    found: list[str] = []
-    for name, value in patch.items():
-        inner = _leaves(value, f"{path}{name}.") if isinstance(value, Mapping) else []
-        found.extend(inner or [path + name])
-    return found
+def _spellings(target: Mapping[str, Any], name: str, block: type[Block] | None) -> list[str]:
+    """All names under which a key is in `target`."""
+    renamed = {} if block is None else block.renamed
+    return [key for key in target if renamed.get(key, key) == renamed.get(name, name)]
+
+
+def _field(block: type[Block] | None, name: str) -> FieldInfo | None:
+    return None if block is None else block.model_fields.get(block.renamed.get(name, name))
+
+
+def _child(field: FieldInfo | None) -> type[Block] | None:
+    return None if field is None else child_block(field.annotation)
+
+
+def _holds_block(field: FieldInfo | None) -> bool:
+    return field is None or field.annotation == Untyped or _child(field) is not None

@@ -18,7 +18,7 @@ from infinity.config.schema.block import Block, Findings, Keys, NotNull, Rule, U
 from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.legacy import modernise
 from infinity.config.schema.quantities import is_auto, parse_flag
-from infinity.config.schema.vocabulary import child_block, suggest
+from infinity.config.schema.vocabulary import child_block, opened, suggest
 from infinity.errors import ConfigValueError
 
 _COMMENT_KEY = re.compile(r"\$schema|\$?_*comments?\d*|//.*|#.*", re.IGNORECASE)
@@ -99,8 +99,7 @@ def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) 
         return None
     child = child_block(field.annotation)
     is_dict = field.annotation == Untyped
-    if isinstance(value, bool) and (is_dict or (child is not None and "enabled" in child.model_fields)):
-        value = {"enabled": value}
+    value = opened(value, field)
     if not isinstance(value, Mapping):
         return value
     if child is not None:

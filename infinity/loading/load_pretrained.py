@@ -70,7 +70,7 @@ def load_pretrained(
         UnsupportedModelError: it is quantized, or no class for it is known.
         StorageError: there is no room on the drives.
     """
-    place = Path(os.fspath(path)).expanduser()
+    place = Path(os.path.expanduser(path))
     is_module = isinstance(model_or_class, nn.Module)
     if not is_module and not hugging_face.is_ours(model_or_class):
         raise TypeError(f"model_or_class must be a torch.nn.Module or a class of transformers, not {model_or_class!r}")

@@ -70,7 +70,7 @@ def resolve_directories(named: Sequence[NamedDirectory], *, key: str) -> tuple[D
     """Absolute paths, with `~` and environment variables (`$NAME`, `${NAME}`) filled in.
 
     Raises:
-        ConfigValueError: no path is given, one is given twice, or one names a variable that is not set.
+        ConfigValueError: no path is given, one is given twice, or one names a variable that is not set, or an unknown home.
     """
     if not named:
         problem = 'the device is "nvme", and no directory is given'
@@ -166,7 +166,7 @@ def resolve_file(name: str, *, key: str) -> Path:
     """The absolute path of a file that is to be written; not looked at yet.
 
     Raises:
-        ConfigValueError: it names a variable that is not set.
+        ConfigValueError: it names a variable that is not set, or an unknown home.
     """
     return _resolve(name, key)
 
@@ -176,4 +176,8 @@ def _resolve(name: str, key: str) -> Path:
     if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
         cure = f"Set the environment variable {unset[1].strip('{}')}, or write the directory itself"
         raise ConfigValueError(key, name, "it names an environment variable that is not set", cure=cure)
-    return Path(expanded).expanduser().absolute()
+    try:
+        return Path(expanded).expanduser().absolute()
+    except RuntimeError as error:
+        cure = "Set the environment variable HOME, or write the directory itself"
+        raise ConfigValueError(key, name, "it names a home directory that is not known", cure=cure) from error

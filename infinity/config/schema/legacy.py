@@ -15,6 +15,7 @@ _OFFLOAD = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
+OLD_FLAGS = frozenset(f"zero_optimization.{name}" for name in _OFFLOAD)
 _DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
 
 
@@ -63,13 +64,17 @@ def _modernise_zero(zero: dict[str, Any], findings: Findings) -> dict[str, Any]:
         if value is None or is_auto(value) or not _flag(f"zero_optimization.{old}", value):
             continue
         present = zero.get(new)
-        device = present.get("device", "none") if isinstance(present, Mapping) else "cpu"
-        if device != "cpu":
+        if present is None or is_auto(present):
+            present = {"device": "cpu"}
+        if not isinstance(present, Mapping):
+            continue  # whoever looks at types says what is wrong with it
+        device = present.get("device", "none")
+        if device != "cpu" and not is_auto(device):
             problem = f"it contradicts zero_optimization.{new}.device = {device!r}"
             raise ConfigValueError(
                 f"zero_optimization.{old}", value, problem, cure=f"Remove {old}, which is deprecated"
             )
-        zero[new] = {**(present or {}), "device": "cpu"}
+        zero[new] = {**present, "device": "cpu"}
         findings.note(f"zero_optimization.{old}", f'old form of "{new}": {{"device": "cpu"}}, taken as that')
     return zero
 

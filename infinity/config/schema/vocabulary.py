@@ -1,4 +1,4 @@
-"""Which key somebody may have meant."""
+"""What a field of a block holds, and which key somebody may have meant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args
 
-from infinity.config.schema.block import Block, Keys
+from pydantic.fields import FieldInfo
+
+from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
 
 
@@ -17,6 +19,15 @@ def child_block(annotation: Any) -> type[Block] | None:
         if isinstance(candidate, type) and issubclass(candidate, Block):
             return candidate
     return None
+
+
+def opened(value: Any, field: FieldInfo | None) -> Any:
+    """What a field is given; a block that is written as a switch alone (`"bf16": true`) as an object."""
+    if not isinstance(value, bool) or field is None:
+        return value
+    child = child_block(field.annotation)
+    is_switch = field.annotation == Untyped or (child is not None and "enabled" in child.model_fields)
+    return {"enabled": value} if is_switch else value
 
 
 def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from infinity.config import InfinityConfig, load_config
+from infinity.errors import ConfigValueError
 
 
 def load(text: str, nvme: Path) -> InfinityConfig:
@@ -163,6 +164,14 @@ def test_first_generation_cpu_offload() -> None:
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 3e-5, "betas": (0.8, 0.999), "eps": 1e-8, "weight_decay": 3e-7}
     assert any("zero_optimization.cpu_offload:" in notice for notice in config.notices)
+
+
+@pytest.mark.parametrize("block", [None, "auto", {"device": "auto", "pin_memory": True}], ids=str)
+def test_an_old_flag_beside_a_block_that_is_left_open(block: object) -> None:
+    zero = {"stage": 2, "cpu_offload": True, "offload_optimizer": block}
+    assert load_config({"train_batch_size": 8, "zero_optimization": zero}).offload_optimizer.device == "cpu"
+    with pytest.raises(ConfigValueError, match=r"offload_optimizer.*must be an object"):
+        load_config({"train_batch_size": 8, "zero_optimization": zero | {"offload_optimizer": [1]}})
 
 
 def test_second_generation_parameter_offload() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,72 @@ def test_deprecated_form_can_be_overridden(tmp_path: Path) -> None:
         },
     )
     assert config.offload_optimizer.nvme_paths == (tmp_path,)
+
+
+_NVME = {"device": "nvme", "nvme_path": "/tmp"}
+_ZERO = "zero_optimization"
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "meant"),
+    [
+        (
+            {_ZERO: {"stage": 3, "offload_optimizer": _NVME}},
+            {_ZERO: {"stage": 2}},
+            {_ZERO: {"stage": 2, "offload_optimizer": _NVME}},
+        ),
+        (
+            {"optimizer": {"type": "Adam"}, "optimizer.params.lr": "auto"},
+            {"optimizer.params.lr": 5e-5},
+            {"optimizer": {"type": "Adam", "params": {"lr": 5e-5}}},
+        ),
+        (
+            {"zero_optimization.offload_optimizer": _NVME},
+            {"zero_optimization.offload_optimizer.nvme_path": {"path": "/tmp", "capacity": "1GB"}},
+            {_ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": {"path": "/tmp", "capacity": "1GB"}}}},
+        ),
+        ({"bfloat16": {"enabled": True}}, {"bf16.enabled": False}, {"bfloat16": {"enabled": False}}),
+        ({"bfloat16": True}, {"bf16.enabled": False}, {"bfloat16": {"enabled": False}}),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, {"bf16": False}, {"bf16": {"enabled": False}}),
+        ({_ZERO: {"cpu_offload": True}}, {"zero_optimization.offload_optimizer": _NVME}, {_ZERO: {"offload_optimizer": _NVME}}),
+        (
+            {_ZERO: {"offload_param": _NVME}},
+            {"zero_optimization.cpu_offload_param": True},
+            {_ZERO: {"offload_param": {"device": "cpu"}}},
+        ),
+        ({_ZERO: {"cpu_offload": True}}, {"zero_optimization.cpu_offload": False}, {_ZERO: {}}),
+        ({_ZERO: True}, {"zero_optimization.stage": 3}, {_ZERO: {"stage": 3}}),
+        ({"aio": {"thread_count": 6}}, {"aio.num_threads": 9}, {"aio": {"intra_op_parallelism": 9}}),
+    ],
+)  # fmt: skip
+def test_what_they_make_is_the_same_when_it_is_read_again(
+    given: dict[str, Any], overrides: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    def read(source: Any, **more: Any) -> Any:
+        return replace(load_config(source, check_storage=False, **more), notices=())
+
+    config = read({"train_batch_size": 4, **given}, overrides=overrides)
+    assert config == read({"train_batch_size": 4, **meant})
+    assert config == read(dict(config))
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping"),
+        ({"infinity": {"autotune_io": "auto"}}, "infinity.autotune_io"),
+        ({"aio": {"thread_count": 9}}, "aio.thread_count"),
+        ({"aio": {"num_threads": 9}}, "aio.thread_count"),
+        ({"bf16": True}, "bf16.enabled"),
+        ({"bf16": True}, "bfloat16"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload"),
+        ({"zero_optimization.cpu_offload": True}, "zero_optimization.offload_optimizer"),
+    ],
+)
+def test_none_removes_a_key_whatever_it_holds_and_is_called(given: dict[str, Any], key: str) -> None:
+    without = load_config({"train_batch_size": 4, **({_ZERO: {}} if _ZERO in str(given) else {})})
+    assert load_config({"train_batch_size": 4, **given}, overrides={key: None}) == without
 
 
 def test_they_are_checked_like_the_file() -> None:

@@ -39,6 +39,20 @@ def test_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
         _timeline("$TRACES/a.json")
 
 
+@pytest.mark.parametrize("path", ["~nobody9/a", "~"])
+def test_a_home_that_nobody_knows(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigValueError, match=r"infinity\.timeline.*not known.*HOME"):
+        _timeline(path)
+    offload = {"device": "nvme", "nvme_path": path}
+    with pytest.raises(ConfigValueError, match=r"offload_param\.nvme_path.*not known.*HOME"):
+        load_config(_BASE | {"zero_optimization": {"offload_param": offload}})
+
+
 @pytest.mark.parametrize("value", ["", 3, True, [], ["a.json"], {"path": "a.json"}, "a\0b"])
 def test_what_is_no_path(value: object) -> None:
     with pytest.raises(ConfigError, match=r"infinity\.timeline.*must be the path of a file"):

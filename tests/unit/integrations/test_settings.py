@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.config import load_config
 from infinity.errors import ConfigError, LibraryVersionError
 from infinity.integrations.settings import Setting, agreed
 from infinity.integrations.versions import require
@@ -53,6 +54,23 @@ def test_all_conflicts_are_named() -> None:
     assert "'gradient_clipping'" not in str(raised.value)
     assert "'train_micro_batch_size_per_gpu' is 2 and batch 4" in str(raised.value)
     assert "'optimizer.params.betas'" in str(raised.value)
+
+
+def test_what_was_agreed_on_stays_when_it_is_agreed_on_again(tmp_path: Path) -> None:
+    given = {
+        **_BATCH,
+        "optimizer": {"type": "AdamW"},
+        "optimizer.params.lr": "auto",
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }
+    settings = [
+        Setting("optimizer.params.lr", 5e-5, "learning_rate"),
+    ]
+    config = agreed(load_config(given, overrides={"zero_optimization": {"stage": 2}}), settings)
+    again = agreed(config, [])
+    assert again == config
+    assert again.optimizer is not None and again.optimizer.params == {"lr": 5e-5}
+    assert (again.zero_stage, again.nvme_paths) == (2, (tmp_path,))
 
 
 def test_dropped_blocks_are_gone() -> None:
