@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.output import Console, PathType, json_option, print_facts, print_json, table
 from infinity.cli.scale import check_plot, show_scale
+from infinity.config import InfinityConfig, load_config
 from infinity.forecast.ladder import OFFLOADS, Ladder, Outcome
 from infinity.forecast.machine import Machine, glance
 from infinity.forecast.scale import Cluster, Scale
@@ -52,7 +54,7 @@ Examples:
     "--nvme-path",
     "directories",
     multiple=True,
-    type=PathType(),
+    type=PathType(file_okay=False),
     help="Where states would lie; once for each drive. By default the config's, or the present directory.",
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Of an optimizer step.")
@@ -135,7 +137,9 @@ def plan(
         name, shapes = read_model(params or str(model))
     except ModelRefused as error:
         raise click.ClickException(str(error).replace("--model ", "", 1)) from error
-    paths = list(directories) or _paths_of(file)
+    config = None if file is None else _config(file, directories)
+    written = None if config is None else dict(config)
+    paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
     machine = Machine.here(paths)
     is_here = ram is None and disk is None and gpu is None
     speed = tflops * 1e12 if tflops else None
@@ -154,16 +158,22 @@ def plan(
         bandwidth=bandwidth,
         flops_per_second=speed,
         drive_tbw=tbw,
+        has_its_drives=disk is None,
     )
     nvme_path = [str(path) for path in paths]
     if scale:
         cluster = Cluster(machine, gpus_per_node or (1 if machine.shares_host_memory else 8), pcie, link, network)
         return show_scale(
-            name, Scale(shapes, file, cluster, nvme_path, tokens, offload), cluster, stages, plot, as_json=as_json
+            name,
+            Scale(shapes, written, cluster, nvme_path, tokens, offload),
+            cluster,
+            stages,
+            plot,
+            as_json=as_json,
         )
-    ladder = Ladder(shapes, file, machine, nvme_path, tokens)
+    ladder = Ladder(shapes, written, machine, nvme_path, tokens)
     rungs = list(ladder.rungs())
-    given = ladder.given() if file is not None else next((each for each in rungs if each.fits), rungs[-1])
+    given = ladder.given() if config is not None else next((each for each in rungs if each.fits), rungs[-1])
     change = None if given.fits else ladder.smallest_change(given)
     most = ladder.largest() if largest else None
     if as_json:
@@ -181,21 +191,19 @@ def plan(
         )
         return 0 if given.fits else 1
     _print_machine(name, shapes, machine, source, tokens)
-    _print_rungs(rungs, given, machine, is_given=file is not None)
-    _print_verdict(given, change, machine, is_given=file is not None)
+    _print_rungs(rungs, given, machine, is_given=config is not None)
+    _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
         told = "unknown: the model has no repeated layers, or does not fit with one" if most is None else _largest(most)
         Console(highlight=False).print(f"\nThe largest of this family that trains there: {told}", markup=False)
     return 0 if given.fits else 1
 
 
-def _paths_of(file: Path | None) -> list[Path]:
-    if file is not None:
-        from infinity.config import load_config
-
-        if found := list(load_config(file, world_size=1, check_storage=False).nvme_paths):
-            return found
-    return [Path.cwd()]
+def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
+    """The config, with its states in these directories if any are given."""
+    paths = [str(path) for path in directories]
+    keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if paths else []
+    return load_config(file, overrides=dict.fromkeys(keys, paths), world_size=1, check_storage=False)
 
 
 def _bandwidth(speed: int | None) -> Bandwidth | None:

@@ -42,7 +42,6 @@ from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
 from infinity.optim.remainder_updater import RemainderUpdater
-from infinity.optim.state_support import check_parts, check_state_format
 from infinity.optim.template import Template
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
@@ -122,8 +121,6 @@ def build(
     names, with_room, spans = draft.names, draft.with_room, draft.spans
     has_remainder = config.infinity.main_weights == "remainder"
     state_format = StateFormat(config.infinity.state_dtype)
-    check_state_format(state_format, template, updater)
-    check_parts(template, updater, config.zero_stage, is_divided=shares.is_divided)
     waiting = MainGradDtype(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
@@ -255,7 +252,7 @@ def build(
     )
     if placement.spills:
         gradients.reserve()
-    plan_tracker = draft.tracker(placement, suitability, storage.volume_bytes)
+    plan_tracker = draft.tracker(placement, suitability)
     # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
     spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
     trimmer = HeapTrimmer() if device.shares_host_memory and spills else None

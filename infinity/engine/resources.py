@@ -19,7 +19,8 @@ from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.gradients.arrivals import Arrivals
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import HOST_KEY, Placement
-from infinity.planning.resting import rest, resting_bytes, spilled_bytes
+from infinity.planning.resting import resting_bytes, spilled_bytes
+from infinity.planning.volumes import TierKey, Volumes
 from infinity.telemetry.counters import DriveCounters
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
@@ -39,8 +40,6 @@ from swapper import (
 from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
-_TierKey = tuple[str, tuple[Directory, ...]]
-"""A tier and, on NVMe, its directories: what has the same key shares one swapper."""
 
 
 class EngineResources:
@@ -81,37 +80,21 @@ class EngineResources:
         self._ranks = ranks
         self.versions: Versions | None = None
         """Of the states, in a durable run."""
-        self._swappers: dict[_TierKey, Swapper] = {}
+        self._swappers: dict[TierKey, Swapper] = {}
         self._more: list[Swapper] = []
         self._arenas: list[StagingArena] = []
         self._busy = BusyTimes()
-        self._resting = rest(sizes, request, placement)
         self._told = resting_bytes(sizes, request, placement)
-        self.gradient_bytes = spilled_bytes(sizes, request, placement)
-        needed: dict[_TierKey, int] = {}
-        param_key: _TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
-        state_key: _TierKey = (config.offload_optimizer.device, config.offload_optimizer.nvme_directories)
-        durable = config.infinity.durable
-        self._spill_key = next((key for key in (state_key, param_key) if key[0] == "nvme"), None)
-        if durable is not None:  # what is spilled stays in scratch files
-            param_key = state_key = ("durable", durable.directories)
-            needed[param_key] = sum(self._resting["nvme"].values())
-        if param_key[0] == "nvme":
-            needed[param_key] = self._resting["nvme"]["weights"]
-        elif shares is not None:
+        self._volumes = Volumes.of(config, sizes, request, placement)
+        param_key, self._spill_key = self._volumes.param_key, self._volumes.spill_key
+        if param_key not in self._volumes.num_bytes and shares is not None:
             param_key = ("shares", ())
             num_bytes = request.shares_in_memory(sizes) or 4096
             self._swappers[param_key] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
-        if state_key[0] == "nvme":
-            needed[state_key] = needed.get(state_key, 0) + sum(
-                size for kind, size in self._resting["nvme"].items() if kind != "weights"
-            )
-        if self._spill_key is not None:
-            needed[self._spill_key] = needed.get(self._spill_key, 0) + self.gradient_bytes
         try:
-            for key, num_bytes in needed.items():
+            for key, num_bytes in self._volumes.num_bytes.items():
                 self._swappers[key] = self._open(key, num_bytes)
-            self.weights, self.records = self._build(device, param_key, state_key)
+            self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
             self.pool = FlatPool(device, placement.weights_bytes)
             self.gradient_pool = FlatPool(ComputeDevice(), placement.gradient_bytes)
             self.arrivals = Arrivals(device, placement.landing_bytes)
@@ -119,28 +102,14 @@ class EngineResources:
             self._close_swappers()
             raise
 
-    @property
-    def volume_bytes(self) -> int:
-        """Of the drives, what a durable run takes: the states, and for each commit what a step writes of them."""
-        durable = self._config.infinity.durable
-        if durable is None:
-            return 0
-        all_bytes = sum(self._resting["nvme"].values())
-        frozen_bytes = sum(
-            s.weight_bytes - s.trainable_numel * self._request.record_format.weight_dtype.itemsize for s in self._sizes
-        )
-        # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need a little.
-        spare_bytes = min(all_bytes, self._config.io.max_inflight * self._config.io.request_bytes)
-        return all_bytes + durable.most_kept * (all_bytes - frozen_bytes) + spare_bytes
-
-    def _open(self, key: _TierKey, num_bytes: int) -> Swapper:
+    def _open(self, key: TierKey, num_bytes: int) -> Swapper:
         tier, directories = key
         settings = _swapper_config(self._config.io)
         capacity = max(num_bytes, 4096)  # even if nothing is to rest there: a directory that cannot be used is told
         try:
             if tier == "durable" and self._run is not None:
                 self.versions = Versions.open(
-                    self._run, directories, capacity, self.volume_bytes, settings, busy=self._busy
+                    self._run, directories, capacity, self._volumes.durable_bytes, settings, busy=self._busy
                 )
                 return self.versions.swapper
             if self._config.io.use_gds and not self.device.shares_host_memory:
@@ -167,7 +136,7 @@ class EngineResources:
             ) from error
 
     def _build(
-        self, device: ComputeDevice, param_key: _TierKey, state_key: _TierKey
+        self, device: ComputeDevice, param_key: TierKey, state_key: TierKey
     ) -> tuple[WeightStore | None, StateStore]:
         placement = self._placement
         deadline = self._config.io.deadline_seconds
@@ -202,7 +171,7 @@ class EngineResources:
             raise BudgetTooSmallError(
                 HOST_KEY,
                 budget_bytes=self._request.budget_bytes,
-                minimum_bytes=self._request.budget_bytes + self.gradient_bytes,
+                minimum_bytes=self._request.budget_bytes + spilled_bytes(self._sizes, self._request, self._placement),
                 reason="All gradients have to wait in RAM for optimizer.step(), and no NVMe tier takes them",
             )
         return self._swappers[self._spill_key]

@@ -13,13 +13,15 @@ from torch import nn
 from infinity.checkpoint.adapters import is_adapted
 from infinity.config import InfinityConfig
 from infinity.device.host_memory import FreeShare
+from infinity.numerics.state_format import StateFormat
 from infinity.optim.piece import PieceUpdater
+from infinity.optim.state_support import check_parts, check_state_format
 from infinity.optim.template import Template
 from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
 from infinity.planning.placement import Placement
-from infinity.planning.plan import Plan
 from infinity.planning.plan_tracker import PlanTracker, first_plan
 from infinity.planning.resting import resting_bytes
+from infinity.planning.volumes import Volumes
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 from infinity.vertical.eligibility import Suitability, place_for_schedule
@@ -73,10 +75,16 @@ class Draft:
             device_free_bytes: of a device that has its own.
             shares: which part of the states is this process's; None: all of them.
             divides_weights: whether weights that do not stay in memory are divided as the states are.
+
+        Raises:
+            ConfigValueError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
         """
+        shares = shares or Shares()
+        updater = PieceUpdater(template)
+        check_state_format(StateFormat(config.infinity.state_dtype), template, updater)
+        check_parts(template, updater, config.zero_stage, is_divided=shares.is_divided)
         # What came into the model since the template was made stays an ordinary parameter.
         units = make_units(model, config, _with_room(model, template), lambda parameter: parameter in template)
-        updater = PieceUpdater(template)
         places = {
             id(parameter): (unit, slot)
             for unit in units
@@ -99,7 +107,6 @@ class Draft:
         for place in with_room - in_groups:  # it has left its group, and may come into any
             for index in range(len(groups)):
                 names[place[0]].update(dict.fromkeys(updater.state_names(index)))
-        shares = shares or Shares()
         spans = [shares.span(unit) for unit in units]
         kept_bytes = [sum(stop - start for start, stop in shares.weight_spans(unit)) for unit in units]
         budget = config.infinity.host_memory_budget
@@ -137,19 +144,16 @@ class Draft:
         """
         return place_for_schedule(self.config.infinity.schedule, self.sizes, self.request, self.guess)
 
-    def tracker(self, placement: Placement, suitability: Suitability, durable_bytes: int = 0) -> PlanTracker:
-        """What keeps the plan of a placement; ``durable_bytes``: what a durable run has reserved."""
+    def tracker(self, placement: Placement, suitability: Suitability) -> PlanTracker:
+        """What keeps the plan of a placement."""
         resting = resting_bytes(self.sizes, self.request, placement)
+        durable_bytes = self.volumes(placement).durable_bytes
         plan = first_plan(self.config, self.units, self.request, placement, resting, self.budget_source, durable_bytes)
         return PlanTracker(plan, self.sizes, self.request, self.guess, expects_vertical=suitability.is_expected)
 
-    def plan(self) -> Plan:
-        """The plan that an engine would print at its start.
-
-        Raises:
-            BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
-        """
-        return self.tracker(*self.place()).first
+    def volumes(self, placement: Placement) -> Volumes:
+        """What is opened on drives with a placement."""
+        return Volumes.of(self.config, self.sizes, self.request, placement)
 
 
 def _with_room(model: nn.Module, template: Template) -> Sequence[nn.Parameter]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,19 @@ from torch import nn
 
 from infinity.config import InfinityConfig, load_config
 from infinity.config.load import ConfigSource
+from infinity.config.reading import tidy
 from infinity.config.resolved import OptimizerSection
+from infinity.config.schema.block import Findings
+from infinity.config.schema.directories import describe_directories
 from infinity.device.host_memory import free_share
-from infinity.errors import BudgetTooSmallError, format_bytes
+from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError, format_bytes
 from infinity.forecast.draft import Draft
 from infinity.forecast.machine import Machine
-from infinity.optim.template import build_template
+from infinity.optim.template import Template, build_template
 from infinity.planning.inputs import UnitSize, guessed_order, needed_together
 from infinity.planning.placement import HOST_KEY
 from infinity.planning.plan import Plan
-from infinity.planning.resting import resting_bytes
+from infinity.planning.volumes import Volumes
 from infinity.torch_internals.modes import without_compiler
 from infinity.units.layout import CHUNK_GRANULE
 from infinity.units.shares import Shares
@@ -155,7 +158,7 @@ class Ladder:
             model: may lie on the meta device.
             config: what is planned for; None: bf16 with AdamW.
             machine: where; with several ranks, what one of them has of it.
-            nvme_path: for what is offloaded to drives.
+            nvme_path: for what is offloaded to drives, where the config names no directory.
             tokens: of a step; with several ranks, of one of them.
             part: of several ranks; None: one rank trains alone.
         """
@@ -171,9 +174,10 @@ class Ladder:
         return self.outcome({})
 
     def rungs(self) -> Iterator[Outcome]:
-        """Each choice of tiers, with the rest of the config as it is."""
-        for tiers in _ON_CPU if self._machine.shares_host_memory else _ON_GPU:
-            yield self.rung(*tiers)
+        """Each choice of tiers that goes with the rest of the config as it is; the config's own if none does."""
+        tiers = _ON_CPU if self._machine.shares_host_memory else _ON_GPU
+        found = list(self._outcomes(self._tiers(*each) for each in tiers))
+        yield from found or [self.given()]
 
     def rung(self, param: str, optimizer: str) -> Outcome:
         """One choice of tiers ("none", "cpu" or "nvme"), with the rest of the config as it is."""
@@ -181,9 +185,10 @@ class Ladder:
 
     def _tiers(self, param: str, optimizer: str) -> dict[str, Any]:
         keys: dict[str, Any] = {}
+        zero = tidy(self._config({}), Findings()).get("zero_optimization", {})
         for name, tier in (("offload_param", param), ("offload_optimizer", optimizer)):
             keys[f"zero_optimization.{name}.device"] = tier
-            if tier == "nvme":
+            if tier == "nvme" and not zero.get(name, {}).get("nvme_path"):
                 keys[f"zero_optimization.{name}.nvme_path"] = self._nvme_path
         return keys
 
@@ -199,19 +204,36 @@ class Ladder:
         candidates += [self._tiers(*tiers) for tiers in later]
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
-        return next((found for found in map(self.outcome, candidates) if found.fits), None)
+        return next((found for found in self._outcomes(candidates) if found.fits), None)
+
+    def _outcomes(self, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Outcome]:
+        """Of those changes with which there is a config: not every tier goes with every other key."""
+        for keys in candidates:
+            try:
+                found = self.outcome(keys)
+            except ConfigValueError:
+                continue
+            yield found
 
     def outcome(self, keys: Mapping[str, Any]) -> Outcome:
-        """What the config with these changes comes to."""
+        """What the config with these changes comes to.
+
+        Raises:
+            ConfigError: there is no config with them.
+        """
         config = self._config(keys)
-        draft, room = self._draft(config)
+        cut = self._cut(config)
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         itemsize = config.compute_dtype.itemsize
+        room = 0
         try:
+            draft, room = self._draft(config, *cut)
             tracker = draft.tracker(*draft.place())
         except BudgetTooSmallError as error:
             least = error.minimum_bytes + room if error.key == HOST_KEY else 0
             return Outcome(*tiers, Change(keys), None, least, _too_small(error, room), self._tokens, itemsize)
+        except (ConfigValueError, OptimizerNotPageableError) as error:  # as an engine would
+            return Outcome(*tiers, Change(keys), None, 0, str(error), self._tokens, itemsize)
         plan = tracker.first
         machine = self._machine
         speed = machine.flops_per_second
@@ -222,13 +244,8 @@ class Ladder:
             drive_tbw=machine.drive_tbw or plan.drive_tbw,
             compute_seconds=None if not speed else per_parameter * plan.num_parameters * self._tokens / speed,
         )
-        problem = None
-        needed = plan.states_bytes["nvme"]
-        if machine.drive_free_bytes is not None and needed > machine.drive_free_bytes:
-            problem = (
-                f"{format_bytes(needed)} on the drives, of which {format_bytes(machine.drive_free_bytes)} are free"
-            )
-        elif plan.host_budget_bytes > machine.host_free_bytes:
+        problem = self._drive_problem(draft.volumes(plan.placement))
+        if problem is None and plan.host_budget_bytes > machine.host_free_bytes:
             taken = plan.placement.host_bytes(draft.request)
             if taken > machine.host_free_bytes:
                 free = format_bytes(machine.host_free_bytes)
@@ -237,16 +254,32 @@ class Ladder:
         kinds = tracker.workload.prediction(plan.placement).kinds
         return Outcome(*tiers, Change(keys), plan, least, problem, self._tokens, itemsize, kinds)
 
+    def _drive_problem(self, volumes: Volumes) -> str | None:
+        """Which drives are too small: those of one volume, or all of them for all volumes."""
+        needs = volumes.reserved_bytes
+        everywhere = tuple(dict.fromkeys(each for directories in needs for each in directories))
+        for directories, needed in [*needs.items(), (everywhere, sum(needs.values()))]:
+            room = self._machine.room_bytes(directories) if directories else None
+            if room is not None and needed > room:
+                is_plain = directories == everywhere and all(each.capacity_bytes is None for each in directories)
+                where = "the drives" if is_plain else describe_directories(directories)
+                return f"{format_bytes(needed)} on {where}, of which {format_bytes(room)} are free"
+        return None
+
     def _config(self, keys: Mapping[str, Any]) -> InfinityConfig:
         config = load_config(self._source, overrides=keys, world_size=1, check_storage=False)
         part = self._part
         if part.num_ranks == 1 and part.stage is None:
             return config
         keys = {**keys, **part.keys(config)}
-        return load_config(self._source, overrides=keys, world_size=part.num_ranks, check_storage=False)
+        config = load_config(self._source, overrides=keys, world_size=part.num_ranks, check_storage=False)
+        if config.infinity.durable is None:
+            return config
+        durable = config.infinity.durable.of_rank(0, part.num_ranks)
+        return dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, durable=durable))
 
-    def _draft(self, config: InfinityConfig) -> tuple[Draft, int]:
-        """And the host memory that its budget leaves to gathered weights, which it does not know."""
+    def _cut(self, config: InfinityConfig) -> tuple[nn.Module, Template]:
+        """The model, in tiles if it is to be, and its optimizer."""
         model, limit = self._model, config.infinity.tile_above
         if limit is not None:
             model = copy.deepcopy(model)  # without data: tiles are not taken back
@@ -254,6 +287,11 @@ class Ladder:
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(each)], each) for each in tiling.groups.with_tiles(model.parameters()) or ()]
         source = config.optimizer or OptimizerSection("AdamW", {})
+        with without_compiler():
+            return model, build_template(source, named, torch.device("cpu"), tiled=tiling.groups)
+
+    def _draft(self, config: InfinityConfig, model: nn.Module, template: Template) -> tuple[Draft, int]:
+        """And the host memory that its budget leaves to gathered weights, which it does not know."""
         machine = self._machine
         share = free_share(holds_activations=machine.shares_host_memory, all_bytes=machine.host_free_bytes)
         part = self._part
@@ -261,7 +299,7 @@ class Ladder:
             draft = Draft.of(
                 model,
                 config,
-                build_template(source, named, torch.device("cpu"), tiled=tiling.groups),
+                template,
                 share,
                 shares_host_memory=machine.shares_host_memory,
                 device_free_bytes=machine.device_free_bytes,
@@ -277,7 +315,10 @@ class Ladder:
         None if it has no repeated layers, or does not train with one of them.
         """
         config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
-        draft, _ = self._draft(config)
+        try:
+            draft, _ = self._draft(config, *self._cut(config))
+        except (ConfigValueError, OptimizerNotPageableError):
+            return None
         layers = _Layers.of(draft)
         if layers is None:
             return None
@@ -290,8 +331,7 @@ class Ladder:
                 placement, _ = place_for_schedule(config.infinity.schedule, sizes, request, order)
             except BudgetTooSmallError:
                 return False
-            free = self._machine.drive_free_bytes
-            return free is None or sum(resting_bytes(sizes, request, placement)["nvme"].values()) <= free
+            return self._drive_problem(Volumes.of(config, sizes, request, placement)) is None
 
         count = _last(fits)
         return None if not count else (count, layers.num_parameters(count))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import DriveTest
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive
+from swapper.volumes.left_runs import bytes_of_run
 
 _FILE_BYTES = 32 << 20
 _SETTING = IOSetting("threads", 1 << 20, num_threads=4, max_inflight=8)
@@ -34,6 +36,7 @@ class Machine:
         bandwidth: of the drives; None if nobody knows it.
         flops_per_second: of its compute device; None if nobody knows it.
         drive_tbw: terabytes that the drives are rated to take; None if nobody knows it.
+        has_its_drives: whether what is free in a directory can be looked up; else all together have `drive_free_bytes`.
     """
 
     host_free_bytes: int
@@ -42,6 +45,7 @@ class Machine:
     bandwidth: Bandwidth | None = None
     flops_per_second: float | None = None
     drive_tbw: float | None = None
+    has_its_drives: bool = False
 
     @property
     def shares_host_memory(self) -> bool:
@@ -55,17 +59,23 @@ class Machine:
         Raises:
             VolumeError: nothing can be said of a directory.
         """
-        free: dict[int, int | None] = {}
-        for path in directories:
-            drive = describe_drive(_existing(path))
-            free[drive.device_number] = drive.free_bytes if drive.total_bytes else None
-        known = [each for each in free.values() if each is not None]
         return cls(
             host_free_bytes=free_bytes(),
-            drive_free_bytes=sum(known) if len(known) == len(free) else None,
+            drive_free_bytes=_together([_Room.of(Directory(path)) for path in directories]),
             device_free_bytes=torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None,
             bandwidth=measured_bandwidth(directories),
+            has_its_drives=True,
         )
+
+    def room_bytes(self, directories: Sequence[Directory]) -> int | None:
+        """What may lie in some directories together; None where they know no limit.
+
+        Raises:
+            VolumeError: nothing can be said of a directory.
+        """
+        if self.has_its_drives:
+            return _together([_Room.of(each) for each in directories])
+        return _together([_Room(each, 0, self.drive_free_bytes, 0) for each in directories])
 
 
 def glance(directories: Sequence[Path]) -> Bandwidth | None:
@@ -84,6 +94,37 @@ def glance(directories: Sequence[Path]) -> Bandwidth | None:
     except SwapperError:
         return None
     return Bandwidth(mixed, mixed, mixed, now())
+
+
+class _Room(NamedTuple):
+    """What a directory offers: its file system, what is free there, and what a run that goes on has there already."""
+
+    directory: Directory
+    file_system: int
+    free_bytes: int | None
+    held_bytes: int
+
+    @classmethod
+    def of(cls, directory: Directory) -> _Room:
+        drive = describe_drive(_existing(directory.path))
+        free = drive.free_bytes if drive.total_bytes else None
+        return cls(directory, drive.device_number, free, bytes_of_run(directory.path))
+
+
+def _together(rooms: Sequence[_Room]) -> int | None:
+    """What directories give together: what is free in a file system counts once. None: no limit."""
+    total = 0
+    for file_system in {room.file_system for room in rooms}:
+        sharing = [room for room in rooms if room.file_system == file_system]
+        capacities = [room.directory.capacity_bytes for room in sharing]
+        known = [each for each in capacities if each is not None]
+        limits = [sum(known)] if len(known) == len(capacities) else []
+        if (free := sharing[0].free_bytes) is not None:
+            limits.append(free + sum(room.held_bytes for room in sharing))
+        if not limits:
+            return None
+        total += min(limits)
+    return total
 
 
 def _existing(path: Path) -> Path:

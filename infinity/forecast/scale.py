@@ -81,6 +81,7 @@ class Cluster:
             host_free_bytes=node.host_free_bytes // sharing,
             drive_free_bytes=None if node.drive_free_bytes is None else node.drive_free_bytes // sharing,
             bandwidth=speed,
+            has_its_drives=node.has_its_drives and sharing == 1,
         )
 
 

@@ -73,6 +73,11 @@ def left_runs(directory: Path) -> list[LeftRun]:
     return found
 
 
+def bytes_of_run(directory: Path) -> int:
+    """What the run that lies in a directory has there for its states, which it has again when it goes on."""
+    return sum(file.stat().st_blocks * 512 for file in directory.glob("states-*") if _STATES.fullmatch(file.name))
+
+
 def left_saves(directory: Path) -> list[Path]:
     """What saves that were under way have in a directory; `remove_abandoned` removes those whose process is gone."""
     return sorted(directory.glob(".*.saving-*"))
@@ -124,4 +129,4 @@ def _folders(directory: Path, depth: int) -> Iterator[Path]:
             yield from _folders(Path(path), depth - 1)
 
 
-__all__ = ["LeftRun", "left_runs", "left_saves", "remove_abandoned"]
+__all__ = ["LeftRun", "bytes_of_run", "left_runs", "left_saves", "remove_abandoned"]

@@ -15,10 +15,13 @@ from torch import nn
 
 import infinity
 from infinity.cli.main import main
+from infinity.config import load_config
+from infinity.errors import ConfigValueError, OptimizerNotPageableError, StorageError
 from infinity.forecast import ladder as ladder_module
 from infinity.forecast.ladder import Ladder
 from infinity.forecast.machine import Machine
 from infinity.planning.bandwidth_cache import Bandwidth
+from swapper.volumes.left_runs import bytes_of_run
 
 _SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)
 
@@ -146,6 +149,109 @@ def test_the_change_that_is_told_fits(tmp_path: Path) -> None:
     change = ladder.smallest_change(refused)
     assert change is not None and change.fits
     assert ladder.outcome(change.change.keys).fits
+
+
+@pytest.mark.parametrize("ours", [{"durable": True}, {"activations": "nvme"}], ids=str)
+def test_tiers_that_do_not_go_with_the_config_are_left_out(
+    ours: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(_config(tmp_path, infinity=ours)))
+    found = _json(["--params", "100m", "--config", str(file), "--ram", "32GB", "--disk", "1TB"], capsys, 0)
+    tiers = [(each["param_tier"], each["optimizer_tier"]) for each in found["choices"]]
+    assert tiers == ([("nvme", "nvme")] if "durable" in ours else [("none", "nvme"), ("nvme", "nvme")])
+    file.write_text(json.dumps({"train_batch_size": 1, "infinity": ours}))
+    assert main(["plan", "--params", "100m", "--config", str(file), "--no-measure"]) == 1
+    told = capsys.readouterr().err
+    assert ("zero_optimization.offload_param.device" if "durable" in ours else "infinity.activations") in told
+
+
+_PLACES: dict[str, tuple[dict[str, Any], str]] = {
+    "capacity": ({"capacity": "1MiB"}, "3MiB"),
+    "the drive of weights": ({"capacity": "64KiB", "of": "offload_param"}, "1MiB"),
+    "the drive of states": ({"capacity": "1MiB", "of": "offload_optimizer"}, "3MiB"),
+    "versions": ({"capacity": "4MiB", "durable": True}, "16MiB"),
+}
+
+
+@pytest.mark.parametrize(("little", "enough"), _PLACES.values(), ids=_PLACES)
+def test_what_is_told_of_drives_is_what_the_engine_finds(little: dict[str, Any], enough: str, tmp_path: Path) -> None:
+    def config(capacity: str) -> dict[str, Any]:
+        limited = {"device": "nvme", "nvme_path": {"path": str(tmp_path / "limited"), "capacity": capacity}}
+        zero = {"stage": 3, "offload_param": limited, "offload_optimizer": limited}
+        if "of" in little:
+            free = {"device": "nvme", "nvme_path": str(tmp_path / "free")}
+            zero = {"stage": 3, "offload_param": free, "offload_optimizer": free, little["of"]: limited}
+        ours = {"durable": True} if little.get("durable") else {"keep_in_memory": False}
+        return _config(tmp_path, zero_optimization=zero, infinity=ours)
+
+    def ladder(capacity: str) -> Ladder:
+        with torch.device("meta"):
+            return Ladder(_plain(), config(capacity), _SMALL, str(tmp_path), tokens=64)
+
+    refused = ladder(little["capacity"]).given()
+    assert refused.problem is not None and "are free" in refused.problem and "limited" in refused.problem
+    assert not list(ladder(little["capacity"]).rungs())[-1].fits  # a directory keeps its capacity
+    with pytest.raises(StorageError):
+        infinity.initialize(model=_plain(), config=config(little["capacity"]))
+    assert ladder(enough).given().fits
+    infinity.initialize(model=_plain(), config=config(enough))[0].close()
+
+
+def test_a_run_that_is_there_has_its_space(tmp_path: Path) -> None:
+    config = _config(tmp_path, infinity={"durable": True})
+    infinity.initialize(model=_plain(), config=config)[0].close()
+    places = load_config(config).infinity.durable
+    assert places is not None
+    here, described = Machine.here([tmp_path]), _SMALL
+    held, free = (machine.room_bytes(places.directories) for machine in (here, described))
+    assert free == described.drive_free_bytes
+    written = (tmp_path / "durable" / "states-1-of-1").stat().st_blocks * 512
+    assert bytes_of_run(tmp_path / "durable") == written > 0
+    assert held is not None and held > written
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "keys"),
+    [
+        ("Adagrad", {"infinity.state_dtype": "int8"}),
+        ("Lamb", {"infinity.state_dtype": "bf16"}),
+        ("Lamb", {"infinity.tile_above": "32KiB"}),
+    ],
+)
+def test_a_change_that_the_optimizer_does_not_allow_does_not_fit(
+    optimizer: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    config = _config(tmp_path, optimizer={"type": optimizer, "params": {"lr": 1e-3}})
+    with torch.device("meta"):
+        ladder = Ladder(_plain(), config, _SMALL, str(tmp_path), 64)
+    assert ladder.given().fits
+    refused = ladder.outcome(keys)
+    with pytest.raises((ConfigValueError, OptimizerNotPageableError)) as caught:
+        infinity.initialize(model=_plain(), config=load_config(config, overrides=keys))
+    assert refused.problem == str(caught.value) and not refused.fits
+    with torch.device("meta"):
+        given = Ladder(_plain(), dict(load_config(config, overrides=keys)), _SMALL, str(tmp_path), 64)
+    assert given.given().problem == refused.problem
+
+
+def test_a_file_is_no_place_for_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["plan", "--params", "100m", "--no-measure", "--nvme-path", str(file)]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_directories_that_are_given_take_the_place_of_the_configs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload = {"device": "nvme", "nvme_path": {"path": str(tmp_path), "capacity": "1MiB"}}
+    zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(_config(tmp_path, zero_optimization=zero, infinity={"keep_in_memory": False})))
+    arguments = ["--params", "100m", "--config", str(file), "--ram", "32GB"]
+    assert "1048576" in _json(arguments, capsys, 1)["chosen"]["problem"]
+    assert _json([*arguments, "--disk", "1TB", "--nvme-path", str(tmp_path)], capsys, 0)["chosen"]["fits"]
 
 
 def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> None:
