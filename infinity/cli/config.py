@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from infinity.cli.output import Console, PathType, json_option, print_json, table
 from infinity.config import InfinityConfig, load_config
@@ -13,6 +14,9 @@ from infinity.config.schema.json_schema import json_schema
 from infinity.config.schema.reference import Key, keys
 from infinity.config.schema.vocabulary import known_keys, nearest
 from infinity.errors import ConfigSyntaxError
+from infinity.optim.template import build_template
+from infinity.optim.worker import one_element
+from infinity.torch_internals.modes import without_compiler
 
 _FILE = click.argument("file", type=PathType())
 _WORLD = click.option(
@@ -44,6 +48,9 @@ Examples:
 def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
     """Load a config as infinity.initialize does. Exit status 1 with the first thing that is wrong."""
     loaded = _loaded(file, processes, check_storage=not no_storage)
+    if loaded.optimizer is not None:
+        with without_compiler():
+            build_template(loaded.optimizer, [("weight", torch.nn.Parameter(one_element()))], "cpu")
     if as_json:
         print_json({"file": str(file), "is_valid": True, "without_effect": list(loaded.notices)})
         return

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model comes from a config: n
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
+from infinity.cli.output import Console
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 INTERRUPTED = "interrupted"
@@ -53,6 +54,7 @@ DEFAULT_CONFIG: dict[str, Any] = {  # that of configs/zero3_nvme.json
 }
 WARMUP_SHARE = 0.1
 """Of all steps: the learning rate rises until then, without which large models diverge."""
+PICTURES = (".png", ".svg", ".pdf")
 
 
 # ---------------------------------------------------------------------------------------------------- command line
@@ -125,6 +127,10 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str | None) -> argpar
         path = getattr(found, name)
         if path is not None and not path.is_file():
             parser.error(f"--{name} {path}: no such file; give one that exists")
+    if found.plot.suffix.lower() not in PICTURES:
+        parser.error(f"--plot {found.plot}: name a file that ends in {', '.join(PICTURES)}")
+    if not found.plot.absolute().parent.is_dir():
+        parser.error(f"--plot {found.plot}: there is no directory {found.plot.absolute().parent}; make it first")
     return found
 
 
@@ -142,7 +148,7 @@ def read_text(path: Path | None, max_bytes: int = 8_000_000) -> torch.Tensor:
                 data += source.read_bytes()
             if len(data) > max_bytes:
                 break
-    return torch.frombuffer(data, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class RandomWindows(Dataset[dict[str, torch.Tensor]]):

@@ -148,7 +148,7 @@ class Plan:
         compute = self.compute_seconds
         computing = "compute is known after the first steps" if compute is None else f"compute {compute:.2f} s"
         if seconds is None:
-            return f"unknown, no speed of the drives is stored: run tools/profile_io.py; {computing}"
+            return f"unknown, no speed of the drives is stored: run `infinity profile DIR`; {computing}"
         reading = f"I/O {io:.2f} s"
         if self.seen_bytes_per_second is not None:
             reading += f" at {self.seen_bytes_per_second / _MEGABYTE:,.0f} MB/s (both ways, as in the last steps)"

@@ -134,7 +134,9 @@ def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
     if speed is not None:
         text += f" The ceiling is {speed.mixed_bytes_per_second / 1e9:.3g} GB/s, measured on {speed.date}."
     else:
-        text += " No ceiling is known: the drives were never measured here (infinity.autotune_io, tools/profile_io.py)."
+        text += (
+            " No ceiling is known: the drives were never measured here (infinity.autotune_io, `infinity profile DIR`)."
+        )
     return _chart("NVMe throughput", text, draw)
 
 

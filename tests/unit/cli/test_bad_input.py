@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
 
+from infinity.bench import command as bench
 from infinity.cli.main import COMMANDS, commands, main
 from infinity.cli.output import print_json
 
@@ -172,6 +174,49 @@ def test_a_script_that_is_not_there_and_no_process_to_start(tmp_path: Path, capf
         assert main(["launch", *arguments]) == _FAILED
         err = capfd.readouterr().err
         assert told in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ({"type": "AdamW", "params": {"weight_decya": 0.1}}, "did you mean 'weight_decay'"),
+        ({"type": "AdamW", "params": {"lr": -1}}, "Invalid learning rate"),
+        ({"type": "Muon"}, "Muon"),
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_initialize_refuses(
+    optimizer: dict[str, object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "optimizer": optimizer}))
+    assert main(["config", "check", "ds.json"]) == _FAILED
+    assert told in _told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [(["--plot", "missing/a.png"], "make it first"), (["--plot", "a.foo"], ".png")], ids=str
+)
+def test_a_picture_that_cannot_be_drawn_at_the_end(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *options]) == _MISUSED
+    assert told in _told(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    assert main(["train", "--text", "empty.txt"]) == _FAILED
+    assert "the text has 0 bytes" in _told(capsys)
+
+
+def test_a_home_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert runpy.run_path(bench.__file__)["bench"].name == "bench"
 
 
 def test_a_log_with_numbers_that_no_step_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from infinity.cli.main import main
 from infinity.demo.train import DEFAULT_CONFIG, SIZES, make_config, parse_arguments, warm_up
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -25,6 +28,15 @@ def test_larger_models_learn_at_lower_rates(tmp_path: Path, monkeypatch: pytest.
     for name, size in SIZES.items():
         config = make_config(parse_arguments(["--model", name], "train"), size)
         assert config.optimizer is not None and config.optimizer.params["lr"] == size.learning_rate
+
+
+def test_a_reader_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.TextIOWrapper(os.fdopen(writing, "wb")) as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["train", "--model", "tiny", "--steps", "1"]) == 141
 
 
 @pytest.mark.parametrize(
