@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from infinity.bench.machine import describe_machine
 from infinity.bench.measured.models import MODEL_SIZES, Workload
 from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
-from infinity.cli.output import STDOUT, Console, PathType, check_output, json_or_file_option, print_json
+from infinity.cli.output import STDOUT, Console, PathType, check_output, json_or_file_option, write_json
 from infinity.config.schema.quantities import parse_bytes
 
 _RESULTS = "bench_step.json"
 _WIDTH = 140
-_BUILD_DIR = Path.home() / ".cache" / "infinity-offload" / "peer_extensions"
+_BUILD_DIR = Path(os.path.expanduser("~/.cache/infinity-offload/peer_extensions"))
 _AT_LEAST_ONE = click.IntRange(min=1)
 
 
@@ -168,15 +168,8 @@ def step(json_file: Path | None, **options: Any) -> int:
         raise click.UsageError(f"{problem}.")
     check_output(path)
     is_printed = path == Path(STDOUT)
-    console = Console(highlight=False, stderr=is_printed)
-    code, found = program.run(
-        asked,
-        Console(highlight=False, stderr=is_printed, width=max(console.width, _WIDTH)),
-        None if is_printed else path,
-    )
-    if is_printed:
-        print_json(found)
-    return code
+    width = max(Console().width, _WIDTH)
+    return program.run(asked, Console(highlight=False, stderr=is_printed, width=width), path)
 
 
 @bench.command(
@@ -203,11 +196,10 @@ def update(workers: tuple[int, ...], parameters: float, turns: int, json_file: P
     if json_file is not None:
         check_output(json_file)
     found = measure_updates(workers, parameters, turns)
-    if json_file == Path(STDOUT):
-        print_json(found.as_json())
-        return
     if json_file is not None:
-        json_file.write_text(f"{json.dumps(found.as_json(), indent=1)}\n")
+        write_json(found.as_json(), json_file)
+    if json_file == Path(STDOUT):
+        return
     console = Console(highlight=False)
     console.print(found.table())
     console.print(f"a chunk costs {found.chunk_seconds * 1e3:.3f} ms of processor time beside its arithmetic")
@@ -292,10 +284,7 @@ def scale(
             "machine": describe_machine(nvme_path),
             "ways": [each.as_json() for each in results],
         }
-        if json_file == Path(STDOUT):
-            print_json(found)
-        else:
-            json_file.write_text(f"{json.dumps(found, indent=1)}\n")
+        write_json(found, json_file)
 
 
 __all__ = ["bench"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -31,6 +30,7 @@ from infinity.bench.summary import (
     machine_table,
     remarks,
 )
+from infinity.cli.output import STDOUT, write_json
 
 _SCRATCH = "bench_step_"
 _INTERRUPTED = 130
@@ -204,16 +204,16 @@ def as_json(facts: dict[str, Any], results: list[CaseResult]) -> dict[str, Any]:
     return {"machine": facts, "command": sys.argv, "cases": cases}
 
 
-def run(asked: Asked, console: Console, json_file: Path | None) -> tuple[int, dict[str, Any]]:
+def run(asked: Asked, console: Console, json_file: Path) -> int:
     """Measure what is asked.
 
     Args:
         asked: what `problem_of` finds nothing in.
         console: takes tables and progress.
-        json_file: takes the results, also those of an interrupted run.
+        json_file: takes the results, also those of an interrupted run; see `write_json`.
 
     Returns:
-        The exit code (0, 1 if a participant failed, 130 after Ctrl-C or SIGTERM) and the results as plain values.
+        The exit code: 0, 1 if a participant failed, 130 after Ctrl-C or SIGTERM.
     """
     facts = describe_machine(asked.nvme_path)
     if asked.peer:
@@ -233,12 +233,10 @@ def run(asked: Asked, console: Console, json_file: Path | None) -> tuple[int, di
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        found = as_json(facts, results)
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if json_file is not None:
+        write_json(as_json(facts, results), json_file)
+    if json_file != Path(STDOUT):
         console.print(f"results: {json_file}", markup=False)
-    return code, found
+    return code
 
 
 def _run_cases(asked: Asked, directory: Path, results: list[CaseResult], console: Console) -> int:

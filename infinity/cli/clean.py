@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import Console, json_option, path_type, print_json, table
+from infinity.cli.output import Console, PathType, json_option, print_json, table
 from infinity.machine.finding import size
 from swapper.volumes.left_runs import LeftRun, left_runs, left_saves, remove_abandoned
 
@@ -20,7 +20,9 @@ Examples:
   infinity clean /mnt/nvme0 /mnt/nvme1 --yes
   infinity clean /mnt/nvme --json     (tells, and removes nothing)"""
 )
-@click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=path_type(is_dir=True))
+@click.argument(
+    "directories", metavar="DIR...", nargs=-1, required=True, type=PathType(exists=True, file_okay=False, readable=True)
+)
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @json_option
 def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> None:

@@ -71,7 +71,19 @@ def check_output(path: Path) -> None:
 
 def print_json(value: Any) -> None:
     """Print plain values; paths and the like as texts, and null for numbers that are not finite, which JSON does not have."""
-    click.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str, allow_nan=False))
+    click.echo(_as_json(value))
+
+
+def write_json(value: Any, path: Path) -> None:
+    """As `print_json`, to a file, or to stdout where `path` says so."""
+    if path == Path(STDOUT):
+        print_json(value)
+    else:
+        path.write_text(f"{_as_json(value)}\n")
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -104,11 +116,6 @@ def first_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def path_type(*, is_dir: bool) -> click.Path:
-    """An existing file or directory, as a `Path`."""
-    return PathType(exists=True, dir_okay=is_dir, file_okay=not is_dir, readable=True)
-
-
 __all__ = [
     "STDOUT",
     "Console",
@@ -117,8 +124,8 @@ __all__ = [
     "first_line",
     "json_option",
     "json_or_file_option",
-    "path_type",
     "print_facts",
     "print_json",
     "table",
+    "write_json",
 ]

@@ -1,7 +1,7 @@
 """A measured process: obeys one-line JSON orders on stdin and answers each with one JSON line.
 
-Orders: `{"num_steps": n}` runs n steps and the flush that ends them; `{"quit": true}` ends. Whatever libraries print
-goes to stderr, which the parent keeps as a log: the answers have a descriptor of their own.
+Orders: `{"num_steps": n}` runs n steps and the flush that ends them. The process ends when stdin does. Whatever
+libraries print goes to stderr, which the parent keeps as a log: the answers have a descriptor of their own.
 """
 
 from __future__ import annotations
@@ -103,10 +103,7 @@ def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, An
     ready = {"ready_seconds": time.perf_counter() - began, "high_water_bytes": memory_high_water_bytes()}
     _tell(answers, ready)
     for line in sys.stdin:
-        order = json.loads(line)
-        if order.get("quit"):
-            break
-        answer = run_turn(program, int(order["num_steps"]))
+        answer = run_turn(program, int(json.loads(line)["num_steps"]))
         answer["description"] = program.describe()
         take_reports = getattr(program, "take_reports", None)  # only our engine has any
         answer["reports"] = take_reports() if take_reports is not None else []
