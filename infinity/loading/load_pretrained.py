@@ -80,7 +80,7 @@ def load_pretrained(
     resolved = load_config(config) if config is not None else None
     directories = resolved.nvme_paths if resolved is not None else ()
     make_directories(directories)
-    tensors = open_weights(place).tensors
+    tensors = open_weights(place)
     with _large_results_on_drives(directories):
         if not is_module:
             extra = {"dtype": dtype} if dtype is not None else {}

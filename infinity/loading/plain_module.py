@@ -16,7 +16,7 @@ from infinity.loading.outcome import Outcome
 
 
 def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcome:
-    """Let parameters and buffers have these values, cast to their dtypes.
+    """Let parameters and buffers have these values, cast to their dtypes, in memory of their own and with their own strides.
 
     A tied parameter needs to be there under one of its names only. Modules' own ways to load (``_load_from_state_dict``,
     extra states) are not used.
@@ -39,10 +39,13 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
     unfit = {name for name, *_ in (*mismatched, *odd)}
     made: dict[int, torch.Tensor] = {}
     loaded: set[int] = set()
+    owners: dict[int, int] = {}
+    """Where memory of the files begins -> whose value it is."""
     for name, value in wanted.items():
         if name in tensors and name not in unfit:
             loaded.add(id(value))
-            _set(*places[name], value, tensors[name].to(value.dtype), made)
+            is_free = owners.setdefault(tensors[name].untyped_storage().data_ptr(), id(value)) == id(value)
+            _set(*places[name], value, tensors[name], made, is_free=is_free)
     for name, value in wanted.items():  # the other names of tied ones
         if id(value) in made:
             module, last = places[name]
@@ -75,18 +78,30 @@ def _loses_values(new: torch.Tensor, value: torch.Tensor) -> bool:
     return new.is_floating_point() != value.is_floating_point()
 
 
-def _set(module: nn.Module, last: str, value: torch.Tensor, new: torch.Tensor, made: dict[int, torch.Tensor]) -> None:
-    """What had a value stays the same object, under all its names."""
-    if value.is_meta:
-        if last in module._buffers:
-            module._buffers[last] = made[id(value)] = new
-        elif id(value) not in made:
-            module._parameters[last] = made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
-    elif last in module._buffers:
+def _set(
+    module: nn.Module,
+    last: str,
+    value: torch.Tensor,
+    found: torch.Tensor,
+    made: dict[int, torch.Tensor],
+    *,
+    is_free: bool,
+) -> None:
+    """What had a value stays the same object, under all its names. ``is_free``: no other value has the memory of ``found``."""
+    if not value.is_meta and last in module._buffers:
         with torch.no_grad():
-            value.copy_(new)  # what else looks at its memory sees it, as after load_state_dict
-    else:
+            value.copy_(found)  # what else looks at its memory sees it, as after load_state_dict
+        return
+    new = found.to(value.dtype)
+    wanted = torch.empty_like(value, device="meta")
+    if new.stride() != wanted.stride() or (new is found and not is_free):
+        new = torch.empty_like(wanted, device="cpu").copy_(new)
+    if not value.is_meta:
         value.data = new
+    elif last in module._buffers:
+        module._buffers[last] = made[id(value)] = new
+    elif id(value) not in made:
+        module._parameters[last] = made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
 
 
 def _refuse_unknown_buffers(model: nn.Module) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -43,25 +42,16 @@ _DTYPES = {
 _WHOLE = "Fetch it again, or save it again"
 
 
-@dataclass(frozen=True)
-class WeightFiles:
-    """All tensors of some files by name. They lie in the files, and become memory page by page as they are looked at.
-
-    Attributes:
-        path: what was asked for.
-        tensors: on the CPU. What is written to one stays in this process.
-    """
-
-    path: Path
-    tensors: Mapping[str, torch.Tensor]
-
-
-def open_weights(path: Path) -> WeightFiles:
+def open_weights(path: Path) -> dict[str, torch.Tensor]:
     """Look at a directory, as transformers does, or at one file.
 
     Args:
         path: a directory with ``model.safetensors`` or ``pytorch_model.bin``, or shards and their index; or a file with
             tensors by name, as ``safetensors.torch.save_file`` or ``torch.save(model.state_dict(), ...)`` writes it.
+
+    Returns:
+        All tensors by name, on the CPU. They lie in the files, and become memory page by page as they are looked at. What is
+        written to one stays in this process.
 
     Raises:
         WeightFileError: a file is missing, cut off or broken; it is named.
@@ -82,7 +72,7 @@ def open_weights(path: Path) -> WeightFiles:
     except OSError as error:
         file = Path(error.filename) if error.filename else path
         raise WeightFileError(file, f"cannot be read: {error.strerror or error}", cure="See that it can be") from error
-    return WeightFiles(path, tensors)
+    return tensors
 
 
 def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
@@ -187,4 +177,4 @@ def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
     )
 
 
-__all__ = ["WeightFiles", "open_weights"]
+__all__ = ["open_weights"]

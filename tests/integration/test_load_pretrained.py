@@ -237,6 +237,30 @@ def test_a_buffer_with_two_names_stays_one(on_meta: bool, tmp_path: Path) -> Non
     assert on_meta or loaded.one.scale is before
 
 
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_weights_that_a_file_ties_are_apart_in_a_module_that_does_not(on: str, tmp_path: Path) -> None:
+    weight = torch.randn(8, 8)
+    torch.save({"0.weight": weight, "1.weight": weight, "1.bias": weight[0]}, tmp_path / "saved.pt")
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)).to(on)
+    infinity.load_pretrained(model, tmp_path / "saved.pt")
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(model[1].weight, weight) and torch.equal(model[1].bias, weight[0])
+
+
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_strides_are_the_modules(on: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, 2)
+    saved = {"0.weight": torch.randn(6, 4).t(), **{f"1.{name}": value for name, value in conv.state_dict().items()}}
+    torch.save(saved, tmp_path / "saved.pt")
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)).to(on)
+    strides = {name: value.stride() for name, value in model.named_parameters()}
+    infinity.load_pretrained(model, tmp_path / "saved.pt")
+    assert {name: value.stride() for name, value in model.named_parameters()} == strides
+    assert all(torch.equal(value, saved[name]) for name, value in model.named_parameters())
+
+
 def test_imaginary_parts_are_not_left_out(tmp_path: Path) -> None:
     torch.save({"weight": torch.full((2, 2), 1j), "bias": torch.zeros(2)}, tmp_path / "saved.pt")
     with pytest.raises(WeightsMismatchError, match="weight is complex64"):

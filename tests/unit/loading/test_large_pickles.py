@@ -19,6 +19,6 @@ def test_a_state_dict_larger_than_memory_needs_none(tmp_path: Path) -> None:
     with torch.serialization.skip_data():
         torch.save(values, file)
     del values
-    tensors = open_weights(tmp_path).tensors
+    tensors = open_weights(tmp_path)
     assert len(tensors) == count
     assert all(value.shape == (part_bytes,) and int(value[-1]) == 0 for value in tensors.values())
