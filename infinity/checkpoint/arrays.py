@@ -50,7 +50,7 @@ class ArraySpec:
     """Where one array is, what it holds, and how its file is laid out.
 
     Attributes:
-        group: "parameters", "buffers" or "states" (of what no model has).
+        group: "parameters" or "buffers".
         fqn: of the parameter or buffer.
         kind: "weight", or the name of a state.
         shape: of the tensor; the order of elements is C's.

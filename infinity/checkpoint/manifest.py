@@ -153,7 +153,7 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedArray:
     names = (entry["group"], entry["fqn"], entry["kind"], entry["dtype"])
     sizes = [*shape, *chunk]
     path = folder / MANIFEST
-    if not all(isinstance(name, str) and name for name in names) or names[0] not in ("parameters", "buffers", "states"):
+    if not all(isinstance(name, str) and name for name in names) or names[0] not in ("parameters", "buffers"):
         raise CheckpointError(path, f"it has an array that is named {names}")
     if any(name in (".", "..") for name in names) or len(shape) > _NUM_SIZES:
         raise CheckpointError(path, f"it has an array that is named {names}")

@@ -37,6 +37,7 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.values import decode, encode, pickled, unpickled
 from infinity.errors import CheckpointError, StorageError, format_bytes
+from swapper import SwapperError
 from swapper.volumes.block_files import BlockThreads, free_bytes
 from swapper.volumes.publish import Staging, exchange, locked, sync_directory, sync_tree
 
@@ -425,6 +426,8 @@ def writing(
                     staging.publish([], [], (LATEST, LATEST), lambda name: False)
                 if keep_last is not None:
                     _retire(directory, tag, keep_last, staging.path)
+    except SwapperError:  # some of them are OSErrors, too: of the drives that states are read from
+        raise
     except OSError as error:
         raise StorageError(
             directory,
@@ -443,8 +446,9 @@ def _complete(directory: Path) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for path in directory.iterdir():
         manifest = path / MANIFEST
-        if not path.is_symlink() and not path.name.startswith(".") and manifest.is_file() and is_manifest(manifest):
-            found.append((manifest.stat().st_mtime_ns, path.name))
+        with contextlib.suppress(OSError):  # of others, who let nobody look (lost+found), or gone by now
+            if not path.is_symlink() and not path.name.startswith(".") and manifest.is_file() and is_manifest(manifest):
+                found.append((manifest.stat().st_mtime_ns, path.name))
     return sorted(found)
 
 
@@ -462,21 +466,6 @@ def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
                 "the checkpoint '%s' stays, although it is older than keep_last: %s", directory / name, error
             )
     sync_directory(directory)
-
-
-def write_checkpoint(
-    directory: Path,
-    tag: str,
-    specs: Sequence[ArraySpec],
-    write_tensors: Callable[[OpenArray], None],
-    rest: Callable[[], Mapping[str, Any]],
-    *,
-    is_latest: bool,
-) -> None:
-    """As `writing`: ``write_tensors`` writes all tensors, and ``rest`` is called afterwards."""
-    with writing(directory, tag, specs, is_latest=is_latest) as files:
-        write_tensors(files.open_array)
-        files.write_rest(rest())
 
 
 def _make_group(folder: Path) -> None:
@@ -531,6 +520,5 @@ __all__ = [
     "is_tag",
     "reading_again",
     "tags",
-    "write_checkpoint",
     "writing",
 ]

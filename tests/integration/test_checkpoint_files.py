@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import pickle
 import random
 import re
 import shutil
 import subprocess
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +25,13 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import manifest as manifests
-from infinity.checkpoint.saved import Checkpoint
+from infinity.checkpoint.saved import Checkpoint, tags, writing
 from infinity.checkpoint.values import unpickled
 from infinity.errors import CheckpointError, StorageError
+from swapper import StallError
 from swapper.volumes.block_files import BlockFile, free_bytes
 from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.forked import require_in_child
 from tests.states import state_of
 
 
@@ -80,6 +84,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 WEIGHT = "weight"
+_NOBODY = 65534
 
 
 def test_zarr_and_the_reader_give_the_same(saved: Path) -> None:
@@ -345,6 +350,32 @@ def test_a_read_only_drive_is_told_and_is_loaded_from(saved: Path, small_tmpfs: 
         with pytest.raises(StorageError, match=r"Read-only file system.*Give a directory that can be written to"):
             engine.save_checkpoint(drive)
         engine.load_checkpoint(drive)
+
+
+def test_a_directory_that_lets_nobody_look_is_in_nobodys_way() -> None:
+    """As the lost+found of a file system's root."""
+    with tempfile.TemporaryDirectory() as name:  # others may not enter pytest's
+        directory = Path(name)
+        directory.chmod(0o777)
+        (directory / "lost+found").mkdir(mode=0)
+
+        def saves() -> bool:
+            if not os.geteuid():
+                os.seteuid(_NOBODY)
+            for tag in ("one", "two"):
+                with writing(directory, tag, [], is_latest=True, keep_last=1) as files:
+                    files.write_rest({"counters": {}, "client_state": {}})
+            return tags(directory) == ["two"]
+
+        require_in_child(saves)
+
+
+def test_what_the_drives_of_the_states_say_is_told_as_it_is(tmp_path: Path) -> None:
+    """Some of it is an OSError as well, and the checkpoint's directory is not to blame."""
+    stalled = StallError("read", "states of 'first'", "a drive", 0, 4096, None, "no answer")
+    with pytest.raises(StallError), writing(tmp_path, "one", [], is_latest=True):
+        raise stalled
+    assert not list(tmp_path.iterdir())
 
 
 def test_links_and_files_in_the_way(saved: Path) -> None:

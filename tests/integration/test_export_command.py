@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
+from infinity.checkpoint.export.fp32_weights import convert_zero_checkpoint_to_fp32_state_dict
 from infinity.cli.main import main
 from tests.exactness.lockstep import everything_on_nvme
 from tests.small_transformers import MODELS, assert_equal
@@ -85,6 +86,30 @@ def test_without_a_config_names_are_the_models_own(config: dict[str, Any], tmp_p
         found = _read(tmp_path / "out")
         assert found.keys() == {*mains, *buffers}
         assert all(torch.equal(found[name], value) for name, value in (mains | buffers).items() if value is not None)
+
+
+def test_without_a_config_what_is_tied_is_there_under_all_of_its_names(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    model.append(model[1])
+    names = set(model.state_dict())
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.save_checkpoint(tmp_path / "checkpoints")
+        main_weight = infinity.safe_get_full_fp32_param(engine.module[0].weight)
+    assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "out"), "--json"]) == 0
+    convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "checkpoints", tmp_path / "converted", safe_serialization=True
+    )
+    for folder in ("out", "converted"):
+        found = _read(tmp_path / folder)
+        assert found.keys() == names
+        assert all(torch.equal(found[f"{number}.weight"], main_weight) for number in (0, 2))
+    num_bytes = sum(value.nbytes for value in _read(tmp_path / "out").values())
+    assert json.loads(capsys.readouterr().out)["num_bytes"] == num_bytes
 
 
 def test_it_is_a_command_with_one_line_where_no_terminal_is(config: dict[str, Any], tmp_path: Path) -> None:

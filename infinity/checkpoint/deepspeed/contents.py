@@ -60,6 +60,7 @@ class Contents:
         counters: steps and samples, and the loss scale.
         client_state: what the script had added.
         left_out: what of the checkpoint has no place in ours.
+        tied: further FQN of a parameter -> the one that has the tensor.
     """
 
     tensors: Sequence[FoundTensor]
@@ -69,6 +70,7 @@ class Contents:
     counters: Mapping[str, Any]
     client_state: Mapping[str, Any]
     left_out: Sequence[str]
+    tied: Mapping[str, str]
 
 
 __all__ = ["Contents", "FoundGroup", "FoundTensor"]

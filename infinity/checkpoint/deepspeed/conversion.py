@@ -14,7 +14,7 @@ from infinity.checkpoint.deepspeed.model_states import ModelStates
 from infinity.checkpoint.deepspeed.optimizer_states import OptimizerStates, loss_scale_of
 from infinity.checkpoint.deepspeed.pickles import check
 from infinity.checkpoint.deepspeed.universal import UniversalStates
-from infinity.checkpoint.saved import OpenArray, write_checkpoint
+from infinity.checkpoint.saved import TIED, writing
 from infinity.errors import CheckpointError
 
 _PART_NUMEL = 1 << 20
@@ -80,18 +80,16 @@ def convert(
         )
     specs = [ArraySpec.of(each.group, each.fqn, each.kind, each.shape, each.dtype) for each in contents.tensors]
     num_bytes = sum(each.num_bytes for each in contents.tensors)
-
-    def write(open_array: OpenArray) -> None:
+    with writing(target, name, specs, is_latest=True) as saved:
         for each, spec in zip(contents.tensors, specs, strict=True):
-            writer = open_array(spec)
+            writer = saved.open_array(spec)
             for piece in each.pieces:
                 for start in range(0, piece.numel(), _PART_NUMEL):
                     part = piece[start : start + _PART_NUMEL].to(each.dtype).contiguous()
                     writer.write(part)
                     progress("Writing", part.numel() * each.dtype.itemsize, num_bytes)
             writer.finish()
-
-    write_checkpoint(target, name, specs, write, lambda: _rest(contents), is_latest=True)
+        saved.write_rest(_rest(contents))
     return Converted(
         files.folder,
         target / name,
@@ -114,7 +112,9 @@ def _read(files: Files, *, skips_unknown: bool) -> tuple[Contents, ModelStates]:
     client_state, left_out = model.client_state()
     counters = {**model.counters(), "loss_scale": loss_scale_of(states.scaler)}
     tensors = [*trained, *model.fixed_tensors()]
-    contents = Contents(tensors, states.groups(), scalars, model.lr_scheduler, counters, client_state, left_out)
+    contents = Contents(
+        tensors, states.groups(), scalars, model.lr_scheduler, counters, client_state, left_out, model.tied
+    )
     return contents, model
 
 
@@ -134,6 +134,7 @@ def _rest(contents: Contents) -> Mapping[str, Any]:
         "others": {},
         "names": names,
         "counters": dict(contents.counters),
+        TIED: dict(contents.tied),
     }
     if contents.lr_scheduler is not None:
         rest["lr_scheduler"] = dict(contents.lr_scheduler)

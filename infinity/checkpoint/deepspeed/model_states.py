@@ -117,6 +117,11 @@ class ModelStates:
         left_out += [what for key, what in _NOT_TAKEN.items() if self._first.get(key) is not None]
         return kept, left_out
 
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further FQN of a parameter -> the one that has the tensor."""
+        return {str(fqn): str(first) for fqn, first in (self._first.get("shared_params") or {}).items()}
+
     def fixed_tensors(self) -> list[FoundTensor]:
         """Buffers and frozen parameters."""
         module, first = self._first["module"], self._first
@@ -125,7 +130,6 @@ class ModelStates:
                 self._paths[0], "it has no state dict of the model", cure="Pipeline parallelism cannot be taken over"
             )
         buffers = set(first["buffer_names"])
-        shared = set(first.get("shared_params") or {})
         trained = {fqn for each in self.shapes for fqn in each}
         found = [
             FoundTensor("buffers", fqn, _WEIGHT, tuple(value.shape), value.dtype, [value.reshape(-1)])
@@ -136,7 +140,7 @@ class ModelStates:
         for fqn, shape in frozen.items():
             found.append(self._frozen(fqn, tuple(shape)))
         for fqn, value in module.items():
-            is_other = fqn not in buffers and fqn not in shared and fqn not in trained and fqn not in frozen
+            is_other = fqn not in buffers and fqn not in self.tied and fqn not in trained and fqn not in frozen
             if is_other and isinstance(value, torch.Tensor) and self.num_ranks == 1 and value.numel():
                 pieces = [value.reshape(-1)]
                 found.append(FoundTensor("parameters", fqn, _WEIGHT, tuple(value.shape), value.dtype, pieces))

@@ -60,13 +60,18 @@ class CheckpointExport:
                 f"it was saved with exclude_frozen_parameters=True, without '{left_out[0]}' and {len(left_out) - 1} others",
                 cure="Load it into the model with its base, and call engine.save_pretrained",
             )
-        names = {fqn: fqn for fqn in parameters}
+        buffers = checkpoint.of("buffers")
+        names = {fqn: [fqn] for fqn in (*parameters, *buffers)}
         if self._model is not None:
-            names = _checked(checkpoint, self._model, parameters)
+            names |= {fqn: [name] for fqn, name in _checked(checkpoint, self._model, parameters).items()}
+        else:  # nobody knows what is tied: a strict load_state_dict is to find all
+            further = {fqn: first for fqn, first in checkpoint.tied.items() if first in names and fqn not in names}
+            for fqn, first in further.items():
+                names[first].append(fqn)
         entries = [self._entry(names[fqn], saved, is_cast=True) for fqn, saved in parameters.items()]
-        entries += [self._entry(fqn, saved, is_cast=False) for fqn, saved in checkpoint.of("buffers").items()]
+        entries += [self._entry(names[fqn], saved, is_cast=False) for fqn, saved in buffers.items()]
         self._entries = original_entries(self._model, entries, [directory])
-        self.num_bytes = sum(entry.num_bytes for entry in self._entries)
+        self.num_bytes = sum(entry.num_bytes * len(entry.names) for entry in self._entries)
 
     def write(self, max_shard_bytes: int, note: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Write it; all files appear at once, when they are whole and on the drive.
@@ -89,7 +94,7 @@ class CheckpointExport:
             self._model, staging, dtype=self._dtype or next(dtypes, torch.float32), generation=self._generation
         )
 
-    def _entry(self, name: str, saved: SavedTensor, *, is_cast: bool) -> Entry:
+    def _entry(self, names: Sequence[str], saved: SavedTensor, *, is_cast: bool) -> Entry:
         def parts() -> Iterator[torch.Tensor]:
             return (part for _, part in saved.parts())
 
@@ -101,7 +106,7 @@ class CheckpointExport:
             return whole
 
         dtype = self._dtype if self._dtype is not None and is_cast and saved.dtype.is_floating_point else saved.dtype
-        return Entry((name,), saved.shape, dtype, contextlib.nullcontext, value, parts)
+        return Entry(names, saved.shape, dtype, contextlib.nullcontext, value, parts)
 
 
 def _model_of(directory: Path) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infinity.checkpoint.arrays import ArraySpec
-from infinity.checkpoint.saved import write_checkpoint
+from infinity.checkpoint.saved import writing
 from infinity.cli.main import main
 from infinity.machine import computing, storage
 from infinity.machine.finding import Verdict
@@ -34,16 +34,14 @@ def saved(tmp_path: Path) -> Path:
     specs = [
         ArraySpec.of("parameters", "block.weight", kind, (300, 7), torch.float32) for kind in ("weight", "exp_avg")
     ]
-
-    def write(open_array: Any) -> None:
-        for spec in specs:
-            writer = open_array(spec)
-            writer.write(torch.arange(2100, dtype=torch.float32))
-            writer.finish()
-
     rest = {"counters": {"global_steps": 7}, "client_state": {"epoch": 3}, "tied": {"head.weight": "block.weight"}}
     for tag in ("first", "second"):
-        write_checkpoint(tmp_path / "saved", tag, specs, write, lambda: rest, is_latest=True)
+        with writing(tmp_path / "saved", tag, specs, is_latest=True) as files:
+            for spec in specs:
+                writer = files.open_array(spec)
+                writer.write(torch.arange(2100, dtype=torch.float32))
+                writer.finish()
+            files.write_rest(rest)
     return tmp_path / "saved"
 
 
