@@ -518,14 +518,15 @@ def load(
     _check("parameters", saved, shapes, is_strict=is_strict, left_out=left_out)
     _check("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()}, is_strict=is_strict)
     extra = rest.get(EXTRA_STATES)
-    if is_strict and extra is not None:  # which earlier versions did not save
+    if is_strict and extra is not None:  # DeepSpeed has saved none
         _refuse("extra states", _on_one_side(takers(training.model), extra))
     if is_strict and left_out:
         _left_out(training, left_out).check(saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
         if with_scheduler and not only_module and "lr_scheduler" in rest:
-            stack.enter_context(scheduler_with(training.lr_scheduler, rest["lr_scheduler"]))
+            otherwise = "load_lr_scheduler_states=False to load_checkpoint"
+            stack.enter_context(scheduler_with(training.lr_scheduler, rest["lr_scheduler"], otherwise=otherwise))
         begin()
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
             loading.optimizer(training.optimizer, rest, parameters, is_strict=is_strict)

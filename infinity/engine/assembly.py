@@ -290,6 +290,13 @@ def build(
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(module_hooks.uninstall)
     goes_on = durable is not None and durable.goes_on
+    if durable is not None and goes_on:
+        undo.callback(
+            logger.warning,
+            "infinity.initialize has failed after the model got the weights of the durable run in '%s', which it keeps. Make "
+            "it anew before it begins another run",
+            durable.directory.path,
+        )
     total = sum(unit.num_bytes for unit in units)
     with progress("building the engine", total, is_shown=config.infinity.progress_bars) as note:
         _take_over(

@@ -273,7 +273,10 @@ class CheckpointCalls(ExportCalls):
             )
 
         together(self._mesh.everyone, what, load_all)
-        return found[0]
+        folder, client_state = found[0]
+        if self._parts.durable is not None and folder is not None:
+            self._parts.durable.begin_line()
+        return folder, client_state
 
     def _load(
         self,
@@ -314,7 +317,7 @@ class CheckpointCalls(ExportCalls):
                     only_module=only_module,
                     **how,
                     shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
-                    begin=changing.begin,
+                    begin=changing.tell,
                     changing=changing,
                 )
             except Exception as error:
@@ -329,8 +332,6 @@ class CheckpointCalls(ExportCalls):
             self.count_on(rest["counters"], with_loss_scale=with_optimizer)
         if with_optimizer and not only_module:
             self._go_on_as_rank(ranks.index, rest, load_data_position, load_random_states)
-        if self._parts.durable is not None:
-            self._parts.durable.begin_line()
         words = f"went on from '{folder}', of step {self.global_steps}"
         self._notes.note("load", before, words, to=self.global_steps)
         client_state: dict[str, Any] = rest["client_state"]
@@ -460,11 +461,7 @@ class _Changing(contextlib.AbstractContextManager[None]):
         self._ahead = ["the optimizer", "the model"]
         """What no rank looks at before all have done with what comes before."""
 
-    def begin(self) -> None:
-        """This rank has looked at the model, and changed nothing. Raises if another cannot go on, as `tell` does."""
-        self.tell(None)
-
-    def tell(self, error: Exception | None) -> None:
+    def tell(self, error: Exception | None = None) -> None:
         """Whether this rank can go on. Raises if another cannot."""
         if not self._ahead:  # inside the ``with`` block
             return
@@ -477,7 +474,7 @@ class _Changing(contextlib.AbstractContextManager[None]):
             raise
 
     def __enter__(self) -> None:
-        self._replacing.enter_context(self._access.replacing_all(lambda: self.tell(None)))
+        self._replacing.enter_context(self._access.replacing_all(self.tell))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -58,7 +58,7 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     old, new = found["parameters"], json.loads(json.dumps(wanted["parameters"]))
     problems = [f"'{fqn}' is missing in it" for fqn in new if fqn not in old]
     problems += [f"'{fqn}' is not in the model" for fqn in old if fqn not in new]
-    had, has = found.get("buffers", wanted["buffers"]), wanted["buffers"]  # commits of before have none
+    had, has = found["buffers"], wanted["buffers"]
     problems += [f"buffer '{fqn}' is not the model's" for fqn in {**had, **has} if had.get(fqn, 0) != has.get(fqn, 0)]
     words = ("unit", "shape", "strides", "dtype", "trainable", "states")
     for fqn in new:
@@ -66,8 +66,7 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
             differing = zip(words, old[fqn], new[fqn], strict=True)
             problems += [f"'{fqn}' has {word} {was}, not {now}" for word, was, now in differing if was != now]
     for index, fqns in enumerate(wanted["groups"]):
-        before = found.get("groups", wanted["groups"])  # commits of before have none
-        here = set(before[index]) if index < len(before) else set()
+        here = set(found["groups"][index]) if index < len(found["groups"]) else set()
         problems += [f"'{fqn}' is not in group {index} of its optimizer" for fqn in fqns if fqn not in here]
     if not problems:
         for word, name in (("main weights and states are kept as", "records"), ("the optimizer is", "optimizer")):

@@ -13,8 +13,8 @@ have made the one before, so the newest ones are of the same step or of two that
 go on from the newest step that all have. If a crash falls in the very first commit, some have none: all begin anew then.
 
 [Note: lines of commits] What `Engine.load_checkpoint` brings is no commit, and its step may be one of which there is a commit
-with other weights. So a new line begins there, called by the number of its first commit, and nobody goes back from one line to
-another.
+with other weights. So a new line begins there, called by the number of its first commit (on the rank that has made most), and
+nobody goes back from one line to another.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from infinity.config import DurableSection, InfinityConfig
+from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
@@ -176,7 +177,7 @@ class DurableRun:
         self._page_bytes = page_bytes
         if self._header is None:
             return
-        num_before = self._header["layout"].get("processes", 1)
+        num_before = self._header["layout"]["processes"]
         if num_before != self._ranks.num:
             raise UnsupportedModelError(
                 f"the durable run in '{self._path.parent}' is of {num_before} processes, not {self._ranks.num}",
@@ -311,9 +312,16 @@ class DurableRun:
         """Go back by so many commits.
 
         Raises:
-            StepOrderError: so many are not kept.
+            StepOrderError: so many are not kept; of several ranks, on all of them. Nothing has changed.
             CommitError: there is no room for a small file, say; nothing has changed.
         """
+        found = together(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
+        number = found[self._ranks.index]
+        self._go_to(training, number, as_number=self._number + 1 if number != self._number else None)
+        logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
+
+    def _before(self, training: Training, steps: int) -> int:
+        """The commit of so many steps before."""
         training.flush()
         kept = [number for number in self._versions.kept if self._lines[number] == self._line]
         back = {training.global_steps - self._steps[number]: number for number in kept}
@@ -326,8 +334,7 @@ class DurableRun:
                 f"{len(kept)} commits are kept, with which {', '.join(map(str, sorted(back)))} steps can be gone back",
                 cure="Set config key 'infinity.keep_last' to one more than the steps to go back",
             )
-        self._go_to(training, back[steps], as_number=self._number + 1 if back[steps] != self._number else None)
-        logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
+        return back[steps]
 
     def _go_to(self, training: Training, number: int, as_number: int | None = None) -> None:
         training.flush()
@@ -353,14 +360,11 @@ class DurableRun:
                     state.load(scalars, None if is_fresh else names, num_updates)
         for group, values in zip(training.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
-        # In commits of before, those that are tied or None are missing.
-        saved = (
-            rest["all_buffers"] if "all_buffers" in rest else commit_parts.buffers_of(training.module) | rest["buffers"]
-        )
-        commit_parts.set_buffers(training.module, saved, training.device)
-        set_extra_states(training.module, rest.get(EXTRA_STATES, {}))  # which earlier versions did not save
+        commit_parts.set_buffers(training.module, rest["buffers"], training.device)
+        set_extra_states(training.module, rest[EXTRA_STATES])
         if "lr_scheduler" in rest:
-            with scheduler_with(training.lr_scheduler, rest["lr_scheduler"]):
+            otherwise = "name another infinity.durable_path"
+            with scheduler_with(training.lr_scheduler, rest["lr_scheduler"], otherwise=otherwise):
                 pass
         if "loader" in rest and hasattr(training.training_dataloader, "load_state_dict"):
             training.training_dataloader.load_state_dict(rest["loader"])
@@ -368,8 +372,8 @@ class DurableRun:
         set_random_states(rest["random"])
 
     def begin_line(self) -> None:
-        """Weights and states are those of a checkpoint from now on: see [Note: lines of commits]."""
-        self._line = self._number + 1
+        """Weights and states are those of a checkpoint from now on, on all ranks: see [Note: lines of commits]."""
+        self._line = 1 + max(number for (number,) in self._ranks.meet("a new line of commits", [self._number]))
 
     def _note(self, number: int, head: bytes) -> None:
         header = json.loads(head)
@@ -380,7 +384,7 @@ class DurableRun:
         groups = training.optimizer.param_groups
         return {
             "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
-            "all_buffers": commit_parts.buffers_of(training.module),
+            "buffers": commit_parts.buffers_of(training.module),
             **training.rest(),
         }
 
@@ -408,5 +412,5 @@ class DurableRun:
 
 
 def _line_of(header: Mapping[str, Any] | None) -> int:
-    """See [Note: lines of commits]; commits of before have none."""
-    return 0 if header is None else int(header.get("line", 0))
+    """See [Note: lines of commits]."""
+    return 0 if header is None else int(header["line"])

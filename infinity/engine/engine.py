@@ -534,6 +534,7 @@ class Engine(Relayout):
         self._forget_gradients()
         self.loose.zero_grad(set_to_none=True)
         self.micro_steps -= self.micro_steps % self._accumulation_steps
+        self._num_backwards = 0
 
     def _forget_calls(self) -> None:
         """An interrupt may have kept calls of this thread from ending their turns."""
@@ -556,16 +557,20 @@ class Engine(Relayout):
             steps: 0 forgets what happened since the last step; less than config key ``infinity.keep_last``.
 
         Raises:
-            StepOrderError: the run is not durable, or so many steps are not kept.
+            StepOrderError: the run is not durable, or so many steps are not kept (of several ranks, by one of them).
+            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; nothing has changed.
         """
         self._check_usable()
         if self._parts.durable is None:
             cure = "Set config key 'infinity.durable' to true"
             raise StepOrderError("engine.rollback()", "the run is not durable", cure=cure)
-        if not self._guard.is_settled or self.micro_steps % self.gradient_accumulation_steps():
-            self.reset()
+        self.wait_for_checkpoint()  # or its other half would be of the step that is gone back to
+        self.reset()
         before = self.global_steps
+        self._paged.settle_states()
         self._parts.durable.rollback(self, steps)
+        self._paged.expire_states()
+        self._guard.note_part_loaded(None)
         self._notes.note("rollback", before, f"went back to step {self.global_steps}", to=self.global_steps)
 
     def not_held(self) -> list[torch.Tensor]:

@@ -126,7 +126,7 @@ class LossScaler:
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from what `state` gave, if losses are, and were, scaled dynamically at all."""
-        self._num_steps = int(state.get("num_steps", 0))  # which older checkpoints lack, as they do the next
-        if self._rules is not None and self._rules.is_dynamic and state.get("dynamic", True):
+        self._num_steps = int(state.get("num_steps", 0))  # which DeepSpeed's checkpoints lack
+        if self._rules is not None and self._rules.is_dynamic and state["dynamic"]:
             self.scale = float(state["scale"])
             self._patience, self._num_finite = int(state["patience"]), int(state["num_finite"])

@@ -8,8 +8,10 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def scheduler_with(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[None]:
+def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) -> Iterator[None]:
     """It has the state that was saved, if it takes one; as before where the ``with`` block fails.
+
+    ``otherwise``: what a script can do that has another scheduler, for the message.
 
     Raises:
         ValueError: the state is another scheduler's, which is as it was.
@@ -25,7 +27,7 @@ def scheduler_with(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[None]:
         except Exception as error:  # whatever its class says
             raise ValueError(
                 f"the saved lr scheduler does not fit to this {type(scheduler).__name__} ({error!r}): pass the one of that run "
-                "to infinity.initialize, or load_lr_scheduler_states=False to load_checkpoint"
+                f"to infinity.initialize, or {otherwise}"
             ) from error
         yield
         undo.pop_all()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.errors import InfinityError, StorageError, UnsupportedModelError
+from infinity.errors import InfinityError, StepOrderError, StorageError, UnsupportedModelError
 from swapper import RunDirectory
 from tests.ranks import run_ranks
 
@@ -146,3 +147,83 @@ def test_all_roll_back(tmp_path: Path) -> None:
             assert seen[2:4] == seen[4:]
 
     assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+def _steps(engine: Any, rank: int, until: int) -> list[float]:
+    losses = []
+    for step in range(engine.global_steps, until):
+        x, y = torch.randn(2, 4, _WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
+        loss = mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _each(directory: Path, function: Callable[[Any, int], None]) -> None:
+    """Start two processes, and call ``function`` with engine and rank in each."""
+
+    def start(rank: int) -> None:
+        torch.manual_seed(100 + rank)
+        with infinity.initialize(model=_Model(), config=_config(directory))[0] as engine:
+            function(engine, rank)
+
+    group = directory / f"group{len(list(directory.glob('group*')))}"
+    group.mkdir()
+    assert run_ranks(2, start, group) == ["", ""]
+
+
+def _three_steps_of_which_rank_1_lacks_the_last(directory: Path) -> None:
+    """As a kill leaves them, just before it would have written the last commit and removed that of the first step."""
+    commits = directory / "durable" / "rank1"
+
+    def train(engine: Any, rank: int) -> None:
+        _steps(engine, rank, 1)
+        engine.save_checkpoint(directory / "saved")
+        _steps(engine, rank, 2)
+        engine.flush()
+        if rank == 1:
+            shutil.copy(commits / f"commit-{1:010}", directory / "first")
+        _steps(engine, rank, 3)
+
+    _each(directory, train)
+    (directory / "first").rename(commits / f"commit-{1:010}")
+    (commits / f"commit-{3:010}").unlink()
+
+
+def test_ranks_with_other_numbers_of_commits_begin_the_same_line_with_a_checkpoint(tmp_path: Path) -> None:
+    _three_steps_of_which_rank_1_lacks_the_last(tmp_path)
+
+    def load(engine: Any, rank: int) -> None:
+        assert engine.global_steps == 2
+        _steps(engine, rank, 3)
+        engine.load_checkpoint(tmp_path / "saved")
+        _steps(engine, rank, 3)
+
+    def go_on(engine: Any, rank: int) -> None:
+        assert engine.global_steps == 3
+        _steps(engine, rank, 4)
+
+    _each(tmp_path, load)
+    _each(tmp_path, go_on)
+
+
+def test_a_rank_that_cannot_go_back_keeps_the_others_from_it(tmp_path: Path) -> None:
+    """Rank 0 was ahead, and has no commit of the first step any more."""
+    _three_steps_of_which_rank_1_lacks_the_last(tmp_path)
+
+    def go_back(engine: Any, rank: int) -> None:
+        assert engine.global_steps == 2
+        with pytest.raises(StepOrderError, match=r"engine\.rollback\(1\)"):
+            engine.rollback(1)
+        _steps(engine, rank, 3)
+        engine.rollback(1)
+        assert engine.global_steps == 2
+        _steps(engine, rank, 3)
+
+    def go_on(engine: Any, rank: int) -> None:
+        assert engine.global_steps == 3
+        _steps(engine, rank, 4)
+
+    _each(tmp_path, go_back)
+    _each(tmp_path, go_on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,16 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import CommitError, ConfigValueError, StepOrderError, StorageError, UnsupportedModelError
+from infinity.checkpoint.saved import Checkpoint
+from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
+from infinity.errors import (
+    CheckpointError,
+    CommitError,
+    ConfigValueError,
+    StepOrderError,
+    StorageError,
+    UnsupportedModelError,
+)
 from swapper import ChecksumMismatchError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.states import state_of
@@ -61,14 +71,14 @@ _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_
 
 
 @contextmanager
-def training(drive: Path, changes: dict[str, Any], model: nn.Module) -> Iterator[Any]:
+def training(drive: Path, changes: dict[str, Any], model: nn.Module, lr_scheduler: Any = None) -> Iterator[Any]:
     drive.mkdir(exist_ok=True)
     own = {"durable": True, **changes.get("infinity", {})}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
     common = {"optimizer": optimizer, "scheduler": _SCHEDULER, "train_micro_batch_size_per_gpu": 2}
     config = everything_on_nvme(drive, {**common, **changes, "infinity": own})
     data = list(torch.randn(14, 8, generator=torch.Generator().manual_seed(7)))
-    engine, *_ = infinity.initialize(model=model, config=config, training_data=data)
+    engine, *_ = infinity.initialize(model=model, config=config, training_data=data, lr_scheduler=lr_scheduler)
     with engine:
         yield engine
 
@@ -203,6 +213,101 @@ def test_going_back(tmp_path: Path) -> None:
         assert torch.equal(engine.module.first.weight, weight)
 
 
+def _steps(engine: Any, *steps: int) -> None:
+    """Each on batches of its own, whatever the loader gives."""
+    for step in steps:
+        for index in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + index))))
+            engine.step()
+
+
+_UNCOUNTED = {"managed_gradient_accumulation": False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [_MODES["clipped"], _MODES["in the step"], _MODES["accumulated"], _MODES["dynamic fp16"], _UNCOUNTED],
+    ids=["clipped", "in the step", "accumulated", "dynamic fp16", "micro-batches not counted"],
+)
+def test_going_back_forgets_the_gradients_of_a_step_that_has_not_ended(changes: dict[str, Any], tmp_path: Path) -> None:
+    results = []
+    for goes_back in (False, True):
+        _seed()
+        with training(tmp_path / str(goes_back), changes, Model()) as engine:
+            _seed()
+            _steps(engine, 0, 1)
+            if goes_back:
+                engine.backward(engine(torch.ones(2, 8)))
+                engine.rollback(0)
+            _steps(engine, 2, 3)
+            results.append(everything(engine))
+    require_equal(*results)
+
+
+def test_going_back_forgets_what_was_written_into_states(tmp_path: Path) -> None:
+    with training(tmp_path / "drive", {**BF16, "infinity": {"keep_last": 3}}, Model()) as engine:
+        found = {}
+        for step in (1, 2):
+            _steps(engine, step)
+            found[step] = everything(engine)
+        for steps in (0, 1):
+            state = engine.optimizer.state[engine.module.first.weight]
+            state["exp_avg"].zero_()
+            engine.rollback(steps)
+            require_equal(everything(engine), found[2 - steps])
+        _steps(engine, 2)
+        require_equal(everything(engine), found[2])
+
+
+def test_a_checkpoint_that_is_being_saved_is_of_one_step_whoever_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, run, wait = threading.Event(), Saving.run, BackgroundSave.wait
+
+    def held(saving: Saving) -> None:
+        begin.wait(60)
+        run(saving)
+
+    def waited(saving: BackgroundSave) -> None:
+        begin.set()
+        wait(saving)
+
+    monkeypatch.setattr(Saving, "run", held)
+    monkeypatch.setattr(BackgroundSave, "wait", waited)
+    with training(tmp_path / "drive", {"infinity": {"keep_last": 3}}, Model()) as engine:
+        _steps(engine, 1, 2, 3)
+        expected = everything(engine)
+        engine.save_checkpoint(tmp_path / "saved", blocking=False)
+        engine.rollback(2)
+        begin.set()
+        engine.wait_for_checkpoint()
+        assert engine.global_steps == 1
+    checkpoint = Checkpoint.open(tmp_path / "saved")
+    assert checkpoint.rest()["counters"]["global_steps"] == 3
+    weights = {fqn: saved.read() for fqn, saved in checkpoint.of("parameters").items()}
+    require_equal(weights, {fqn: expected[fqn] for fqn in weights})
+
+
+def test_going_back_makes_whole_what_a_load_has_left_in_parts(tmp_path: Path) -> None:
+    with training(tmp_path / "drive", BF16, Model()) as engine:
+        _steps(engine, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        damaged = Checkpoint.open(tmp_path / "saved").of("parameters")["first.weight"]
+        path = damaged.folder / damaged.array.path / damaged.array.spec.file_name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        _steps(engine, 2)
+        expected = everything(engine)
+        with pytest.raises(CheckpointError, match="damaged"):
+            engine.load_checkpoint(tmp_path / "saved")
+        with pytest.raises(CheckpointError, match="failed midway"):
+            _steps(engine, 3)
+        engine.rollback(0)
+        require_equal(everything(engine), expected)
+        _steps(engine, 3)
+
+
 def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) -> None:
     """Steps have the same numbers before and after it, and other weights."""
     changes = {**BF16, "infinity": {"keep_last": 6}}
@@ -300,6 +405,24 @@ def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
     assert isinstance(model.first.weight, nn.Parameter) and model.first.weight.isfinite().all()
     with training(tmp_path / "drive", BF16, Model(1)) as engine:  # nothing was changed
         require_equal(everything(engine), expected)
+
+
+def test_weights_are_the_runs_where_initialize_fails_after_it_took_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path / "drive", {}, Model()) as engine:
+        train(engine, 1)
+        expected = engine.module.first.weight.clone()
+    model = Model(1)
+
+    def other(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 3)])
+
+    refused = pytest.raises(ValueError, match=r"lr scheduler does not fit.*name another infinity\.durable_path")
+    with refused, training(tmp_path / "drive", {}, model, lr_scheduler=other):
+        pass
+    assert "has failed after the model got the weights of the durable run" in caplog.text
+    assert torch.equal(model.first.weight, expected)
 
 
 def test_a_second_engine_is_refused(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ class PagedOptimizer(Optimizer):
     def update_by(self, updater: PieceUpdater) -> None:
         """The backend has laid everything out anew."""
         self._updater = updater
-        self._shown.expire()
+        self.expire_states()
 
     # ------------------------------------------------------------------------------------------------ the states
 
@@ -317,6 +317,10 @@ class PagedOptimizer(Optimizer):
         """
         with self._backend.optimizer_turn("optimizer.state"):
             self._shown.settle()
+
+    def expire_states(self) -> None:
+        """All states were replaced: tensors of `state` that somebody has are of before."""
+        self._shown.expire()
 
     def reading_states(self) -> AbstractContextManager[None]:
         """States that are read or written inside the ``with`` block are those of one step."""
