@@ -50,7 +50,7 @@ def save_adapters(model: Any, directory: Path) -> None:
     with Staging(directory, "adapter") as staging:
         model.save_pretrained(staging.path / "files")
         names: list[str] = []
-        for folder, _, files in os.walk(staging.path):
+        for folder, _, files in os.walk(staging.path / "files"):
             sync_directory(Path(folder))
             names += [str((Path(folder) / file).relative_to(staging.path)) for file in files]
         for name in names:

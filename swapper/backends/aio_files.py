@@ -1,4 +1,4 @@
-"""Asynchronous I/O through aiofiles, wherever Python runs: network file systems, macOS, file systems without O_DIRECT.
+"""Asynchronous I/O through aiofiles, wherever files can be read and written: network file systems, those without O_DIRECT.
 
 Scratch files have no name, so they cannot be opened by aiofiles, which in any case has no positional reads and writes.
 What it has is a way of making a coroutine of any function that waits in the kernel: here that is the same positional

@@ -38,8 +38,8 @@ class FileTransfer:
         if self._needs_alignment and (offset | request.address | len(memory)) % ALIGNMENT:
             return self._through_bounce(request, file.fd, offset)
         if request.direction is Direction.READ:
-            return _read_at(file.fd, memory, offset)
-        return _write_at(file.fd, memory, offset)
+            return os.preadv(file.fd, (memory,), offset)
+        return os.pwritev(file.fd, (memory,), offset)
 
     def _through_bounce(self, request: IORequest, fd: int, offset: int) -> int:
         """See [Note: bounced transfers]."""
@@ -72,15 +72,3 @@ class FileTransfer:
             array = AlignedRegion(num_bytes).array()
             self._bounce.array = array
         return array.data[:num_bytes]
-
-
-def _read_at(fd: int, memory: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, (memory,), offset)
-    data = os.pread(fd, len(memory), offset)  # older macOS, where nothing needs alignment either
-    memory[: len(data)] = data
-    return len(data)
-
-
-def _write_at(fd: int, memory: memoryview, offset: int) -> int:
-    return os.pwritev(fd, (memory,), offset) if hasattr(os, "pwritev") else os.pwrite(fd, memory, offset)

@@ -74,6 +74,5 @@ class BorrowedVolume(Volume):
     def drop_cache(self) -> None:
         """Have the next reads go to the drives, also where they pass through the page cache."""
         self.sync()  # only clean pages can be dropped
-        if hasattr(os, "posix_fadvise"):
-            for file in self.files:
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        for file in self.files:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -7,9 +7,10 @@ from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.gds import open_gds
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, UringBackend
-from swapper.backends.uring.self_test import find_fault
+from swapper.backends.uring.self_test import TEST_BYTES, find_fault
 from swapper.config import SwapperConfig
-from swapper.errors import ArgumentError, BackendUnavailableError
+from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError
+from swapper.volumes.named_file import NamedFile
 from swapper.volumes.volume import Volume
 
 _STOP_SECONDS = 10.0
@@ -37,8 +38,28 @@ def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
 
 
 def _open_uring(volume: Volume, config: SwapperConfig) -> UringBackend:
-    """Set a ring up and have it pass the self-test."""
-    backend = UringBackend(volume, min(config.max_inflight, MAX_QUEUE_DEPTH))
+    """Set a ring up that has passed the self-test: in other files of the same directories where what lies in these outlives
+    the process, since a kill in the midst of it would leave them with other bytes.
+    """
+    queue_depth = min(config.max_inflight, MAX_QUEUE_DEPTH)
+    if not any(isinstance(file, NamedFile) for file in volume.files):
+        return _tested(volume, queue_depth)
+    directories = [file.directory for file in volume.files]
+    try:
+        scratch = Volume(directories, len(directories) * TEST_BYTES, stripe_bytes=TEST_BYTES, direct=config.direct)
+    except VolumeError as error:
+        raise BackendUnavailableError("uring", f"its self-test has no room: {error}", "make some") from error
+    try:
+        backend = _tested(scratch, queue_depth)
+    except BaseException:
+        scratch.close()
+        raise
+    backend.close(_STOP_SECONDS)
+    return UringBackend(volume, queue_depth)
+
+
+def _tested(volume: Volume, queue_depth: int) -> UringBackend:
+    backend = UringBackend(volume, queue_depth)
     try:
         fault = find_fault(backend)
         if fault:

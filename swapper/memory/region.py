@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import sys
@@ -16,33 +15,16 @@ import numpy.typing as npt
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
 from swapper.memory.held import is_held
+from swapper.memory.mapping import advise, map_memory, unmap
 from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTNEED = 4
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.restype = ctypes.c_int
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.restype = ctypes.c_int
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-
-def _map(num_bytes: int) -> int:
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, num_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if address is None or address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot map {num_bytes} bytes of memory: {os.strerror(code)}")
-    return int(address)
-
-
-def _unmap(address: int, num_bytes: int, pid: int, munmap: Any = _libc.munmap, getpid: Any = os.getpid) -> None:
+def _unmap(address: int, num_bytes: int, pid: int, munmap: Any = unmap, getpid: Any = os.getpid) -> None:
     # A forked child never had this mapping (MADV_DONTFORK): by now the address may belong to something else there.
     if getpid() == pid:
         munmap(address, num_bytes)
@@ -56,19 +38,19 @@ class _Mapping:
         # few large pieces instead of hundreds of small ones (measured, 1 MiB reads of a virtio drive: 2.6 instead of
         # 1.4 GB/s, and half the CPU time). The slack around is given back.
         slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
-        base = _map(num_bytes + slack)
+        base = map_memory(num_bytes + slack, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.address = round_up(base, _HUGE_PAGE_BYTES) if slack else base
         self.num_bytes = num_bytes
         if slack:
             head = self.address - base
             if head:
-                _libc.munmap(base, head)
+                unmap(base, head)
             if slack - head:
-                _libc.munmap(self.address + num_bytes, slack - head)
+                unmap(self.address + num_bytes, slack - head)
         if sys.platform == "linux":
-            _libc.madvise(self.address, num_bytes, _MADV_DONTFORK)
+            advise(self.address, num_bytes, _MADV_DONTFORK)
             if slack:
-                _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
+                advise(self.address, num_bytes, _MADV_HUGEPAGE)
         self._pid = os.getpid()
 
     # No `weakref.finalize`: its registry is walked when the process ends, while workers may still drop regions. What the
@@ -80,7 +62,7 @@ class _Mapping:
     def discard(self, num_bytes: int) -> int:
         """Give back the memory of the first whole huge pages in ``num_bytes``; returns how many bytes that are."""
         whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-        if not whole or sys.platform != "linux" or _libc.madvise(self.address, whole, _MADV_DONTNEED):
+        if not whole or sys.platform != "linux" or advise(self.address, whole, _MADV_DONTNEED):
             return 0
         return whole
 

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
+from swapper.volumes.scratch_file import CANNOT_RESERVE, fallocate
 from swapper.volumes.thread_pool import ThreadPool, Work
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,9 +43,9 @@ class BlockFile:
         self._fd = _open(path, os.O_RDONLY if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if num_bytes:
             try:
-                os.posix_fallocate(self._fd, 0, num_bytes)
+                fallocate(self._fd, num_bytes)
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                if error.errno not in CANNOT_RESERVE:
                     self.let_go()
                     raise
                 os.ftruncate(self._fd, num_bytes)
@@ -151,11 +152,6 @@ class BlockThreads:
         """Return when all is written; raises OSError if something was not."""
         while self._writes:
             self._writes.popleft().result()
-
-    def run(self, works: Sequence[Callable[[], None]]) -> None:
-        """Do all of these, several at a time; raises the first error."""
-        for work in [self._pool.submit(each) for each in works]:
-            work.result()
 
     def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Work[Bytes]:
         """Start to read a block; the result is its memory, of ``block_bytes``, after ``check`` has seen what was read."""

@@ -7,8 +7,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from swapper.errors import MissingDirectoryError, UnwritableDirectoryError, VolumeError, error_words
 
 _O_PATH: int = getattr(os, "O_PATH", 0)
@@ -90,20 +88,11 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
     )
 
 
-def file_system(path: str | os.PathLike[str]) -> str:
-    """Return the kind of file system under a path, such as ``"ext4"``; errors as :func:`describe_drive`."""
-    return describe_drive(path).file_system
-
-
 def _mount_of(path: Path) -> tuple[str, str]:
     """Return the kind and the source of the mounted file system that holds a path."""
-    whole = path.resolve()
     with contextlib.suppress(OSError):
-        return _parse_mounts(Path("/proc/self/mountinfo").read_text(errors="replace"), _mount_id(path), whole)
-    with contextlib.suppress(OSError):  # macOS has no /proc
-        for partition in sorted(psutil.disk_partitions(all=True), key=lambda each: -len(each.mountpoint)):
-            if Path(partition.mountpoint) in (whole, *whole.parents):
-                return partition.fstype or "unknown", partition.device
+        text = Path("/proc/self/mountinfo").read_text(errors="replace")
+        return _parse_mounts(text, _mount_id(path), path.resolve())
     return "unknown", ""
 
 

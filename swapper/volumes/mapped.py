@@ -7,8 +7,6 @@ memory set aside for them: else the kernel would refuse a file that is larger th
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -20,15 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError
-from swapper.volumes.scratch_file import open_nameless
+from swapper.memory.mapping import map_memory, unmap
+from swapper.volumes.scratch_file import CANNOT_RESERVE, fallocate, open_nameless
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MAP_NORESERVE = 0x4000  # on all of Linux but Alpha, MIPS and PA-RISC
+_PRIVATE = mmap.MAP_PRIVATE | 0x4000  # MAP_NORESERVE, on all of Linux but Alpha, MIPS and PA-RISC
 
 
 class MappedFile:
@@ -42,10 +35,11 @@ class MappedFile:
         self._num_bytes = num_bytes
         self._fd = open_nameless(directory)
         try:
-            if _libc.fallocate(self._fd, 0, 0, num_bytes):
-                code = ctypes.get_errno()
-                if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                    raise OSError(code, os.strerror(code))
+            try:
+                fallocate(self._fd, num_bytes)
+            except OSError as error:
+                if error.errno not in CANNOT_RESERVE:
+                    raise
                 os.ftruncate(self._fd, num_bytes)
         except BaseException:
             self.close()
@@ -60,7 +54,7 @@ class MappedFile:
 
     def array(self) -> npt.NDArray[np.uint8]:
         """All bytes, 1-D and writable; what is written reaches nobody else. To be called once, in the end."""
-        address = _map(self._fd, self._num_bytes)
+        address = map_memory(self._num_bytes, _PRIVATE, self._fd)
         self.close()  # the mapping keeps the file
         return np.asarray(_Mapping(address, self._num_bytes))
 
@@ -76,7 +70,7 @@ class _Mapping:
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        weakref.finalize(self, _libc.munmap, address, num_bytes).atexit = False
+        weakref.finalize(self, unmap, address, num_bytes).atexit = False
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
@@ -89,15 +83,7 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
         num_bytes = os.fstat(file.fileno()).st_size
         if not num_bytes:
             return np.empty(0, dtype=np.uint8)
-        return np.asarray(_Mapping(_map(file.fileno(), num_bytes), num_bytes))
-
-
-def _map(fd: int, num_bytes: int) -> int:
-    found = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
-    if found is None or found == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(found)
+        return np.asarray(_Mapping(map_memory(num_bytes, _PRIVATE, file.fileno()), num_bytes))
 
 
 @contextmanager

@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError, VolumeTooSmallError, error_words
+from swapper.memory.mapping import map_memory, unmap
 from swapper.sync.bell import Latch
-from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, open_nameless, write_in_place
+from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
 
 WINDOW_BYTES = 64 << 20
 """Of all arrays together, what may be in memory before it is written out."""
@@ -42,12 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc_with_lock = ctypes.PyDLL(None, use_errno=True)
 """The same functions, but nobody else's Python runs meanwhile."""
 for _library in (_libc, _libc_with_lock):
-    _library.mmap.restype = ctypes.c_void_p
-    _library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
-    _library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    _library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     _library.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 
 
@@ -108,7 +104,7 @@ class _Segment:
         try:
             write_in_place(self._fd)
             os.ftruncate(self._fd, num_bytes)
-            self.address = self._map(None, 0)
+            self.address = map_memory(num_bytes, mmap.MAP_SHARED, self._fd)
         except OSError as error:
             raise VolumeError(
                 directory, f"no file can be mapped in {str(directory)!r}: {error_words(error)}"
@@ -116,7 +112,7 @@ class _Segment:
 
     def __del__(self) -> None:
         if self.address:
-            _libc.munmap(self.address, self._num_bytes)
+            unmap(self.address, self._num_bytes)
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -138,7 +134,7 @@ class _Segment:
             raise VolumeTooSmallError(self._directory, length, free_bytes)
         try:
             try:
-                _check(_libc.fallocate(self._fd, _KEEP_SIZE, offset, length))
+                fallocate(self._fd, length, offset, _KEEP_SIZE)
             except OSError as refusal:
                 if refusal.errno not in CANNOT_RESERVE:
                     raise
@@ -160,7 +156,9 @@ class _Segment:
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Nobody looks at a part any more. Takes no lock: finalizers call this."""
         if os.getpid() == self._process:  # a forked child has only let go of its own view
-            _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, offset, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            with contextlib.suppress(OSError):
+                fallocate(self._fd, length, offset, _PUNCH_HOLE | _KEEP_SIZE)
 
     def write_out(self, *, keeps_lock: bool) -> None:
         """Write what is new, and let all pages go.
@@ -171,20 +169,14 @@ class _Segment:
         library = _libc_with_lock if keeps_lock else _libc
         try:
             _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))
-            self._map(self.address, _MAP_FIXED)  # page tables go, too: 2 MB per GB
+            # Page tables go, too: 2 MB per GB.
+            map_memory(self._num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise VolumeError(
                 self._directory,
                 f"tensors in directory {str(self._directory)!r} cannot be written: {error_words(error)}",
             ) from error
-
-    def _map(self, address: int | None, flags: int) -> int:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        found = _libc.mmap(address, self._num_bytes, protection, mmap.MAP_SHARED | flags, self._fd, 0)
-        if found is None or found == _MAP_FAILED:
-            _check(-1)
-        return int(found)
 
 
 class _Lent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 from swapper.errors import UnwritableDirectoryError, VolumeError, error_words
@@ -30,9 +29,7 @@ class NamedFile(ScratchFile):
         self.is_there = is_there
         super().__init__(drive)
         self.name = f"{str(drive.path / file_name)!r} on {drive.words()}"
-        status = os.fstat(self.fd)
-        self.num_bytes = status.st_size
-        self.drive = dataclasses.replace(drive, free_bytes=drive.free_bytes + status.st_blocks * 512)
+        self.num_bytes = os.fstat(self.fd).st_size
 
     def _open(self) -> int:
         path = self.directory / self.file_name

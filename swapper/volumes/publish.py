@@ -3,8 +3,12 @@
 [Note: durable order] New files are written in a hidden directory beside the old ones, each synced to the drive. They are
 moved into place under names that nothing refers to, and the directory is synced. Then one rename makes the file that refers
 to them the present one, the directory is synced again, and only now are older files removed. Two processes that write to
-one directory take turns at that, by a lock on it; the hidden directories have locks of their own, so that what a killed
-process left is told from what another one is writing.
+one directory take turns at that, by a lock on it.
+[Note: who lives] What a killed process left is told from what another one is writing by a file in each hidden directory,
+which whoever writes there keeps locked: of a lock on a directory, network file systems tell no other machine (of one on a file
+NFS does, and Lustre with -o flock). Whoever comes first makes the file; so what was left without one goes as well. Who gets
+the lock of what another one has just made removes it, and the file first: the other one finds that it is gone, and begins
+again with another directory.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from swapper.volumes.thread_pool import ThreadPool
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 _NUM_THREADS = 8
 _HIDDEN = ".*.saving-*"
+_LOCK = ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -44,7 +49,8 @@ class Staging:
             prefix: what the files have in common.
         """
         self._directory = directory
-        self.path = directory / f".{prefix}.saving-{secrets.token_hex(8)}"
+        self._prefix = prefix
+        self.path: Path
         self._lock: int | None = None
         self._missing: list[Path] = []
 
@@ -54,8 +60,7 @@ class Staging:
             make_directory(self._directory)
             with locked(self._directory):
                 _remove_abandoned(self._directory)
-                self.path.mkdir()
-                self._lock = _try_lock(self.path)
+                self._make()
         except BaseException:
             _remove_empty(self._missing)
             raise
@@ -64,11 +69,26 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        remove_tree(self.path)
-        if self._lock is not None:
-            os.close(self._lock)
+        _remove_hidden(self.path, self._lock)
         if error is not None:
             _remove_empty(self._missing)
+
+    def _make(self) -> None:
+        """See [Note: who lives]. Where the file system has no locks, nobody is taken for dead."""
+        is_there = False
+        while not is_there:
+            self.path = self._directory / f".{self._prefix}.saving-{secrets.token_hex(8)}"
+            try:
+                self.path.mkdir()
+                with contextlib.suppress(FileNotFoundError):
+                    self._lock = _open_lock(self.path)
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(self._lock, fcntl.LOCK_EX)
+                    is_there = (self.path / _LOCK).exists()
+            finally:
+                if not is_there:
+                    _remove_hidden(self.path, self._lock)
+                    self._lock = None
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[IO[bytes]]:
@@ -133,8 +153,16 @@ def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(_HIDDEN):
         lock = None if path.is_symlink() else _try_lock(path)  # where somebody lives who writes to it, he has its lock
         if lock is not None:
-            remove_tree(path)
-            os.close(lock)
+            _remove_hidden(path, lock)
+
+
+def _remove_hidden(path: Path, lock: int | None) -> None:
+    if lock is not None:
+        # First of all, and closed: NFS keeps an open file under another name, and then its directory as well.
+        with contextlib.suppress(OSError):
+            (path / _LOCK).unlink()
+        os.close(lock)
+    remove_tree(path)
 
 
 def _are_equal(source: Path, target: Path) -> bool:
@@ -215,10 +243,10 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _try_lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock; None if somebody else does, or there is none."""
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds a hidden directory's lock; None if somebody else does, or there is none."""
     try:
-        descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = _open_lock(path)
     except OSError:
         return None
     try:
@@ -227,6 +255,10 @@ def _try_lock(directory: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def sync_tree(folder: Path) -> None:

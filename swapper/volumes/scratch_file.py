@@ -38,7 +38,7 @@ _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _FILL_BYTES = 8 << 20
 _FILL_CHECK_BYTES = 64 << 20
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
@@ -175,16 +175,16 @@ class ScratchFile(Uncopyable):
             os.close(fd)
 
 
-def fallocate(fd: int, num_bytes: int) -> None:
-    """Have the kernel give a file its first bytes, as ``fallocate(2)`` does; unlike libc's ``posix_fallocate`` never by
-    writing into each block.
+def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
+    """Have the kernel give a file bytes, its first ones by default, as ``fallocate(2)`` does; unlike libc's
+    ``posix_fallocate`` never by writing into each block.
 
     Raises:
         OSError: There is no room, or the file system cannot do that (EOPNOTSUPP), or there is no such call here (ENOSYS).
     """
     if _fallocate is None:
         raise OSError(errno.ENOSYS, "this platform has no fallocate")
-    while _fallocate(fd, 0, 0, num_bytes):
+    while _fallocate(fd, mode, offset, num_bytes):
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))

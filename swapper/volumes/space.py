@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from swapper.errors import VolumeTooSmallError
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import Drive
-from swapper.volumes.striping import StripeMap
+from swapper.volumes.striping import StripeMap, were_full
 
 
 class Space:
@@ -18,13 +19,22 @@ class Space:
         drives: What lies under them, in the same order.
         num_bytes: Size of the address space; a multiple of ``stripe_bytes``.
         stripe_bytes: Length of a stripe.
+        own_bytes: What each file has already, of files that outlive the process: see [Note: what stays] in
+            ``swapper/volumes/striping.py``.
+        stays: That is the beginning of the address space, and stays where it is.
 
     Raises:
         VolumeTooSmallError: They have too little together.
     """
 
     def __init__(
-        self, directories: Sequence[Directory], drives: Sequence[Drive], num_bytes: int, stripe_bytes: int
+        self,
+        directories: Sequence[Directory],
+        drives: Sequence[Drive],
+        num_bytes: int,
+        stripe_bytes: int,
+        own_bytes: Sequence[int] | None,
+        stays: bool,
     ) -> None:
         self._drives = drives
         self._num_stripes = num_bytes // stripe_bytes
@@ -33,10 +43,24 @@ class Space:
         free = {d.device_number: d.free_bytes // stripe_bytes if d.total_bytes else self._num_stripes for d in drives}
         self._pools = [list(free).index(drive.device_number) for drive in drives]
         self._pool_rooms = list(free.values())
+        self._held = [0 for _ in drives]
+        is_full = [False for _ in drives]
+        if own_bytes is not None:
+            own = [num_bytes // stripe_bytes for num_bytes in own_bytes]
+            sharing = Counter(self._pools)
+            self._pool_rooms = [
+                stripes + self._pool_rooms[pool] // sharing[pool]
+                for stripes, pool in zip(own, self._pools, strict=True)
+            ]
+            self._pools = list(range(len(drives)))
+            if stays:
+                self._held, is_full = own, were_full(own)
         self._rooms: list[int] = []
         self._limits: list[str] = []
-        for directory, drive in zip(directories, drives, strict=True):
-            room, limit = free[drive.device_number], "free"
+        for column, directory in enumerate(directories):
+            room, limit = self._pool_rooms[self._pools[column]], "free"
+            if is_full[column]:
+                room, limit = self._held[column], "was full before"
             if directory.capacity_bytes is not None and directory.capacity_bytes // stripe_bytes < room:
                 room, limit = directory.capacity_bytes // stripe_bytes, "its capacity_bytes"
             self._rooms.append(room)
@@ -53,7 +77,7 @@ class Space:
         Raises:
             VolumeTooSmallError: Now they have too little together.
         """
-        self._rooms[column] = max(0, min(num_bytes // self._stripe_bytes, self._rooms[column] - 1))
+        self._rooms[column] = max(self._held[column], min(num_bytes // self._stripe_bytes, self._rooms[column] - 1))
         self._limits[column] = reason
         self._check()
 

@@ -9,6 +9,12 @@ even a small extent lies on all drives. When a drive is full, a new zone begins,
               |<------- zone 0 ------>|<-zone 1->
 
 In a zone, the place of a stripe follows from one division.
+
+[Note: what stays]
+How the stripes of files that outlive a process were dealt is written nowhere: it follows from their lengths, if all drives
+count as equally fast and none shares its room with another. Dealt again with rooms of just these lengths, each stripe comes to
+where it is. What is dealt behind them must leave that so: a drive that others went on without gets nothing more, though it
+may have room again.
 """
 
 from __future__ import annotations
@@ -107,6 +113,18 @@ class StripeMap:
         zone = zones[0] if len(zones) == 1 else zones[bisect.bisect_right(self._starts, stripe) - 1]
         column, place = zone.locate(stripe)
         return column, place * self.stripe_bytes + within
+
+
+def were_full(num_held: Sequence[int]) -> list[bool]:
+    """Return which drives others went on without when so many stripes were dealt to each; see [Note: what stays]."""
+    num_drives, num_stripes = len(num_held), sum(num_held)
+
+    def is_moved(column: int) -> bool:
+        rooms = [*num_held[:column], num_stripes, *num_held[column + 1 :]]
+        stripes = StripeMap(num_stripes, 1, [1.0] * num_drives, rooms, range(num_drives), rooms)
+        return [stripes.file_bytes(each) for each in range(num_drives)] != list(num_held)
+
+    return [is_moved(column) for column in range(num_drives)]
 
 
 def deal(speeds: Sequence[float]) -> list[int]:

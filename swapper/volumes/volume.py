@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
@@ -33,9 +34,10 @@ class Volume(Uncopyable):
         capacity_bytes: Size of the address space; rounded up to whole stripes, or to 4096 in a single directory.
         stripe_bytes: Length of a stripe. Multiple of 4096.
         direct: Bypass the page cache where the file system can.
-        file_name: Name of the file in each directory, to which its number is added; it then outlives the process; what is
-            in it stays, and it is never made shorter. Without, files have no names.
-        is_there: Such files must be there already.
+        file_name: Name of the file in each directory, to which its number is added; it then outlives the process, and all
+            drives count as equally fast. Without, files have no names.
+        is_there: Such files must be there already; what is in them stays, at the same addresses, and they are never made
+            shorter.
 
     Raises:
         VolumeError: A subclass says what is wrong with which directory. Nothing is left behind.
@@ -69,10 +71,10 @@ class Volume(Uncopyable):
                 self.files = (*self.files, file)
             _refuse_twins(self.files)
             _warn_of_shared_drives(self.files)
-            held_bytes = sum(file.num_bytes for file in self.files)  # by named files
+            held_bytes = sum(file.num_bytes for file in self.files) if is_there else 0
             self.capacity_bytes = max(self.capacity_bytes, round_up(held_bytes, self.stripe_bytes or ALIGNMENT))
             if self.stripe_bytes:
-                self._share_out(wanted)
+                self._share_out(wanted, is_named=bool(file_name), stays=is_there)
             else:
                 self._take_all(wanted[0])
             for file in self.files:
@@ -131,39 +133,49 @@ class Volume(Uncopyable):
     def _take_all(self, directory: Directory) -> None:
         limit_bytes = directory.capacity_bytes
         if limit_bytes is not None and limit_bytes < self.capacity_bytes:
-            given_bytes = min(limit_bytes, self.files[0].drive.free_bytes)
+            given_bytes = min(limit_bytes, self.files[0].num_bytes + self.files[0].drive.free_bytes)
             raise VolumeTooSmallError(
                 directory.path, self.capacity_bytes, given_bytes, f"its capacity_bytes is {limit_bytes}"
             )
         self.files[0].reserve(self.capacity_bytes)
 
-    def _share_out(self, directories: Sequence[Directory]) -> None:
+    def _share_out(self, directories: Sequence[Directory], *, is_named: bool, stays: bool) -> None:
         """Decide what lies where, and reserve exactly that."""
         drives = [file.drive for file in self.files]
-        space = Space(directories, drives, self.capacity_bytes, self.stripe_bytes)
+        own_bytes = [file.num_bytes for file in self.files]
+        held_bytes = own_bytes if stays else [0 for _ in self.files]
+        space = Space(
+            directories, drives, self.capacity_bytes, self.stripe_bytes, own_bytes if is_named else None, stays
+        )
         known = [each.bytes_per_second for each in directories if each.bytes_per_second is not None]
         default = sum(known) / len(known) if known else 1.0  # only ratios count
-        speeds = [each.bytes_per_second or default for each in directories]
-        while True:
-            stripes = space.share_out(speeds)
-            try:
-                self._reserve(stripes)
-                break
-            except _NoRoomError as error:
-                # File systems need some space for their own books, quotas are not shown, and others write meanwhile.
-                asked_bytes = error.cause.needed_bytes
-                less_bytes = min(error.cause.free_bytes, asked_bytes - asked_bytes // 32)
-                space.lessen(error.column, less_bytes, "found when reserving")
+        speeds = [1.0 if is_named else each.bytes_per_second or default for each in directories]
+        try:
+            while True:
+                stripes = space.share_out(speeds)
+                try:
+                    self._reserve(stripes, held_bytes)
+                    break
+                except _NoRoomError as error:
+                    # File systems need some space for their own books, quotas are not shown, and others write meanwhile.
+                    asked_bytes = error.cause.needed_bytes
+                    less_bytes = min(error.cause.free_bytes, asked_bytes - asked_bytes // 32)
+                    space.lessen(error.column, less_bytes, "found when reserving")
+        except BaseException:
+            for file, num_bytes in zip(self.files, held_bytes, strict=True):
+                with contextlib.suppress(OSError):
+                    file.reserve(min(num_bytes, file.num_bytes))  # their lengths tell what lies where
+            raise
         self._map = stripes
         self._log_shares(stripes, speeds)
 
-    def _reserve(self, stripes: StripeMap) -> None:
+    def _reserve(self, stripes: StripeMap, held_bytes: Sequence[int]) -> None:
         for column, file in enumerate(self.files):
-            if isinstance(file, NamedFile) and stripes.file_bytes(column) < file.num_bytes:
+            if stripes.file_bytes(column) < held_bytes[column]:
                 raise VolumeError(
                     file.directory,
-                    f"{file.name} holds {file.num_bytes} bytes of a run, and only {stripes.file_bytes(column)} of it would be "
-                    "used now: name the same directories, with room for the same shares",
+                    f"{file.name} holds {held_bytes[column]} bytes of a run, and only {stripes.file_bytes(column)} of it would "
+                    "be used now: name the same directories, with room for the same shares",
                 )
         # First what gives space back, for those that share a file system with it.
         for grows in (False, True):

@@ -34,6 +34,7 @@ Runs = npt.NDArray[np.uint32]
 """A snapshot: one row (first block, first slot, number) for each run of blocks that lie one behind the other."""
 
 _TRANSIENT = frozenset({None, errno.EINTR, errno.EAGAIN})
+_SHORT = "a transfer stayed short"
 _WINDOW_BLOCKS = 1 << 18
 
 
@@ -207,7 +208,9 @@ class VersionedBackend(BackendWrapper):
             if before[block - first] and not request.may_pad
         ]
 
-        def put(_: int, error: OSError | None = None) -> None:
+        def put(is_whole: int, error: OSError | None = None) -> None:
+            if error is None and not is_whole:
+                error = OSError(errno.EAGAIN, _SHORT)
             if error is not None:
                 self._end_write(request, first, ranges, error)
                 return
@@ -235,10 +238,10 @@ class VersionedBackend(BackendWrapper):
 
         def end(transferred_bytes: int, error: OSError | None = None) -> None:
             if error is None and transferred_bytes < len(request.memory):
-                error = OSError(errno.EAGAIN, "a transfer stayed short")
+                error = OSError(errno.EAGAIN, _SHORT)
             self._end_write(request, first, ranges, error)
 
-        _Parts(self.inner, Direction.READ, old, put, 0).start()
+        _Parts(self.inner, Direction.READ, old, put, True).start()
 
     def _end_write(self, request: IORequest, first: int, ranges: list[tuple[int, int]], error: OSError | None) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from infinity.checkpoint.saved import Checkpoint
+from swapper.volumes import block_files
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, training
 from tests.killed import fingerprint, run_killed, ticking
@@ -34,7 +35,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "accumulated": {**BF16, "gradient_accumulation_steps": 2},
 }
-_CALLS = ("pwrite", "preadv", "pwritev", "posix_fallocate", "fsync", "replace", "unlink", "rmdir", "mkdir")
+_CALLS = ("pwrite", "preadv", "pwritev", "fsync", "replace", "unlink", "rmdir", "mkdir")
 
 
 def _run(top: Path, changes: dict[str, Any], tick: Callable[[], None]) -> None:
@@ -48,6 +49,7 @@ def _run(top: Path, changes: dict[str, Any], tick: Callable[[], None]) -> None:
         for name in _CALLS:  # what was written survives a kill without a flush
             real = getattr(os, name) if name != "fsync" else lambda descriptor: None
             mock.patch.object(os, name, ticking(real, tick)).start()
+        mock.patch.object(block_files, "fallocate", ticking(block_files.fallocate, tick)).start()
         engine.load_checkpoint(saved)
         batches: Iterator[Any] = iter(())
         while engine.global_steps < _STEPS:

@@ -407,7 +407,7 @@ def test_what_killed_saves_have_left_is_removed_unless_somebody_lives_who_writes
         (there / name / "checkpoint" / "file").write_text("x")
     (there / ".link.saving-0").symlink_to(there.parent / "drive", target_is_directory=True)
     child = subprocess.Popen(
-        ["flock", str(there / ".mine.saving-89ab"), "-c", "echo; cat"],
+        ["flock", str(there / ".mine.saving-89ab" / ".lock"), "-c", "echo; cat"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

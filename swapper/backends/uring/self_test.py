@@ -15,7 +15,8 @@ from swapper.memory.region import AlignedRegion
 from swapper.sync.bell import Latch
 from swapper.volumes.volume import Volume
 
-_TEST_BYTES = 4 * ALIGNMENT
+TEST_BYTES = 4 * ALIGNMENT
+"""So much of each file is written to."""
 _MAX_STRIPES = 1024  # to look through for one of each file
 _TIMEOUT_SECONDS = 10.0
 
@@ -31,13 +32,13 @@ def find_fault(backend: UringBackend) -> str:
     Returns:
         What went wrong, in words; nothing if all is well.
     """
-    region = AlignedRegion(2 * _TEST_BYTES)
+    region = AlignedRegion(2 * TEST_BYTES)
     memory = region.array()
     for is_registered in (False, True):
         give_back = backend.register_memory(region) if is_registered else None
         try:
             for offset, num_bytes in _places(backend.volume):
-                fault = _try_place(backend, offset, memory[:num_bytes], memory[_TEST_BYTES : _TEST_BYTES + num_bytes])
+                fault = _try_place(backend, offset, memory[:num_bytes], memory[TEST_BYTES : TEST_BYTES + num_bytes])
                 if fault:
                     path = "registered" if is_registered else "ordinary"
                     return f"its self-test with {path} memory failed: {fault}"
@@ -54,7 +55,7 @@ def _places(volume: Volume) -> list[tuple[int, int]]:
     for offset in range(0, min(volume.capacity_bytes, step * _MAX_STRIPES), step):
         column = volume.column_of(offset)
         if column not in found:
-            found[column] = (offset, min(_TEST_BYTES, volume.capacity_bytes - offset, step))
+            found[column] = (offset, min(TEST_BYTES, volume.capacity_bytes - offset, step))
         if len(found) == len(volume.files):
             break
     return list(found.values())

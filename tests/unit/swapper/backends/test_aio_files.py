@@ -24,7 +24,6 @@ from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.threads import ThreadsBackend
 from swapper.measure.choice import open_backend
-from swapper.testing import run_conformance
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from swapper.volumes.scratch_file import ScratchFile
 from swapper.volumes.volume import Volume
@@ -53,14 +52,6 @@ class _Gate:
             return real(transfer, request)
 
         monkeypatch.setattr(FileTransfer, "__call__", call)
-
-
-def test_without_vectored_calls_it_reads_and_writes_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "preadv")
-    monkeypatch.delattr(os, "pwritev")
-    assert run_conformance(lambda capacity: AiofilesBackend(Volume([tmp_path], capacity, direct=False))) >= 10
 
 
 def test_unaligned_requests_on_direct_files_are_bounced(nvme_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,12 +21,14 @@ from swapper import (
     SwapperConfig,
     SwapperError,
     Volume,
+    VolumeTooSmallError,
 )
 from swapper.backend import IOBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring import ring as ring_module
 from swapper.backends.uring.backend import UringBackend
 from swapper.backends.uring.ring import library
+from swapper.measure import by_name as by_name_module
 from swapper.measure import choice as choice_module
 from swapper.measure.choice import measure_gain, open_backend
 from swapper.measure.io_setting import IOSetting, Workload
@@ -123,6 +126,42 @@ def test_what_lies_in_the_volume_stays_as_it_is(tmp_path: Path) -> None:
         os.preadv(file.fd, [now.data], 0)
         assert np.array_equal(now, content)
     backend.close(_SECONDS)
+
+
+@needs_uring
+def test_files_that_outlive_the_process_are_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill before their bytes are put back would damage what a durable run goes on from."""
+    directories = [tmp_path / name for name in "abc"]
+    for directory in directories:
+        directory.mkdir()
+    tried: list[Volume] = []
+    real = by_name_module.find_fault
+
+    def find_fault(backend: UringBackend) -> str:
+        tried.append(backend.volume)
+        return real(backend)
+
+    monkeypatch.setattr(by_name_module, "find_fault", find_fault)
+    volume = Volume(directories, 3 * _MIB, stripe_bytes=64 << 10, file_name="states")
+    backend = open_backend(volume, SwapperConfig(backend="uring"))
+    (scratch,) = tried
+    assert scratch is not volume and [file.directory for file in scratch.files] == directories
+    assert [file.fd for file in scratch.files] == [-1] * 3
+    data = random_bytes(64 << 10, 1)
+    copy = np.zeros_like(data)
+    write(backend, 0, data)
+    read(backend, 0, copy)
+    assert np.array_equal(data, copy)
+    backend.close(_SECONDS)
+    monkeypatch.setattr(by_name_module, "Volume", _no_room)
+    again = contextlib.closing(Volume(directories, 3 * _MIB, stripe_bytes=64 << 10, file_name="states"))
+    refused = pytest.raises(BackendUnavailableError, match=r"self-test has no room: .*; make some, or choose another")
+    with again as volume, refused:
+        open_backend(volume, SwapperConfig(backend="uring"))
+
+
+def _no_room(directories: list[Path], num_bytes: int, **_: object) -> Volume:
+    raise VolumeTooSmallError(directories[0], num_bytes, 0)
 
 
 # -- automatically -------------------------------------------------------------------------------------------------------

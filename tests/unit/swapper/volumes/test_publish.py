@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from swapper.volumes import publish
+from tests.open_files import open_files
 
 
 def _tree(folder: Path) -> Path:
@@ -68,6 +71,96 @@ def test_what_fails_leaves_no_directory_that_was_made_for_it(tmp_path: Path) -> 
         (tmp_path / "new" / "of somebody else").touch()
         raise ValueError
     assert (tmp_path / "new" / "of somebody else").exists()
+
+
+def _as_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks of directories stay within a machine, as those of NFS, FUSE and Lustre: a second one gets them as well."""
+    real = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_another_machine_leaves_alone_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_on_another_machine(monkeypatch)
+    with publish.Staging(tmp_path, "mine") as staging:
+        (staging.path / "file").write_text("half")
+        publish.remove_abandoned(tmp_path)
+        with publish.Staging(tmp_path, "other"):
+            assert (staging.path / "file").read_text() == "half"
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("moment", ["made", "has its lock's file", "is locked"])
+def test_what_a_process_left_goes_whenever_it_was_killed(moment: str, tmp_path: Path) -> None:
+    left = _tree(tmp_path / ".name.saving-0123456789abcdef") if moment == "is locked" else tmp_path / ".name.saving-0"
+    left.mkdir(exist_ok=True)
+    if moment != "made":
+        (left / ".lock").touch()
+    publish.remove_abandoned(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_who_is_taken_for_dead_before_he_has_his_lock_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.flock
+    removed: list[Path] = []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not stat.S_ISDIR(os.fstat(descriptor).st_mode) and len(removed) < 2:
+            removed.extend(tmp_path.iterdir())
+            publish._remove_abandoned(tmp_path)  # somebody else, on another machine
+            assert not any(tmp_path.iterdir())
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with publish.Staging(tmp_path, "name") as staging:
+        assert len({*removed, staging.path}) == 3
+        publish.remove_abandoned(tmp_path)
+        assert [path.name for path in staging.path.iterdir()] == [".lock"]
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_locks_nothing_is_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with publish.Staging(tmp_path, "name") as staging:
+        publish.remove_abandoned(tmp_path)
+        assert staging.path.exists()
+    assert not any(tmp_path.iterdir())
+
+
+def _open_in(folder: Path) -> list[str]:
+    return [each for each in open_files(folder) if each.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("end", ["of a save", "of what was left"])
+def test_no_file_is_open_when_its_directory_is_removed(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps it under another name until it is closed, and no directory goes that has something in it."""
+    real = publish.remove_tree
+    removed: list[Path] = []
+
+    def remove_tree(folder: Path) -> None:
+        assert not _open_in(folder)
+        removed.append(folder)
+        real(folder)
+
+    monkeypatch.setattr(publish, "remove_tree", remove_tree)
+    if end == "of a save":
+        with publish.Staging(tmp_path, "name") as staging:
+            assert _open_in(staging.path)
+    else:
+        (tmp_path / ".name.saving-0").mkdir()
+        publish.remove_abandoned(tmp_path)
+    assert removed and not any(tmp_path.iterdir())
 
 
 def test_a_child_that_was_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:

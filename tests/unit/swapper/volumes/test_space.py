@@ -205,6 +205,78 @@ def test_bytes_of_uneven_drives_come_back(paths: list[Path]) -> None:
         assert swapper.backend.capacity_bytes == 16 * _MIB
 
 
+def _kept(directories: list[Path], num_stripes: int, *, is_there: bool = True) -> list[tuple[int, int]]:
+    """Of each stripe of files that outlive the process: which file, and where in it."""
+    volume = Volume(directories, num_stripes * _STRIPE, stripe_bytes=_STRIPE, file_name="states", is_there=is_there)
+    with contextlib.closing(volume):
+        return [
+            (volume.column_of(offset), volume.locate(offset)[1]) for offset in range(0, volume.capacity_bytes, _STRIPE)
+        ]
+
+
+def _lengths(directories: list[Path]) -> list[int]:
+    return [next(path.glob("states-*")).stat().st_size // _STRIPE for path in directories]
+
+
+def test_what_outlives_the_process_stays_where_it_is_whatever_is_free_now(
+    paths: list[Path], on_drives: Callable[..., None]
+) -> None:
+    small, large = wanted = paths[:2]
+    on_drives({small: 3 * _STRIPE, large: 100 * _STRIPE})
+    before = _kept(wanted, 10, is_there=False)
+    assert _lengths(wanted) == [3, 7]
+    on_drives({small: 0, large: 0})
+    assert _kept(wanted, 10) == before
+    on_drives({small: 50 * _STRIPE, large: 93 * _STRIPE})
+    assert _kept(wanted, 10) == before
+    assert _kept(wanted, 5) == before, "it is not made shorter"
+    longer = _kept(wanted, 16)
+    assert longer[:10] == before and _lengths(wanted) == [3, 13]
+    on_drives({small: 50 * _STRIPE, large: 2 * _STRIPE})
+    with pytest.raises(VolumeTooSmallError, match=f"{str(small)!r} {3 * _STRIPE} .was full before."):
+        _kept(wanted, 20)
+    assert _kept(wanted, 16) == longer
+
+
+def test_files_that_outlive_the_process_in_two_directories_of_one_file_system(
+    paths: list[Path], on_drives: Callable[..., None]
+) -> None:
+    on_drives(dict.fromkeys(paths[:2], 10 * _STRIPE), same_drive=True)
+    before = _kept(paths[:2], 10, is_there=False)
+    on_drives(dict.fromkeys(paths[:2], 0), same_drive=True)
+    for is_there in (True, False):
+        assert _kept(paths[:2], 10, is_there=is_there) == before
+        with pytest.raises(VolumeTooSmallError):
+            _kept(paths[:2], 11, is_there=is_there)
+    assert _lengths(paths[:2]) == [5, 5]
+
+
+def test_files_that_cannot_grow_keep_their_lengths(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tell what lies where."""
+    real = scratch_module.fallocate
+
+    def limited(fd: int, num_bytes: int) -> None:
+        if str(paths[2]) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > 4 * _STRIPE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, num_bytes)
+
+    before = _kept(paths, 12, is_there=False)
+    monkeypatch.setattr(scratch_module, "fallocate", limited)
+    wanted = [Directory(path, capacity_bytes=8 * _STRIPE) for path in paths]
+    with pytest.raises(VolumeTooSmallError, match="found when reserving"):
+        Volume(wanted, 24 * _STRIPE, stripe_bytes=_STRIPE, file_name="states", is_there=True)
+    assert _lengths(paths) == [4, 4, 4]
+    longer = _kept(paths, 24)
+    assert longer[:12] == before and _lengths(paths) == [10, 10, 4]
+
+
+def test_files_of_a_run_that_was_killed_when_it_made_them_are_dealt_anew(paths: list[Path]) -> None:
+    with (paths[0] / "states-1-of-2").open("wb") as file:
+        file.truncate(20 * _STRIPE)
+    _kept(paths[:2], 10, is_there=False)
+    assert _lengths(paths[:2]) == [5, 5]
+
+
 @pytest.mark.parametrize("capacity_bytes", [0, -1, ALIGNMENT - 1])
 def test_capacities_that_make_no_sense(tmp_path: Path, capacity_bytes: int) -> None:
     with pytest.raises(ArgumentError, match=f"must be at least 4096, got {capacity_bytes}; leave the directory out"):

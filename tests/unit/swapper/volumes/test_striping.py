@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper.volumes.striping import LONGEST_CYCLE, StripeMap, deal
+from swapper.volumes.striping import LONGEST_CYCLE, StripeMap, deal, were_full
 
 _STRIPE = 4096
 
@@ -88,6 +88,26 @@ def test_every_stripe_has_a_place_of_its_own_within_its_room(data: st.DataObject
         assert sum(used[column] for column in range(num_drives) if pools[column] == pool) <= pool_rooms[pool]
     with pytest.raises(ValueError, match=f"room for {most} stripes, {most + 1} are needed"):
         StripeMap(most + 1, _STRIPE, speeds, rooms, pools, pool_rooms)
+
+
+@given(st.data())
+def test_what_is_dealt_later_leaves_all_where_it_was_and_follows_from_what_each_drive_holds(
+    data: st.DataObject,
+) -> None:
+    held = [0] * data.draw(st.integers(1, 4))
+    equal = [1.0] * len(held)
+    places: list[tuple[int, int]] = []
+    for _ in range(4):
+        more = data.draw(st.lists(st.integers(0, 5), min_size=len(held), max_size=len(held)))
+        rooms = [num + new * (not is_full) for num, new, is_full in zip(held, more, were_full(held), strict=True)]
+        num_stripes = data.draw(st.integers(sum(held), sum(rooms)))
+        stripes = _map(num_stripes, equal, rooms)
+        found = [stripes.locate(stripe * _STRIPE) for stripe in range(num_stripes)]
+        assert found[: len(places)] == places
+        places = found
+        held = [stripes.file_bytes(column) // _STRIPE for column in range(len(held))]
+        again = _map(num_stripes, equal, held)
+        assert [again.locate(stripe * _STRIPE) for stripe in range(num_stripes)] == places
 
 
 def test_the_rest_goes_to_those_that_have_room() -> None:

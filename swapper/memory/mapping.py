@@ -1,0 +1,32 @@
+"""The system's calls for mappings that Python's own cannot make: at an address, without memory set aside, without a file."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+unmap = _libc.munmap
+"""``unmap(address, num_bytes)``"""
+advise = _libc.madvise
+"""``advise(address, num_bytes, advice)``; returns 0 if the kernel takes it."""
+
+
+def map_memory(num_bytes: int, flags: int, fd: int = -1, address: int | None = None) -> int:
+    """Return the address of a mapping that can be read and written, of a file from its beginning on, or of none.
+
+    Raises:
+        OSError: The kernel does not make it.
+    """
+    found = _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if found is None or found == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {num_bytes} bytes of memory: {os.strerror(code)}")
+    return int(found)
