@@ -232,12 +232,12 @@ class StateAccess:
         return (unit.index, slot.index) in self._states
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether an update or a load has given the parameter optimizer state."""
+        """Whether an update or a load has given the parameter optimizer state, its main weight counted as such."""
         unit, slot = self._module_hooks.locate(parameter)
         state = self._states.get((unit.index, slot.index))
         if state is not None and state.is_fresh:
             self._pager.residency.await_update(unit)  # its first may be pending
-        return state is not None and not state.is_fresh
+        return state is not None and (not state.is_fresh or (self.has_main_weights and state.num_updates > 0))
 
     def state_names(self, parameter: torch.Tensor) -> Sequence[str] | None:
         """Names of the parameter's per-element states; None before its first update. Waits for nothing but that."""
