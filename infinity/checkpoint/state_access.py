@@ -233,18 +233,20 @@ class StateAccess:
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether an update or a load has given the parameter optimizer state, its main weight counted as such."""
+        state = self._state_after_first(parameter)
+        return state is not None and (not state.is_fresh or (self.has_main_weights and state.num_updates > 0))
+
+    def state_names(self, parameter: torch.Tensor) -> Sequence[str] | None:
+        """Names of the parameter's per-element states; None while it has none. Waits for nothing but its first update."""
+        state = self._state_after_first(parameter)
+        return None if state is None or state.is_fresh else self.stream.names_of(*self._module_hooks.locate(parameter))
+
+    def _state_after_first(self, parameter: torch.Tensor) -> ParameterState | None:
         unit, slot = self._module_hooks.locate(parameter)
         state = self._states.get((unit.index, slot.index))
         if state is not None and state.is_fresh:
             self._pager.residency.await_update(unit)  # its first may be pending
-        return state is not None and (not state.is_fresh or (self.has_main_weights and state.num_updates > 0))
-
-    def state_names(self, parameter: torch.Tensor) -> Sequence[str] | None:
-        """Names of the parameter's per-element states; None before its first update. Waits for nothing but that."""
-        if not self.has_state(parameter):
-            return None
-        unit, slot = self._module_hooks.locate(parameter)
-        return self.stream.names_of(unit, slot)
+        return state
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
