@@ -405,7 +405,7 @@ class Engine(Relayout):
         self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
         self._reporter.begin()
         self._backwards.collect()
-        if self._style.changes_what_comes and any(param.grad is not None for param in self.loose.present()):
+        if self._style.changes_what_comes and self.loose.have_gradients:
             raise StepOrderError(
                 "engine.step()",
                 "loss.backward() and engine.backward(loss) were both called for it, and what came of the first to parameters "
@@ -431,8 +431,7 @@ class Engine(Relayout):
 
     def _has_gradients(self) -> bool:
         self._backwards.collect()
-        loose = self._parts.groups.loose.present()
-        return self._guard.has_gradients or any(parameter.grad is not None for parameter in loose)
+        return self._guard.has_gradients or self.loose.have_gradients
 
     def _end_update(self) -> None:
         """All of a step is updated, or on its way: it counts, and is reported."""
@@ -533,7 +532,7 @@ class Engine(Relayout):
         self._guard.cut_off()
         self._forget_gradients()
         self.loose.zero_grad(set_to_none=True)
-        self.micro_steps -= self.micro_steps % self._accumulation_steps
+        self._begin_accumulation()
         self._num_backwards = 0
 
     def _forget_calls(self) -> None:

@@ -37,7 +37,16 @@ class SavedView:
     """Stands for a view of a unit's weights in autograd's graph."""
 
     __slots__ = (
-        *("__weakref__", "bits", "count", "dtype", "is_parameter", "kept", "offset", "shape", "stride", "unit"),
+        "__weakref__",
+        "bits",
+        "count",
+        "dtype",
+        "is_parameter",
+        "kept",
+        "offset",
+        "shape",
+        "stride",
+        "unit",
         "version",
     )
 

@@ -53,6 +53,11 @@ class LooseParameters:
             if state:
                 self.state[param].update(state)
 
+    @property
+    def have_gradients(self) -> bool:
+        """Whether any of them has a gradient."""
+        return any(param.grad is not None for param in self.present())
+
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """It has this state from now on; an empty one: it begins anew."""
         self.state.pop(param, None)
