@@ -1,12 +1,14 @@
 """How fast a checkpoint is saved and loaded, beside fio on the same drive.
 
-States that rest on that drive are read from it while the checkpoint is written: the figure beside such a save is that of fio
-reading one file and writing another at the same time, "both".
+States that rest on that drive are read from it while the checkpoint is written, and written to it while one is loaded: the
+figure beside both is that of fio reading one file and writing another at the same time, "both". With --throttle (root, control
+groups version 1) the drive is held to so many MB/s each way.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import subprocess
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.bench.cgroup import throttled
 from infinity.checkpoint.saved import Checkpoint
 
 
@@ -59,9 +62,11 @@ def main() -> None:
     arguments.add_argument(
         "--budget", default="192MiB", help="of host memory; what it holds is not read from the drive"
     )
+    arguments.add_argument("--throttle", type=int, default=0, metavar="MB/s")
     given = arguments.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.directory) as name:
-        directory = Path(name)
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.directory)))
+        stack.enter_context(throttled(directory, given.throttle))
         engine = make_engine(directory, given.layers, given.width, given.budget)
         with engine:
             engine.backward(engine(torch.randn(1, given.width).bfloat16()).float().square().mean())
@@ -84,7 +89,7 @@ def main() -> None:
                 rows["load"].append(num_bytes / (time.perf_counter() - start))
     medians = {what: sorted(found)[1] for what, found in rows.items()}
     print(f"checkpoint of {num_bytes / 1e9:.2f} GB; medians of three, MB/s")
-    for ours, peer in (("save", "write"), ("save", "both"), ("load", "read")):
+    for ours, peer in (("save", "write"), ("save", "both"), ("load", "read"), ("load", "both")):
         share = medians[ours] / medians[peer]
         spread = f"{min(rows[ours]) / 1e6:.0f} to {max(rows[ours]) / 1e6:.0f}"
         print(f"{ours}: {medians[ours] / 1e6:.0f} ({spread}), fio {peer}: {medians[peer] / 1e6:.0f}: {share:.0%}")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.bench.cgroup import Cgroup
+from infinity.bench.cgroup import throttled
 from infinity.bench.measured.child import drive_bytes
 
 
@@ -62,23 +61,6 @@ def measure(engine: Any, batch: torch.Tensor, num_steps: int) -> tuple[float, in
     seconds = time.perf_counter() - begin
     after = drive_bytes()
     return seconds / num_steps, (after[0] - read) // num_steps, (after[1] - written) // num_steps
-
-
-@contextlib.contextmanager
-def throttled(directory: Path, megabytes_per_second: int) -> Iterator[None]:
-    """This process's reads and writes are held to so much each; 0: they are not."""
-    if not megabytes_per_second:
-        yield
-        return
-    with Cgroup("durable", ("blkio",)) as group:
-        group.throttle(directory, megabytes_per_second * 1_000_000)
-        for file in group.task_files:
-            file.write_text(str(os.getpid()))
-        try:
-            yield
-        finally:  # who is in a group when it is removed is killed
-            for file in group.task_files:
-                (file.parent.parent / file.name).write_text(str(os.getpid()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

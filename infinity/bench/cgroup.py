@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -95,6 +96,28 @@ class Cgroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def throttled(directory: Path, megabytes_per_second: int) -> Iterator[None]:
+    """Reads and writes of this process and its new children are held to so many MB/s each; 0: they are not.
+
+    Raises:
+        RuntimeError: the directory lies on no block device.
+        OSError: groups cannot be made here.
+    """
+    if not megabytes_per_second:
+        yield
+        return
+    with Cgroup("throttled", ("blkio",)) as group:
+        group.throttle(directory, megabytes_per_second * 1_000_000)
+        for file in group.task_files:
+            file.write_text(str(os.getpid()))
+        try:
+            yield
+        finally:  # who is in a group when it is removed is killed
+            for file in group.task_files:
+                (file.parent.parent / file.name).write_text(str(os.getpid()))
 
 
 def _remove(path: Path) -> None:
