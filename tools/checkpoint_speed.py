@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import resource
+import shutil
 import subprocess
 import tempfile
 import time
@@ -73,11 +74,12 @@ def main() -> None:
             engine.step()
             engine.flush()
             rows: dict[str, list[float]] = {"write": [], "both": [], "save": [], "read": [], "load": []}
-            for _ in range(3):
+            for turn in range(3):
                 print("measuring ...", flush=True)
                 rows["write"].append(fio(directory, 1 << 30, "write"))
+                shutil.rmtree(directory / "saved", ignore_errors=True)  # giving space back takes time of its own
                 start = time.perf_counter()
-                engine.save_checkpoint(directory / "saved", tag="one")
+                engine.save_checkpoint(directory / "saved", tag=str(turn))
                 seconds = time.perf_counter() - start
                 num_bytes = sum(tensor.num_bytes for tensor in Checkpoint.open(directory / "saved").tensors)
                 rows["save"].append(num_bytes / seconds)
