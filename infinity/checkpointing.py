@@ -18,6 +18,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from infinity.accelerator import get_accelerator
 from infinity.config import load_config
+from infinity.config.reading import tidy, validate
+from infinity.config.schema.block import Findings
 from infinity.config.schema.blocks import ActivationCheckpointingBlock
 from infinity.distributed.meshes import tensor_rank
 from infinity.errors import ConfigError
@@ -262,11 +264,8 @@ def configure(
 def _settings_in(config: Any) -> ActivationCheckpointingBlock:
     if config is None:
         return ActivationCheckpointingBlock()
-    block = load_config(config, check_storage=False).get("activation_checkpointing") or {}
-    known = {name: value for name, value in block.items() if name in ActivationCheckpointingBlock.model_fields}
-    return ActivationCheckpointingBlock.model_validate(
-        {name: value for name, value in known.items() if value != "auto"}
-    )
+    read = load_config(config, check_storage=False)
+    return validate(tidy(read.source, Findings())).activation_checkpointing
 
 
 def _changed(**changes: Any) -> ActivationCheckpointingBlock:

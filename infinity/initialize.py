@@ -23,7 +23,7 @@ from infinity.distributed.collectives import init_distributed, num_processes, wo
 from infinity.distributed.meshes import mesh_of
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
-from infinity.errors import BudgetTooSmallError, ConfigError, UnsupportedModelError
+from infinity.errors import BudgetTooSmallError, ConfigError, ConfigValueError, UnsupportedModelError
 from infinity.monitors import Monitors
 from infinity.optim.facade.no_optimizer import absent_template
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
@@ -62,7 +62,7 @@ def initialize(
     """Take a model over: its states go where the config says, and what comes back trains it.
 
     Args:
-        args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it; used when ``config`` is absent.
+        args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it, in place of ``config``.
         model: the model, with its weights, in any floating dtype, in memory or built in `Init`. Its parameters stay the
             same objects.
             One that an engine has already is refused; but that engine comes back where ``model_parameters`` is empty and
@@ -94,12 +94,7 @@ def initialize(
         ModelError: what about the model, and the cure.
         OptimizerNotPageableError: the optimizer's name and why.
     """
-    source = config if config is not None else config_params
-    if source is None:
-        names = ("deepspeed_config", "deepscale_config", "infinity_config")
-        source = next((found for name in names if (found := getattr(args, name, None))), None)
-    if source is None:
-        raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
+    source = _only_config(args, config, config_params)
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
     if num_processes() > 1:
@@ -178,6 +173,32 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _only_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = {"config": config, "config_params": config_params}
+    for name in ("deepspeed_config", "deepscale_config", "infinity_config"):
+        given[f"args.{name}"] = getattr(args, name, None) or None
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found:
+        raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
+    first, *others = found
+    for other in others:
+        if not _is_same_source(found[first], found[other]):
+            shown = " and ".join(f"{each} ({_shown(found[each])})" for each in (first, other))
+            raise ConfigError(f"two configs: {shown}. Pass one of them to infinity.initialize")
+    return found[first]
+
+
+def _is_same_source(one: Any, other: Any) -> bool:
+    if isinstance(one, str | Path) and isinstance(other, str | Path):
+        return str(one) == str(other) or Path(one).absolute() == Path(other).absolute()
+    return one is other or bool(one == other)
+
+
+def _shown(source: Any) -> str:
+    is_path = isinstance(source, str | Path) and not str(source).lstrip().startswith("{")
+    return f"'{source}'" if is_path else f"a {type(source).__name__}"
+
+
 def _tile(model: nn.Module, optimizer: Any, config: InfinityConfig, undo: contextlib.ExitStack) -> Tiling:
     tiling = Tiling(model, config.infinity.tile_above, config.compute_dtype.itemsize, config.nvme_paths)
     undo.callback(_untile, tiling, optimizer)
@@ -216,12 +237,23 @@ def _template(
     if source is None or not (has_any or isinstance(source, torch.optim.Optimizer)):
         logger.info("the engine evaluates only: %s", "no optimizer is named" if source is None else "nothing to train")
         return absent_template(named, device)
+    if optimizer is None and config.optimizer is not None and "lr" in config.optimizer.autos:
+        raise _left_open("optimizer.params.lr", "optimizer")
     return build_template(source, named, device, model_parameters=model_parameters, tiled=tiled)
+
+
+def _left_open(key: str, argument: str) -> ConfigValueError:
+    problem = "transformers, accelerate and InfinityTrainer put a number in its place, and here nobody has"
+    return ConfigValueError(key, "auto", problem, cure=f"Write a number, or pass {argument}= to initialize")
 
 
 def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim.Optimizer) -> Any:
     if lr_scheduler is None:
-        return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+        if config.scheduler is None:
+            return None
+        if "warmup_num_steps" in config.scheduler.autos:
+            raise _left_open("scheduler.params.warmup_num_steps", "lr_scheduler")
+        return build_scheduler(config.scheduler, optimizer)
     made = lr_scheduler
     if not isinstance(made, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
         made = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler

@@ -35,15 +35,17 @@ def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype
     """The dtype of ``torch.autocast`` around the model; None without.
 
     Raises:
-        ConfigError: the compute dtype is narrow already.
+        ConfigError: the weights are in the other narrow dtype.
     """
     block = root.torch_autocast
     if not block.enabled:
         return None
-    if compute_dtype != torch.float32:
-        key = f"{_NAMES[compute_dtype]}.enabled"
-        problem = "torch_autocast is switched on, too, and casts fp32 weights where they are used"
-        raise ConfigValueError(key, True, problem, cure=f"Remove the block {_NAMES[compute_dtype]}, or torch_autocast")
+    if _NAMES[compute_dtype] not in ("fp32", block.dtype):
+        problem = (
+            f"the weights are {_NAMES[compute_dtype]}, which torch_autocast would cast to {block.dtype} in each use"
+        )
+        cure = f'Set torch_autocast.dtype to "{_NAMES[compute_dtype]}", or remove one of the two blocks'
+        raise ConfigValueError("torch_autocast.dtype", block.dtype, problem, cure=cure)
     return next(dtype for dtype, known in _NAMES.items() if known == block.dtype)
 
 

@@ -90,9 +90,11 @@ def resolve(
         offload_optimizer.nvme_directories,
         key="zero_optimization.offload_optimizer.nvme_path",
     )
-    stage = zero.stage
-    if stage < 3 and world_size == 1:
-        findings.note("zero_optimization.stage", f"stage {stage} runs as stage 3, with the same numbers")
+    if "zero_optimization" in root.model_fields_set and zero.stage is None:
+        offloads = "" if zero_stage(root) else "nothing is offloaded, as in DeepSpeed"
+        book.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
+    if zero.stage in (0, 1, 2) and world_size == 1:
+        findings.note("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
     config = InfinityConfig(
         train_batch_size=batch.train,
         train_micro_batch_size_per_gpu=batch.micro,
@@ -102,7 +104,7 @@ def resolve(
         buffer_dtype=resolve_buffer_dtype(root),
         loss_scaling=loss_scaling,
         checks_overflow=_checks_overflow(root),
-        optimizer=_resolve_optimizer(root.optimizer),
+        optimizer=_resolve_optimizer(root.optimizer, findings),
         scheduler=_resolve_scheduler(root.scheduler, findings, book),
         offload_param=offload_param,
         offload_optimizer=offload_optimizer,
@@ -116,7 +118,7 @@ def resolve(
             book,
         ),
         steps_per_print=root.steps_per_print,
-        wall_clock_breakdown=root.wall_clock_breakdown,
+        wall_clock_breakdown=root.wall_clock_breakdown or root.flops_profiler.enabled,
         monitors=_resolve_monitors(root),
         flops_profiler=_resolve_flops_profiler(root.flops_profiler),
         dataloader_drop_last=root.dataloader_drop_last,
@@ -212,7 +214,7 @@ def _check_update(root: RootBlock, world_size: int) -> None:
         raise ConfigValueError("infinity.update", "in_backward", problem, cure=cure)
 
 
-def _resolve_optimizer(block: OptimizerBlock | None) -> OptimizerSection | None:
+def _resolve_optimizer(block: OptimizerBlock | None, findings: Findings) -> OptimizerSection | None:
     if block is None:
         return None
     params = {name: _plain(value) for name, value in (block.params or {}).items()}
@@ -223,7 +225,11 @@ def _resolve_optimizer(block: OptimizerBlock | None) -> OptimizerSection | None:
         raise ConfigValueError("optimizer.params.max_grad_norm", max_grad_norm, problem, cure=cure)
     if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
-    return OptimizerSection(block.type, params)
+    return OptimizerSection(block.type, params, _autos_below("optimizer.params.", findings))
+
+
+def _autos_below(path: str, findings: Findings) -> frozenset[str]:
+    return frozenset(key.removeprefix(path) for key in findings.auto if key.startswith(path))
 
 
 def _resolve_scheduler(block: SchedulerBlock | None, findings: Findings, book: _Book) -> SchedulerSection | None:
@@ -240,7 +246,7 @@ def _resolve_scheduler(block: SchedulerBlock | None, findings: Findings, book: _
         # Left to "auto" it is an error only where the schedule is built: the caller may bring a schedule along.
         if name not in params and key not in findings.auto:
             raise ConfigValueError(key, None, "it is missing", cure=f"{block.type} cannot do without it: add it")
-    return SchedulerSection(block.type, params)
+    return SchedulerSection(block.type, params, _autos_below("scheduler.params.", findings))
 
 
 def _resolve_offload(name: str, block: OffloadBlock, book: _Book, check_storage: bool) -> OffloadSection:
@@ -403,8 +409,11 @@ def _resolve_durable(
 
 
 def zero_stage(root: RootBlock) -> int:
-    """As written; 0 without the block, as in DeepSpeed."""
-    return root.zero_optimization.stage if "zero_optimization" in root.model_fields_set else 0
+    """As written. Else 3 where something is offloaded, or 0, as in DeepSpeed."""
+    zero = root.zero_optimization
+    if zero.stage is not None:
+        return zero.stage
+    return 3 if zero.offload_param.is_active() or zero.offload_optimizer.is_active() else 0
 
 
 def _resolve_update(root: RootBlock, world_size: int, book: _Book) -> UpdateMode:

@@ -36,6 +36,8 @@ class OptimizerSection:
 
     type: str
     params: dict[str, Any]
+    autos: frozenset[str] = frozenset()
+    """Names of those left to "auto"."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class SchedulerSection:
 
     type: str
     params: dict[str, Any]
+    autos: frozenset[str] = frozenset()
+    """Names of those left to "auto"."""
 
 
 LARGEST_LOSS_SCALE = 2.0**96
@@ -257,7 +261,7 @@ class InfinityConfig(Mapping[str, Any]):
         flops_profiler: what of a step's computing is printed; None for nothing.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
-        zero_stage: as written, 0 without the block; all stages run in the same way.
+        zero_stage: as written, else 3 with an offload and 0 without; all stages run in the same way.
         managed_gradient_accumulation: whether the engine counts micro-batches; else every `Engine.step` is an update.
         autocast_dtype: of ``torch.autocast`` around the model's forward; None for none.
         casts_inputs: whether floating-point tensors among the model's arguments are cast to the compute dtype.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
 import subprocess
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import InfinityError, StepError, StepOrderError
+from infinity.errors import ConfigError, ConfigValueError, InfinityError, StepError, StepOrderError
 from infinity.optim.lr_schedules import WarmupLR
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
@@ -52,6 +54,34 @@ def test_arguments_that_deepspeed_takes(tmp_path: Path) -> None:
     with engine:
         engine.backward(engine(**make_batch(0)))
         engine.step()
+
+
+def test_one_config_only(tmp_path: Path) -> None:
+    config, path = everything_on_nvme(tmp_path), tmp_path / "other.json"
+    args = argparse.Namespace(deepspeed_config=str(path))
+    for given in ({"config": config}, {"config_params": str(tmp_path / "third.json")}):
+        with pytest.raises(ConfigError, match=r"two configs: .* and args.deepspeed_config \('.*other.json'\)"):
+            infinity.initialize(args, PLAIN.make("none"), **given)
+    path.write_text(json.dumps(config))
+    engine, *_ = infinity.initialize(args, PLAIN.make("none"), config=path)
+    engine.close()
+
+
+def test_numbers_that_a_library_would_have_put_in(tmp_path: Path) -> None:
+    def begin(rate: float | str, num_steps: int | str, **arguments: Any) -> None:
+        blocks = {
+            "optimizer": {"type": "AdamW", "params": {"lr": rate, "betas": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": num_steps}},
+        }
+        config = everything_on_nvme(tmp_path, blocks)
+        infinity.initialize(model=nn.Linear(4, 4), config=config, **arguments)[0].close()
+
+    with pytest.raises(ConfigValueError, match=r"optimizer.params.lr.*Write a number, or pass optimizer="):
+        begin("auto", 10)
+    with pytest.raises(ConfigValueError, match=r"scheduler.params.warmup_num_steps.*or pass lr_scheduler="):
+        begin(1e-3, "auto")
+    begin("auto", 10, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    begin(1e-3, "auto", lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer))
 
 
 def test_no_process_group_and_no_launcher_are_needed(tmp_path: Path) -> None:

@@ -110,6 +110,11 @@ def test_a_config_and_arguments_over_it(tmp_path: Path, caplog: pytest.LogCaptur
     assert not caplog.records and checkpointing.is_configured()
 
 
+@pytest.mark.parametrize("block", [{"profile": None}, {"profile": "Auto", "__comment": "off"}, None])
+def test_a_config_that_leaves_it_open(block: dict[str, Any] | None) -> None:
+    checkpointing.configure(None, BASE | {"activation_checkpointing": block})
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ConfigError, match="partition_activations"):
         checkpointing.configure(None, contiguous_checkpointing=True)

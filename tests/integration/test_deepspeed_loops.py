@@ -521,10 +521,25 @@ def test_autocast_by_the_config(
         both.require_equal()
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["ordinary", "vertical"])
+def test_autocast_around_weights_of_the_same_dtype(schedule: str, name: str, tmp_path: Path) -> None:
+    """What autocast computes in fp32, layer norm among it, is computed in fp32 all the same."""
+    dtype = torch.bfloat16 if name == "bf16" else torch.float16
+    changes = {"torch_autocast": {"enabled": True, "dtype": name}, "gradient_accumulation_steps": 2}
+    changes |= {"infinity": {"schedule": schedule}, **(BF16 if name == "bf16" else _FP16)}
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        call = both.reference.model.forward
+        both.reference.model.forward = torch.autocast("cpu", dtype)(call)
+        for step in range(3):
+            both.batch_step(step)
+        both.require_equal()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}}, "torch_autocast.dtype.*fp16"),
         ({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "infinity": {"update": "in_backward"}}, "fp16"),
     ],
 )

@@ -83,9 +83,15 @@ class Refused(Rule):
     reason: str
     cure: str
     allowed: tuple[object, ...] = (False,)
+    is_by_parts: bool = False
+    """Whether the outermost `enabled` of a block switches nothing on where its parts have switches of their own."""
 
     def apply(self, key: str, value: object, findings: Findings) -> None:
-        if value not in self.allowed and not is_switched_off(value):
+        asked = value
+        if self.is_by_parts and isinstance(value, dict):
+            parts = {name: part for name, part in value.items() if name != "enabled"}
+            asked = parts if _switches(parts) else value
+        if value not in self.allowed and not (is_switched_off(value) or is_switched_off(asked)):
             raise UnsupportedConfigError(key, value, self.reason, cure=self.cure)
 
 

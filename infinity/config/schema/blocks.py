@@ -274,7 +274,8 @@ class FlopsProfilerBlock(Block):
     """`flops_profiler`: what each module computes in one forward, and how long that takes, as DeepSpeed prints it."""
 
     enabled: Flag = False
-    """Print it, on the first process. Counted are matrix products, convolutions and attention."""
+    """Print it, on the first process, and log as with `wall_clock_breakdown`, as in DeepSpeed. Counted are matrix products,
+    convolutions and attention."""
     profile_step: Count = 1
     """After so many steps: the last forward of `engine(...)` in the next one is looked at. It goes in the ordinary order."""
     module_depth: Annotated[int, BeforeValidator(parse_count), Field(ge=-1)] = -1
@@ -286,7 +287,7 @@ class FlopsProfilerBlock(Block):
     output_file: Annotated[str, BeforeValidator(_directory)] = ""
     """Where to; its directory is made. Empty for stdout."""
     recompute_fwd_factor: Annotated[Number, Field(ge=0)] = 0.0
-    """How much of a forward is computed once more in backward; for backward's FLOPS, told with `wall_clock_breakdown`."""
+    """How much of a forward is computed once more in backward; for backward's FLOPS."""
 
 
 class CsvMonitorBlock(Block):
@@ -388,9 +389,6 @@ class RootBlock(Block):
     compression_training: Annotated[Untyped, Refused("compression is not implemented", "Remove it")] = None
     weight_quantization: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
     quantize_training: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
-    sparse_attention: Annotated[
-        Untyped, Refused("the model's own attention is used", "Remove it, and choose attention in the model")
-    ] = None
     progressive_layer_drop: Annotated[
         Untyped, Keys.of("enabled theta gamma"), Refused("layers are never dropped", "Remove it")
     ] = None
@@ -398,7 +396,8 @@ class RootBlock(Block):
         Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
     ] = None
     data_efficiency: Annotated[
-        Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
+        Untyped,
+        Refused("the data comes as the loader gives it", "Order the data in the data set", is_by_parts=True),
     ] = None
     eigenvalue: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
     elasticity: Annotated[Untyped, Refused("it would choose the batch size", "Remove it, and set train_batch_size")] = (
@@ -417,6 +416,10 @@ class RootBlock(Block):
     sparse_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     cuda_visible_devices: Annotated[
         Any, NoEffect("no effect: set the environment variable CUDA_VISIBLE_DEVICES before Python starts")
+    ] = None
+    sparse_attention: Annotated[
+        Untyped,
+        NoEffect("no effect: the model's own attention is used; DeepSpeed leaves it to the model's script, too"),
     ] = None
     hybrid_engine: Annotated[Untyped, NoEffect("no effect: generate() is the model's own, during training as well")] = (
         None

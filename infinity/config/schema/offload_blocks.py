@@ -73,10 +73,10 @@ class ZeroBlock(Block):
         "allgather_size": "allgather_bucket_size",
     }
 
-    stage: Annotated[Count, Field(le=3)] = 3
+    stage: Annotated[Count | None, Field(le=3)] = None
     """What several processes divide among them: from 1 on main weights, optimizer states and their updates; with 3
     also model weights. The numbers are the same with all of them (but see `bf16.check_grad_overflow`), and one process takes
-    it as 3. Without the block `zero_optimization` it is 0, as in DeepSpeed."""
+    it as 3. Where it is not written: 3 if `offload_param` or `offload_optimizer` names a device, else 0, as in DeepSpeed."""
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 

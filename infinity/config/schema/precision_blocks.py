@@ -96,8 +96,8 @@ class AutocastBlock(Block):
     """`torch_autocast`."""
 
     enabled: Flag = False
-    """Run the model under `torch.autocast`, over fp32 weights. As in plain torch, the casts of all weights that forward
-    uses stay in memory until backward has used them, outside the budget."""
+    """Run the model under `torch.autocast`, over fp32 weights, or those of its own dtype. As in plain torch, the casts of
+    all fp32 weights that forward uses stay in memory until backward has used them, outside the budget."""
     dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
     """What autocast casts to. With fp16, losses are scaled as the keys of the block `fp16` say, which stays off."""
     lower_precision_safe_modules: Annotated[

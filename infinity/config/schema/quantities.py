@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Integral, Real
 from pathlib import PurePath
 
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -21,7 +22,7 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 def parse_number(value: object) -> float:
     """A finite number; texts such as "1e-4" count, since YAML front ends produce them."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         raise ValueError("must be a number")
     try:
         number = float(value)
@@ -36,8 +37,8 @@ def parse_number(value: object) -> float:
 
 def parse_count(value: object) -> int:
     """A whole number; 4.0 and 1e9 are whole, 4.5 is not."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return int(value)
     number = parse_number(value)
     if number != int(number):
         raise ValueError("must be a whole number")
@@ -70,7 +71,7 @@ def parse_flag(value: object) -> bool:
         return value
     if isinstance(value, str) and value.strip().lower() in _FLAGS:
         return _FLAGS[value.strip().lower()]
-    if isinstance(value, int | float) and value in (0, 1):
+    if isinstance(value, Real) and value in (0, 1):
         return bool(value)
     raise ValueError("must be true or false")
 

@@ -32,10 +32,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("compression_training", {"compression_training": {"weight_quantization": {"shared_parameters": {"enabeld": 1}}}}),
     ("weight_quantization", {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}}),
     ("quantize_training", {"quantize_training": {"quantize_bits": {"start_bits": 12}}}),
-    ("sparse_attention", {"sparse_attention": {"mode": "fixed", "block": 16}}),
     ("progressive_layer_drop", {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}),
     ("curriculum_learning", {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}),
-    ("data_efficiency", {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": False}}}),
+    ("data_efficiency", {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}),
+    ("data_efficiency", {"data_efficiency": {"enabled": True, "data_sampling": {"num_epochs": 2}}}),
     ("eigenvalue", {"eigenvalue": {"enabled": True}}),
     ("elasticity", {"elasticity": {"enabled": True, "max_train_batch_size": 2000}}),
     (
@@ -53,6 +53,7 @@ NOTED: list[tuple[str, dict[str, Any]]] = [
     ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "bf16"}}),
     ("sparse_gradients", {"sparse_gradients": True}),
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
+    ("sparse_attention", {"sparse_attention": {"mode": "fixed", "block": 16}}),
     ("hybrid_engine", {"hybrid_engine": {"enabled": True}}),
     ("cuda_visible_devices", {"cuda_visible_devices": "0,1"}),
     ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}),
@@ -112,6 +113,7 @@ def test_every_refusal_is_tested() -> None:
         {"progressive_layer_drop": {"enabled": False, "theta": 0.5}},
         {"curriculum_learning": {"enabled": False}},
         {"data_efficiency": {"enabled": False, "data_sampling": {"enabled": False}}},
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": False}, "data_routing": {"enabled": False}}},
         {"elasticity": {"enabled": "false", "max_train_batch_size": 2000}},
         {"zero_optimization": {"zero_quantized_weights": False, "zero_hpz_partition_size": 1, "zenflow": None}},
         {"wandb": {"enabled": False, "project": "x"}, "tensorboard": {}, "csv_monitor": False, "comet": None},
@@ -146,6 +148,26 @@ def test_lower_stages_are_noted(stage: int) -> None:
     (notice,) = load_config(BASE | {"zero_optimization": {"stage": stage}}).notices
     assert notice.startswith(f"zero_optimization.stage: stage {stage} runs as stage 3")
     assert load_config(BASE | {"zero_optimization": {"stage": 3}}).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage"),
+    [
+        (None, 0),
+        ({}, 0),
+        ({"stage": "auto", "overlap_comm": True}, 0),
+        ({"offload_optimizer": {"device": "none"}}, 0),
+        ({"offload_optimizer": {"device": "cpu"}}, 3),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, 1),
+    ],
+)
+def test_a_stage_that_is_not_written_follows_from_the_offload(zero: dict[str, Any] | None, stage: int) -> None:
+    config = load_config(BASE | {"zero_optimization": zero})
+    assert config.zero_stage == stage
+    reasons = [reason for key, _, reason in config.decisions if key == "zero_optimization.stage"]
+    assert [reason.endswith(("is offloaded", "as in DeepSpeed")) for reason in reasons] == (
+        [] if zero is None or zero.get("stage") == 1 else [True]
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

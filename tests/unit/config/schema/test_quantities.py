@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from infinity.config.schema.quantities import (
@@ -52,7 +53,10 @@ def test_size_must_be_positive(value: object) -> None:
         parse_bytes(value)
 
 
-@pytest.mark.parametrize(("value", "count"), [(4, 4), (4.0, 4), (1e9, 10**9), ("16", 16), ("5e8", 5 * 10**8), (-1, -1)])
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [(4, 4), (4.0, 4), (1e9, 10**9), ("16", 16), ("5e8", 5 * 10**8), (-1, -1), (np.int64(4), 4), (np.float32(4), 4)],
+)
 def test_count(value: object, count: int) -> None:
     result = parse_count(value)
     assert result == count
