@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import inspect
 import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,24 +165,37 @@ def _without_collections() -> Iterator[None]:
 
 def _built(path: Path, file: Path) -> nn.Module:
     try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        import transformers
     except ImportError:
         raise ModelRefused(
             f"--model {path}: a Hugging Face config needs transformers (pip install 'infinity-offload[hf]'); a number "
             "such as --model 7B does not"
         ) from None
+    refused: Exception | None = None
     try:
-        config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
-        # A config of no language model is refused by the first with a ValueError.
-        builders: tuple[Any, ...] = (AutoModelForCausalLM.from_config, AutoModel.from_config)
-        for build in builders:
-            with contextlib.suppress(ValueError), torch.device("meta"):
-                model: nn.Module = build(config, trust_remote_code=False)
-                return model
+        config = transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+        for build in _builders(transformers, config):
+            try:
+                with torch.device("meta"):
+                    model: nn.Module = build(config)
+                    return model
+            except ValueError as error:  # so the second refuses a config of no language model
+                refused = error
     except Exception as error:  # whatever an unusual config makes the library raise
-        reason = re.sub(r"\s+", " ", str(error)).strip()[:300]
-        raise ModelRefused(f"--model {path}: no model can be made of this config: {reason}") from error
-    raise ModelRefused(f"--model {path}: transformers knows no model for it")
+        refused = error
+    reason = re.sub(r"\s+", " ", str(refused)).strip()[:300]
+    raise ModelRefused(f"--model {path}: no model can be made of this config: {reason}") from refused
+
+
+def _builders(transformers: Any, config: Any) -> Iterator[Callable[[Any], Any]]:
+    """The class that the config names, as what trains has its heads and all its parts; then what fits the kind of model."""
+    for name in config.architectures or ():
+        named: Any = getattr(transformers, name, None)
+        if inspect.isclass(named) and issubclass(named, transformers.PreTrainedModel):
+            build: Any = named
+            yield build._from_config
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        yield functools.partial(kind.from_config, trust_remote_code=False)
 
 
 def _count_words(count: int) -> str:

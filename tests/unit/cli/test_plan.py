@@ -20,6 +20,7 @@ from infinity.errors import ConfigValueError, OptimizerNotPageableError, Storage
 from infinity.forecast import ladder as ladder_module
 from infinity.forecast.ladder import Ladder
 from infinity.forecast.machine import Machine
+from infinity.io_profile.model import ModelRefused, read_model
 from infinity.planning.bandwidth_cache import Bandwidth
 from swapper.volumes.left_runs import bytes_of_run
 
@@ -271,6 +272,30 @@ def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> Non
             for key, value in (("device", "nvme"), ("nvme_path", str(tmp_path)))
         }
         assert Ladder(shapes(count), None, machine, str(tmp_path), 64).outcome(keys).fits is fits
+
+
+def test_a_model_is_of_the_class_that_its_config_names(tmp_path: Path) -> None:
+    sizes = {
+        f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    config = transformers.BartConfig(d_model=16, vocab_size=64, **sizes)
+    with torch.device("meta"):
+        meant = transformers.BartForConditionalGeneration(config)
+        alone = transformers.BartForCausalLM(config)
+    for names, model in ((["BartForConditionalGeneration"], meant), (["pipeline"], alone), (None, alone)):
+        config.architectures = names
+        config.save_pretrained(tmp_path)
+        found = read_model(str(tmp_path))[1]
+        assert {k: v.shape for k, v in found.state_dict().items()} == {
+            k: v.shape for k, v in model.state_dict().items()
+        }
+
+
+def test_why_no_model_can_be_made_of_a_config(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 3, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **sizes}))
+    with pytest.raises(ModelRefused, match="not a multiple of the number of attention heads"):
+        read_model(str(tmp_path))
 
 
 def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
