@@ -54,6 +54,8 @@ class RunLog:
         self._has_warned = False
         self._spikes = LossSpikes()
         self._lr: tuple[float, ...] | None = None
+        self._has_changed_lr = False
+        """In the step before."""
         self._is_new_directory = not directory.exists()
         try:
             make_directory(directory)
@@ -109,10 +111,10 @@ class RunLog:
             scheduled_lr: what the scheduler has set for it; None without a scheduler.
         """
         changed = self._lr is not None and report.lr != self._lr and report.lr != tuple(scheduled_lr or ())
-        if changed:
+        if changed and not self._has_changed_lr:  # one that changes at each step follows a schedule of the script's own
             words = f"{_numbers(self._lr or ())} to {_numbers(report.lr)}"
             self._write("lr", report.step, text=f"the learning rate was changed from {words}")
-        self._lr = report.lr
+        self._lr, self._has_changed_lr = report.lr, changed
         record = {name: value for name, value in vars(report).items() if value != _DEFAULTS.get(name, MISSING)}
         self._write("step", record.pop("step"), **record)
         if report.loss is not None and (words := self._spikes.note(report.loss)):

@@ -122,6 +122,13 @@ def test_a_learning_rate_that_the_scheduler_did_not_set_is_told(log: RunLog) -> 
     ]
 
 
+def test_a_schedule_of_the_scripts_own_is_told_once(log: RunLog) -> None:
+    _start(log)
+    for step, lr in enumerate((1e-3, 1e-3, 2e-3, 3e-3, 4e-3, 4e-3, 4e-4), start=1):
+        log.note_step(_report(step, lr=(lr,)), None)
+    assert [(mark.kind, mark.step) for mark in read_run(log.path.parent).marks] == [("lr", 3), ("lr", 7)]
+
+
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_a_last_line_that_is_cut_off_is_left_out_and_closed(log: RunLog, cut: int) -> None:
     _start(log)
