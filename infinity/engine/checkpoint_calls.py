@@ -254,6 +254,12 @@ class CheckpointCalls(ExportCalls):
         what = f"engine.load_checkpoint with tag {tag!r}"
         directory = Path(load_dir)
         wanted = None if tag is None else str(tag)
+
+        def tidy() -> None:
+            if self._mesh.data.index == 0:
+                remove_abandoned(folder_of(self._mesh, directory))
+
+        together(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
         common = common_tag(self._mesh, directory, wanted, what, find=checkpoint.find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
 
@@ -347,8 +353,6 @@ class CheckpointCalls(ExportCalls):
             self.flush()
             if not self._mesh.is_divided:  # else `common_tag` has looked
                 check_parts(self._mesh, directory)
-            if ranks.index == 0:
-                remove_abandoned(directory)
             found = checkpoint.find(directory, tag)
             manifest = None if found is None else found / MANIFEST
             return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0

@@ -26,7 +26,7 @@ from infinity.initialize import initialize
 from infinity.integrations.engine_files import load_engine, save_engine
 from infinity.integrations.settings import Setting, agreed
 from infinity.loading.init import Init
-from swapper.volumes.publish import exchange, make_directory, remove_tree, sync_tree
+from swapper.volumes.publish import exchange, make_directory, put_back, remove_tree, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -455,10 +455,11 @@ class InfinityStrategyMixin:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
         path = Path(self.broadcast(os.fspath(filepath)))
-        part = path.with_name(f".{path.name}.part")
+        part = _part_of(path)
         new = part / "new"
 
         def begin() -> None:
+            put_back(part, path)
             remove_tree(part)
             make_directory(new)
 
@@ -479,6 +480,8 @@ class InfinityStrategyMixin:
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What `save_checkpoint` wrote, without weights; or a file of Lightning's own."""
         path = Path(checkpoint_path)
+        with contextlib.suppress(OSError):  # another process was faster
+            put_back(_part_of(path), path)
         self._directory = path if path.is_dir() else None
         if self._directory is not None:
             if not (path / _REST).exists():
@@ -522,3 +525,8 @@ def strategy_for(pytorch: Any) -> Any:
     for name, options in NAMES.items():
         pytorch.strategies.StrategyRegistry.register(name, made, description=str(options), override=True, **options)
     return made
+
+
+def _part_of(path: Path) -> Path:
+    """Where a checkpoint lies while it is written."""
+    return path.with_name(f".{path.name}.part")

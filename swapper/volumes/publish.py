@@ -9,6 +9,8 @@ which whoever writes there keeps locked: of a lock on a directory, network file 
 NFS does, and Lustre with -o flock). Whoever comes first makes the file; so what was left without one goes as well. Who gets
 the lock of what another one has just made removes it, and the file first: the other one finds that it is gone, and begins
 again with another directory.
+[Note: no exchange] Where two directories cannot change places in one step, the old one first goes into the hidden directory.
+Until the new one has its name, it is the only whole one: `put_back` gives it its own again before that directory goes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from swapper.volumes.thread_pool import ThreadPool
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 _NUM_THREADS = 8
 _HIDDEN = ".*.saving-*"
-_LOCK = ".lock"
+_LOCK, _REPLACED = ".lock", "replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -157,11 +159,15 @@ def _remove_abandoned(directory: Path) -> None:
 
 
 def _remove_hidden(path: Path, lock: int | None) -> None:
-    if lock is not None:
-        # First of all, and closed: NFS keeps an open file under another name, and then its directory as well.
-        with contextlib.suppress(OSError):
-            (path / _LOCK).unlink()
-        os.close(lock)
+    try:
+        put_back(path, path.parent / path.name[1:].rpartition(".saving-")[0])
+        if lock is not None:
+            # First of all, and closed: NFS keeps an open file under another name, and then its directory as well.
+            with contextlib.suppress(OSError):
+                (path / _LOCK).unlink()
+    finally:
+        if lock is not None:
+            os.close(lock)
     remove_tree(path)
 
 
@@ -295,11 +301,32 @@ def _sync(path: Path) -> None:
 
 
 def exchange(source: Path, target: Path) -> None:
-    """Give a directory its place; what was there before is then where the new one was. In one step, where the system can."""
+    """Give a directory its place; what was there before is then beside the place where the new one was, or in it.
+
+    In one step, where the system can: see [Note: no exchange].
+
+    Raises:
+        OSError: it cannot get it; what was there before is there.
+    """
     if not target.exists():
         source.replace(target)
     elif _renameat2 is None or _renameat2(_AT_FDCWD, bytes(source), _AT_FDCWD, bytes(target), _RENAME_EXCHANGE):
-        aside = source.with_name(f"{source.name}.old")
-        target.replace(aside)
-        source.replace(target)
+        try:
+            target.replace(source.with_name(_REPLACED))
+            source.replace(target)
+        except BaseException:
+            put_back(source.parent, target)
+            raise
     sync_directory(target.parent)
+
+
+def put_back(aside: Path, target: Path) -> None:
+    """Give back its name to what `exchange` has moved into ``aside``, if it was cut off before another one got that.
+
+    Raises:
+        OSError: it stays in ``aside``.
+    """
+    replaced = aside / _REPLACED
+    if replaced.is_dir() and not os.path.lexists(target):
+        replaced.replace(target)
+        sync_directory(target.parent)

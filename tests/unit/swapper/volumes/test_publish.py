@@ -136,6 +136,60 @@ def test_without_locks_nothing_is_taken_for_dead(tmp_path: Path, monkeypatch: py
     assert not any(tmp_path.iterdir())
 
 
+class _Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("num", [1, 2])
+def test_without_exchange_the_old_or_the_new_one_has_the_name(
+    num: int, is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "_renameat2", None)
+    real, calls = Path.replace, []
+
+    def replace(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) == num:
+            raise _Killed if is_killed else OSError(5, "the server is gone")
+        return real(path, target)
+
+    _tree(tmp_path / "tag.saving-x")
+    staging = publish.Staging(tmp_path, "tag.saving-x").__enter__()
+    (staging.path / "checkpoint").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", replace)
+        if is_killed:
+            patched.setattr(publish, "put_back", lambda aside, target: None)
+        with pytest.raises(_Killed if is_killed else OSError):
+            publish.exchange(staging.path / "checkpoint", tmp_path / "tag.saving-x")
+    if is_killed:
+        assert staging._lock is not None
+        os.close(staging._lock)
+        publish.remove_abandoned(tmp_path)
+    else:
+        staging.__exit__(None, None, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["tag.saving-x"]
+    assert (tmp_path / "tag.saving-x" / "e" / "file").read_text() == "e"
+
+
+def test_what_cannot_be_put_back_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / ".tag.saving-0"
+    _tree(left / "replaced")
+
+    def replace(path: Path, target: Path) -> Path:
+        raise OSError(5, "the server is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", replace)
+        publish.remove_abandoned(tmp_path)
+        with pytest.raises(OSError, match="server"), publish.Staging(tmp_path, "tag"):
+            pass
+    assert (left / "replaced" / "e" / "file").exists()
+    publish.remove_abandoned(tmp_path)
+    assert (tmp_path / "tag" / "e" / "file").exists() and not left.exists()
+
+
 def _open_in(folder: Path) -> list[str]:
     return [each for each in open_files(folder) if each.startswith(str(folder))]
 
