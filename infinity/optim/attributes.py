@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -16,16 +17,33 @@ from torch.optim import Optimizer
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.probe import copy_scalar
 
-_OTHERWISE_KNOWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
+_OF_TORCH = frozenset(
+    {
+        "_opt_called",
+        "_step_count",
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+        "_need_device_dtype_check_for_fused",
+        "_step_supports_amp_scaling",
+    }
+)
+"""Private ones that torch sets, and that no update goes by."""
+_OTHERWISE_KNOWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"}) | _OF_TORCH
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's own attributes, as far as its class gave it any that a step may look at. Tensors are copied."""
-    return {
-        name: copy_scalar(value)
-        for name, value in vars(optimizer).items()
-        if not name.startswith("_") and name not in _OTHERWISE_KNOWN
-    }
+    return {name: copy_scalar(vars(optimizer)[name]) for name in attribute_names(optimizer)}
+
+
+def attribute_names(optimizer: Optimizer) -> list[str]:
+    """Names of `attributes_of`: private ones as far as the code of a class that is not torch's has them."""
+    return [
+        name
+        for name in vars(optimizer)
+        if name not in _OTHERWISE_KNOWN
+        and (not name.startswith("_") or (name in _names_in(type(optimizer)) and not name.endswith("_hooks")))
+    ]
 
 
 def is_of_the_class(optimizer: Optimizer, name: str) -> bool:
@@ -64,6 +82,16 @@ def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tenso
 
 def _names_in(cls: type[Optimizer]) -> set[str]:
     """Names and texts in the code of a class, and in functions of its module that it calls."""
+    found = _known_names.get(cls)
+    if found is None:
+        found = _known_names[cls] = _find_names(cls)
+    return found
+
+
+_known_names: weakref.WeakKeyDictionary[type[Optimizer], set[str]] = weakref.WeakKeyDictionary()
+
+
+def _find_names(cls: type[Optimizer]) -> set[str]:
     rest: list[types.CodeType] = []
     seen: set[types.CodeType] = set()
     modules: list[dict[str, Any]] = []

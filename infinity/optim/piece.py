@@ -13,7 +13,15 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.attributes import attributes_of, refuse_attributes_of_parameters
-from infinity.optim.probe import PIECE_ALIGNMENT, StateSchema, copy_scalar, learn_schema, probe_pageable, probe_whole
+from infinity.optim.probe import (
+    PIECE_ALIGNMENT,
+    StateSchema,
+    copy_scalar,
+    learn_schema,
+    probe_groups,
+    probe_pageable,
+    probe_whole,
+)
 from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.template import Template
 from infinity.optim.values import same_values
@@ -61,6 +69,8 @@ class PieceUpdater:
                     self._schemas.pop(_kind(values), None)  # a rule nobody knows may look at more than the kind
                     self._learn(values)
                     tried.append(values)
+            if len(template.param_groups) > 1 and not self._is_known:
+                probe_groups(Worker(template.optimizer), template.snapshots(), self._device)
         if tried and not self._is_known and not self._has_moved:
             raise OptimizerNotPageableError(
                 self._worker.name,

@@ -90,6 +90,8 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
             grad = _draw((_SCHEMA_NUMEL,), generator, device)
             try:
                 (state,) = worker.run(dict(group), [weight], [grad], [state])
+            except OptimizerNotPageableError:
+                raise
             except Exception as error:
                 raise OptimizerNotPageableError(
                     worker.name,
@@ -125,9 +127,9 @@ def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.devi
 
 
 def copy_scalar(value: Any) -> Any:
-    """An independent copy of a scalar state entry: steps advance such tensors in place."""
+    """An independent copy of a scalar state entry: steps advance such tensors in place. Weights in it stay what they are."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value if isinstance(value, torch.nn.Parameter) and value.numel() > 1 else value.detach().clone()
     if type(value) in (list, tuple):
         return type(value)(copy_scalar(item) for item in value)
     return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -158,6 +160,46 @@ def probe_whole(worker: Worker, group: Mapping[str, Any], schema: StateSchema, d
             shape is not the parameter's.
     """
     return _probe(worker, group, device, functools.partial(_WholeComparison, worker, schema, device))
+
+
+def probe_groups(worker: Worker, groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Compare steps on all groups at once, with learning rates that differ, with steps on each of them alone.
+
+    Raises:
+        OptimizerNotPageableError: there is a difference.
+    """
+    generator = torch.Generator().manual_seed(2)
+    usable = [_usable(group) for group in groups]
+    for number, group in enumerate(usable):
+        if isinstance(group.get("lr"), float):
+            group["lr"] *= 1 + number / 16
+    together = [_draw((_SCHEMA_NUMEL,), generator, device) for _ in usable]
+    alone = [weight.clone() for weight in together]
+    states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
+    states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
+    with _keeping_random_state(device):
+        for _ in range(_NUM_STEPS):
+            grads = [_draw((_SCHEMA_NUMEL,), generator, device) for _ in usable]
+            for number, group in enumerate(usable):
+                states_alone[number] = worker.run(
+                    dict(group), [alone[number]], [grads[number].clone()], states_alone[number]
+                )
+            states = worker.run_groups(
+                [dict(group) for group in usable], [[weight] for weight in together], [[grad] for grad in grads], states
+            )
+    found, expected = (together, states), (alone, states_alone)
+    if not same_values(found, expected):
+        number = next(
+            number
+            for number in range(len(usable))
+            if not same_values([part[number] for part in found], [part[number] for part in expected])
+        )
+        raise OptimizerNotPageableError(
+            worker.name,
+            f"a step on all its groups together gives group {number} other bits than one on that group alone, and updates know "
+            "the group of a parameter only",
+            cure="Make what it looks at in other groups, or by the place of a group in a list, an entry of each group",
+        )
 
 
 def _probe(worker: Worker, group: Mapping[str, Any], device: torch.device, compare: Callable[..., _Comparison]) -> bool:
@@ -263,6 +305,8 @@ class _Comparison:
         used = dict(self._group)
         try:
             states = self._worker.run(used, weights, grads, states)
+        except OptimizerNotPageableError:
+            raise
         except Exception as error:
             raise OptimizerNotPageableError(
                 self._worker.name, f"a trial step failed ({type(error).__name__}: {error})"
@@ -275,7 +319,12 @@ class _Comparison:
                     cure='Take an optimizer with plain states: config key "infinity.state_dtype" stores them in fewer bits',
                 )
         if not same_values(used, self._group):
-            raise OptimizerNotPageableError(self._worker.name, "its step() changes the parameter group it works on")
+            changed = next(key for key in used | self._group if not same_values(used.get(key), self._group.get(key)))
+            raise OptimizerNotPageableError(
+                self._worker.name,
+                f"its step() changes the parameter group it works on, the entry '{changed}'",
+                cure='Keep it for each parameter: a count of steps, say, as self.state[parameter]["step"]',
+            )
         return states
 
     def _require_equal(self, what: str) -> None:

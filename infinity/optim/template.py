@@ -24,7 +24,7 @@ from infinity.optim.registry import (
     refuse_wrapper,
     resolve,
 )
-from infinity.optim.worker import Worker, hyperparameters, one_element
+from infinity.optim.worker import Worker, hyperparameters, one_element, require_states_of_parameters
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
 OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
@@ -212,8 +212,8 @@ def build_template(
 ) -> Template:
     """Make the template from what the user gave.
 
-    A class (from the config, passed, or in a `functools.partial`) is constructed on one-element stand-ins for the
-    parameters, because some constructors allocate the whole state (Adagrad). Any other callable gets the true
+    A known class (from the config, passed, or in a `functools.partial`) is constructed on one-element stand-ins for the
+    parameters, because some constructors allocate the whole state (Adagrad). Any other class or callable gets the true
     parameters, because it may look at their shapes.
 
     Args:
@@ -243,6 +243,7 @@ def build_template(
         optimizer = _construct(source, groups, device)
     refuse_not_pageable(type(optimizer))
     refuse_wrapper(optimizer)
+    require_states_of_parameters(optimizer)
     _check_groups([group["params"] for group in optimizer.param_groups], fqns)
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -296,15 +297,16 @@ class _GroupSpec:
 
 def _construct(source: Any, groups: _GroupSpec, device: torch.device) -> Optimizer:
     recipe = _recipe(source, device)
-    if recipe is None:
-        optimizer = source(groups.for_constructor())
+    if recipe is not None:
+        refuse_not_pageable(recipe.cls)
+    if recipe is None or not is_known(recipe.cls):
+        optimizer = source(groups.for_constructor()) if recipe is None else _made(recipe, groups.for_constructor())
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"the optimizer callable returned {type(optimizer).__name__}. It must return a torch.optim.Optimizer",
                 key="optimizer",
             )
         return optimizer
-    refuse_not_pageable(recipe.cls)
     originals: dict[Tensor, Tensor] = {}
 
     def stand_in(param: Tensor) -> Tensor:
@@ -312,17 +314,21 @@ def _construct(source: Any, groups: _GroupSpec, device: torch.device) -> Optimiz
         originals[small] = param
         return small
 
-    make: Callable[..., Optimizer] = recipe.cls
-    try:
-        optimizer = make(groups.for_constructor(stand_in), **recipe.kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer {recipe.cls.__name__}: {error}", key="optimizer") from error
+    optimizer = _made(recipe, groups.for_constructor(stand_in))
     for group in optimizer.param_groups:
         group["params"] = [originals[small] for small in group["params"]]
     states = {originals[small]: state for small, state in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(states)
     return optimizer
+
+
+def _made(recipe: OptimizerRecipe, groups: list[Any]) -> Optimizer:
+    make: Callable[..., Optimizer] = recipe.cls
+    try:
+        return make(groups, **recipe.kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer {recipe.cls.__name__}: {error}", key="optimizer") from error
 
 
 def _recipe(source: Any, device: torch.device) -> OptimizerRecipe | None:

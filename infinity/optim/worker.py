@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -102,29 +103,48 @@ class Worker:
 
         Returns:
             The states after the step. They share the given tensors, except those that the optimizer replaced.
+
+        Raises:
+            OptimizerNotPageableError: the optimizer keeps something in its state that is no parameter's.
         """
+        return self.run_groups([group], [weights], [grads], [states])[0]
+
+    def run_groups(
+        self,
+        groups: Sequence[dict[str, Any]],
+        weights: Sequence[Sequence[Tensor]],
+        grads: Sequence[Sequence[Tensor]],
+        states: Sequence[Sequence[dict[str, Any]]],
+    ) -> list[list[dict[str, Any]]]:
+        """The same with several groups at once: for each of them what `run` takes, and what it returns."""
         optimizer = self._optimizer
-        leaves: list[Tensor] = []
-        for weight, grad, state in zip(weights, grads, states, strict=True):
-            # A Parameter of its own: `.grad` must not stay on the caller's tensor.
-            leaf = torch.nn.Parameter(weight)
-            leaf.grad = grad
-            leaves.append(leaf)
-            if state:
-                optimizer.state[leaf] = state
-        group["params"] = leaves
-        optimizer.param_groups.append(group)
+        leaves: list[list[Tensor]] = []
         try:
+            for group, *members in zip(groups, weights, grads, states, strict=True):
+                leaves.append([self._leaf(*member) for member in zip(*members, strict=True)])
+                group["params"] = leaves[-1]
+                optimizer.param_groups.append(group)
             with torch.no_grad():
                 self._step(optimizer)
-                for updated, weight in zip(leaves, weights, strict=True):
+                for updated, weight in zip(chain(*leaves), chain(*weights), strict=True):
                     if updated.data_ptr() != weight.data_ptr():
                         weight.copy_(updated)  # the optimizer assigned `p.data` instead of writing into it
-            return [optimizer.state.get(leaf) or {} for leaf in leaves]
+            found = [[optimizer.state.pop(leaf, None) or {} for leaf in members] for members in leaves]
+            _refuse_common(optimizer, list(optimizer.state))
+            return found
         finally:
             optimizer.state.clear()
             optimizer.param_groups.clear()
-            del group["params"]
+            for group in groups:
+                group.pop("params", None)
+
+    def _leaf(self, weight: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        # A Parameter of its own: `.grad` must not stay on the caller's tensor.
+        leaf = torch.nn.Parameter(weight)
+        leaf.grad = grad
+        if state:
+            self._optimizer.state[leaf] = state
+        return leaf
 
     def load(self, group: Mapping[str, Any], state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """A saved state as the class's own `load_state_dict` takes it: old layouts, devices and dtypes of step counts.
@@ -143,6 +163,28 @@ class Worker:
         finally:
             optimizer.state.clear()
             optimizer.param_groups.clear()
+
+
+def require_states_of_parameters(optimizer: Optimizer) -> None:
+    """Refuse what is in ``optimizer.state`` under a key that is no parameter.
+
+    Raises:
+        OptimizerNotPageableError: which key.
+    """
+    keys: list[Any] = list(optimizer.state)
+    _refuse_common(optimizer, [key for key in keys if not isinstance(key, Tensor)])
+
+
+def _refuse_common(optimizer: Optimizer, keys: Iterable[Any]) -> None:
+    found = [key for key in keys if optimizer.state[key] != {}]  # who looks for what is not there gets an empty one
+    if found:
+        what = "another tensor" if isinstance(found[0], Tensor) else repr(found[0])
+        raise OptimizerNotPageableError(
+            type(optimizer).__name__,
+            f"it keeps something for all parameters together, self.state[{what}], and the pieces that it updates have nothing "
+            "in common",
+            cure="Keep it for each parameter: self.state[parameter]",
+        )
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from infinity.optim.attributes import attributes_of, is_of_the_class
+from infinity.optim.attributes import attribute_names, is_of_the_class
 from infinity.optim.facade.lazy_state import LazyEntry, LazyState, StateKeeper
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.shown_states import ShownStates
@@ -95,8 +95,8 @@ class PagedOptimizer(Optimizer):
         loose: LooseParameters | None = None,
         mains: MainWeightKeeper | None = None,
     ) -> None:
-        # Not Optimizer.__init__: it would make groups of its own.
-        self._template = template
+        # Not Optimizer.__init__: it would make groups of its own. The template last: from then on, names that the user's
+        # class has, and that are not here, are those of its optimizer.
         self._updater = updater
         self._backend = backend
         self._keeper = keeper
@@ -111,12 +111,14 @@ class PagedOptimizer(Optimizer):
             # The very dictionaries: hooks registered before `initialize` run, and their handles still remove them.
             | {name: hooks for name, hooks in vars(source).items() if name.endswith("_hooks")}
         )
+        self._template = template
 
     def __getattr__(self, name: str) -> Any:
         """What else the user's class has: attributes, and methods, which then work on these groups and states."""
-        if not name.startswith("_"):
-            source = self._template.optimizer
-            if name in attributes_of(source):
+        template = vars(self).get("_template")
+        if template is not None and not name.startswith("__"):
+            source = template.optimizer
+            if name in attribute_names(source):
                 return vars(source)[name]
             if is_of_the_class(source, name):
                 return getattr(type(source), name)
@@ -126,9 +128,10 @@ class PagedOptimizer(Optimizer):
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name.startswith("_") or name in dir(type(self))
-        source = None if is_own else self._template.optimizer
-        if source is not None and (name in attributes_of(source) or is_of_the_class(source, name)):
+        template = vars(self).get("_template")
+        is_own = name in vars(self) or name in dir(type(self))
+        source = None if is_own or template is None else template.optimizer
+        if source is not None and (name in attribute_names(source) or is_of_the_class(source, name)):
             setattr(source, name, value)  # `PieceUpdater.check_attributes` sees it
         else:
             super().__setattr__(name, value)

@@ -621,3 +621,111 @@ def test_methods_of_the_users_class_work_on_the_groups() -> None:
     optimizer.double()
     assert optimizer.param_groups[0]["lr"] == 0.2
     assert not hasattr(optimizer, "nothing") and not hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+class CountsForAll(_Custom):
+    """As Madgrad does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        common: dict[Any, Any] = self.state
+        common.setdefault("k", torch.tensor([0]))
+        super().step()
+        common["k"] += 1
+
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        common: dict[Any, Any] = self.state
+        param.sub_(group["lr"] * (common["k"].item() + 1) * grad)
+
+
+class CountsInTheGroup(_Custom):
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        group["count"] = group.get("count", 0) + 1
+        param.sub_(group["lr"] / group["count"] * grad)
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (CountsForAll, r"self\.state\['k'\].*self\.state\[parameter\]"),
+        (CountsInTheGroup, r"the entry 'count'\. Keep it for each parameter"),
+    ],
+)
+def test_counts_outside_of_a_parameters_state_are_refused(cls: type[Optimizer], expected: str) -> None:
+    assert re.search(expected, _refused(cls))
+
+
+class ByRatesAtFirst(_Custom):
+    """As AdaBound does: what is of a group is found by its place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.rates = [group["lr"] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, rate in zip(self.param_groups, self.rates, strict=False):
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] / rate * param.grad)
+
+
+class ByTheFirstGroup(_Custom):
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        param.sub_(self.param_groups[0]["lr"] * grad)
+
+
+@pytest.mark.parametrize(
+    ("cls", "rates", "is_refused"),
+    [
+        (ByRatesAtFirst, (0.1, 0.2), True),
+        (ByRatesAtFirst, (0.1, 0.1), False),
+        (ByTheFirstGroup, (0.1, 0.1), True),
+        (SignMomentum, (0.1, 0.2), False),
+    ],
+)
+def test_groups_that_know_of_each_other_are_refused(
+    cls: type[Optimizer], rates: tuple[float, float], is_refused: bool
+) -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in rates]
+    make: Any = cls
+    optimizer = make([{"params": [param], "lr": rate} for param, rate in zip(params, rates, strict=True)])
+    template = build_template(optimizer, [(f"p{index}", param) for index, param in enumerate(params)], "cpu")
+    if not is_refused:
+        PieceUpdater(template)
+        return
+    with pytest.raises(OptimizerNotPageableError, match=r"all its groups together.*an entry of each group"):
+        PieceUpdater(template)
+
+
+class WarmsUp(_Custom):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._is_warm = True
+
+    def set_warm(self, is_warm: bool) -> None:
+        self._is_warm = is_warm
+
+    def _warmth(self) -> float:
+        return 0.1 if self._is_warm else 1.0
+
+    def warmth(self) -> float:
+        return self._warmth()
+
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * self._warmth() * grad)
+
+
+@pytest.mark.parametrize("on_own_instance", [False, True])
+def test_private_attributes_that_change_later_are_refused(on_own_instance: bool) -> None:
+    from tests.unit.optim.memory_backend import Mixed, page
+
+    model = Mixed()
+    own: Any = WarmsUp(model.parameters())
+    optimizer: Any = page(own, model)[0]
+    optimizer._updater.check_attributes()
+    assert optimizer.warmth() == 0.1
+    (own if on_own_instance else optimizer).set_warm(False)
+    assert not own._is_warm and optimizer.warmth() == 1.0
+    with pytest.raises(OptimizerNotPageableError, match=r"'_is_warm' has changed.*parameter groups"):
+        optimizer._updater.check_attributes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -52,18 +53,21 @@ def test_an_instance_is_used_as_it_is(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["section", "class", "partial"])
-def test_classes_never_see_the_true_parameters(kind: str, model: torch.nn.Module) -> None:
+def test_known_classes_never_see_the_true_parameters(
+    kind: str, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Adagrad's constructor allocates the whole state: on stand-ins that is a few bytes."""
     sizes: list[int] = []
+    construct = Adagrad.__init__
 
-    class Watching(Adagrad):
-        def __init__(self, params: Any, **arguments: Any) -> None:
-            super().__init__(params, **arguments)
-            sizes.extend(state["sum"].numel() for state in self.state.values())
+    def watched(self: Adagrad, params: Any, *arguments: Any, **options: Any) -> None:
+        construct(self, params, *arguments, **options)
+        sizes.extend(state["sum"].numel() for state in self.state.values())
 
-    sources = {"section": Section("Adagrad", {"lr": 0.5}), "class": Watching, "partial": partial(Watching, lr=0.5)}
+    monkeypatch.setattr(Adagrad, "__init__", functools.wraps(construct)(watched))
+    sources = {"section": Section("Adagrad", {"lr": 0.5}), "class": Adagrad, "partial": partial(Adagrad, lr=0.5)}
     template = _build(sources[kind], model)
-    assert sizes == ([] if kind == "section" else [1, 1, 1, 1])
+    assert sizes[-4:] == [1, 1, 1, 1] and set(sizes) == {1}
     assert not template.optimizer.state
     assert [tuple(param.shape) for param in template.params()] == [(3, 4), (3,), (2, 3), (2,)]
 
@@ -76,6 +80,31 @@ def test_a_callable_sees_the_true_parameters(model: torch.nn.Module) -> None:
 
     template = _build(by_dims, model)
     assert [group_index(template, param) for param in model.parameters()] == [0, 1, 0, 1]
+
+
+def test_a_class_of_the_users_sees_the_true_parameters(model: torch.nn.Module) -> None:
+    class BySize(AdamW):
+        def __init__(self, params: Any, lr: float) -> None:
+            params = list(params)
+            large, small = [p for p in params if p.numel() > 4], [p for p in params if p.numel() <= 4]
+            super().__init__([{"params": large, "weight_decay": 0.3}, {"params": small}], lr)
+
+    template = _build(partial(BySize, lr=0.1), model)
+    assert [group_index(template, param) for param in model.parameters()] == [0, 1, 0, 1]
+    with pytest.raises(ConfigError, match=r"optimizer BySize: .*lr"):
+        _build(BySize, model)
+
+
+class _CountsForAll(SGD):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.state["k"] = torch.tensor([0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("as_instance", [False, True])
+def test_state_under_a_key_that_is_no_parameter(as_instance: bool, model: torch.nn.Module) -> None:
+    with pytest.raises(OptimizerNotPageableError, match=r"self.state\['k'\].*Keep it for each parameter"):
+        _build(_CountsForAll(model.parameters()) if as_instance else _CountsForAll, model)
 
 
 @pytest.mark.parametrize("source", [Section("SGD", {"lr": 0.5}), partial(SGD, lr=0.5), lambda groups: SGD(groups, 0.5)])
