@@ -549,10 +549,14 @@ class EngineBusyError(InfinityError, RuntimeError):
 class EngineClosedError(InfinityError, RuntimeError):
     """A call to an engine after `close()`."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, *, is_exit: bool = False) -> None:
+        """``is_exit``: the interpreter ends, and has closed it."""
         self.call = call
         super().__init__(
-            f"{call}: the engine is closed. Call infinity.initialize again to train on; weights that were neither saved nor "
+            f"{call}: the interpreter ends, and the engine has ended before. Call atexit.register after `import infinity`, "
+            "and what it registers comes first; or save at the end of the script"
+            if is_exit
+            else f"{call}: the engine is closed. Call infinity.initialize again to train on; weights that were neither saved nor "
             "given back by engine.close(restore_weights=True) went with it"
         )
 

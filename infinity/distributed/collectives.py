@@ -194,16 +194,23 @@ def destroy_process_group(group: Any = None) -> None:
         torch.distributed.destroy_process_group(group)
 
 
-def _destroy_at_exit() -> None:
+def destroy_at_exit() -> None:
     """See [Note: how a group ends]. One that still waits for other processes is left as it is."""
 
     def end() -> None:
         destroy_process_group()
         forget_default_groups()
 
+    if not _met:
+        return
     thread = threading.Thread(target=end, name="infinity-group-end", daemon=True)
     thread.start()
     thread.join(_EXIT_SECONDS)
+
+
+_met: list[int] = []
+"""Of how many processes the default groups were that this one made of its own accord, or found."""
+atexit.register(destroy_at_exit)  # from the import on, so that it comes after the engines' own hook
 
 
 _NEW_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
@@ -538,7 +545,7 @@ def world() -> Ranks:
         causes = Causes(store, f"infinity/{number}", index, num) if store is not None else None
         if causes is not None:
             causes.listen()
-        atexit.register(_destroy_at_exit)
+        _met.append(num)
         _worlds[default] = Ranks(index, num, group, causes)
     return _worlds[default]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity.engine.parts import Parts
+from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
 from infinity.paging.listener import PagerListener
@@ -30,6 +31,8 @@ class EngineListener(PagerListener):
     def check_usable(self) -> None:
         refuse_in_between("this call")
         self._guard.check_open()
+        if self._parts.storage.is_closed:
+            raise EngineClosedError("this call", is_exit=True)
         self._parts.parameter_handler.check_assigned()
         self._backwards.raise_deferred()
         self._parts.stream.raise_error()

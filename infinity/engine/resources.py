@@ -78,6 +78,7 @@ class EngineResources:
         self._run = run
         self._shares = shares
         self._ranks = ranks
+        self.is_closed = False
         self.versions: Versions | None = None
         """Of the states, in a durable run."""
         self._swappers: dict[TierKey, Swapper] = {}
@@ -246,6 +247,7 @@ class EngineResources:
 
     def close(self) -> None:
         """Release files, threads and memory. Does not raise what failed writes had to say."""
+        self.is_closed = True
         if self.weights is not None:
             self.weights.close()
         self._close_swappers()

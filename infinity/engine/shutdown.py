@@ -3,11 +3,17 @@
 [Note: reaping]
 An engine that nobody closed becomes garbage at any moment and on any thread: on one that it would have to join, or that has a
 lock which it would have to take. So its finalizer only tells a thread that waits for that, and the thread shuts down.
+
+[Note: order at exit]
+Hooks of ``atexit`` run last in, first out. That of this module is there from the import on: a save that a script registers
+afterwards finds its engine open, whether it was made before or later. It comes before the swapper's own, which end the
+threads that an update writes with, and before the one that destroys process groups: those modules were imported earlier.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -40,9 +46,6 @@ class Shutdown:
         self.is_over = False
         self._finalizer = weakref.finalize(owner, self._parts.tell)
         self._finalizer.atexit = False
-        # At exit it must come before the swapper's own hook, which ends the threads that the stream writes with; and an
-        # update that still computes while the interpreter goes down would abort the process. Hooks run last in, first out.
-        atexit.register(self._parts.end_at_exit)
 
     def now(self) -> None:
         """Shut down, unless that has happened. What an exception cuts off can be done again."""
@@ -68,6 +71,7 @@ class _Parts:
         self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
         self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
         self._thread.start()
+        _open.append(self)
 
     def tell(self) -> None:
         """The owner is garbage. Takes no lock and waits for nothing."""
@@ -76,7 +80,7 @@ class _Parts:
 
     def dismiss(self) -> None:
         """There is nothing to reap any more."""
-        atexit.unregister(self.end_at_exit)
+        self._forget()
         self._told.put(False)
         self.settle()
 
@@ -118,10 +122,16 @@ class _Parts:
             except Exception:
                 logger.exception("an engine that nobody closed could not be shut down")
             finally:
-                atexit.unregister(self.end_at_exit)
+                self._forget()
                 _due.remove(self)
 
+    def _forget(self) -> None:
+        with contextlib.suppress(ValueError):
+            _open.remove(self)
 
+
+_open: list[_Parts] = []
+"""What is not shut down, in the order of their beginnings."""
 _due: list[_Parts] = []
 """What belongs to garbage and is not shut down yet."""
 
@@ -130,3 +140,16 @@ def settle() -> None:
     """Return when engines that became garbage have given back their space, their memory and their threads."""
     for parts in list(_due):
         parts.settle()
+
+
+def end_all_at_exit() -> None:
+    """The interpreter ends. An update that still computes while it goes down would abort the process.
+
+    See [Note: order at exit].
+    """
+    with contextlib.ExitStack() as rest:
+        for parts in list(_open):
+            rest.callback(parts.end_at_exit)
+
+
+atexit.register(end_all_at_exit)

@@ -266,30 +266,49 @@ def test_an_engine_is_garbage_when_its_save_is_over(tmp_path: Path) -> None:
 _ENDING = """
 import atexit, os, sys
 from pathlib import Path
+if sys.argv[1] == "too early":
+    def save_too_early():
+        try:
+            engine.save_checkpoint("saved")
+        except Exception as error:
+            print(type(error).__name__, error)
+    atexit.register(save_too_early)
 import infinity
 from tests.exactness.lockstep import everything_on_nvme
 from tests.integration.test_checkpoints import Model, steps_of
 
 if __name__ == "__main__":
     Path("drive").mkdir()
+    if sys.argv[1] == "before":
+        atexit.register(lambda: engine.save_checkpoint("saved"))
     engine, *_ = infinity.initialize(model=Model(), config=everything_on_nvme(Path("drive").absolute()))
     steps_of(engine, 0)
     if sys.argv[1] == "afterwards":
         atexit.register(lambda: engine.save_checkpoint("saved"))
-    else:
+    elif sys.argv[1] == "meanwhile":
         engine.save_checkpoint("saved", blocking=False)
         os.chdir("/")
 """
 
 
-@pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
-def test_a_script_that_just_ends_has_saved(when: str, tmp_path: Path) -> None:
+def _end_of_script(when: str, directory: Path) -> str:
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     command = [sys.executable, "-c", _ENDING, when]
     ended = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+        command, cwd=directory, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout
+
+
+def test_an_exit_hook_that_comes_after_the_engine_says_so(tmp_path: Path) -> None:
+    assert _end_of_script("too early", tmp_path).startswith("EngineClosedError this call: the interpreter ends")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("when", ["meanwhile", "before", "afterwards"])
+def test_a_script_that_just_ends_has_saved(when: str, tmp_path: Path) -> None:
+    _end_of_script(when, tmp_path)
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step1", "latest"]
 
     assert Checkpoint.open(tmp_path / "saved").verify()
