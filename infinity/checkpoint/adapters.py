@@ -20,18 +20,24 @@ _CONFIG = "adapter_config.json"
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether PEFT wraps the model."""
+    """Whether PEFT wraps the model, or transformers has added adapters to it (``model.add_adapter``)."""
     peft: Any = sys.modules.get("peft")  # who has such a model has imported it
-    return peft is not None and isinstance(model, peft.PeftModel)
+    is_wrapped = peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
+    return is_wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def save_adapters(model: Any, directory: Path) -> None:
-    """Write the adapters with PEFT's own ``save_pretrained``, all at once.
+    """Write the adapters with the model's own ``save_pretrained``, all at once.
 
     Raises:
-        UnsupportedModelError: parameters outside the adapters are trained, or the adapters are gone; nothing has been
-            written.
+        UnsupportedModelError: parameters outside the adapters are trained, or the adapters are gone, or of several kinds;
+            nothing has been written.
     """
+    if isinstance(model, sys.modules["peft"].PeftMixedModel):
+        raise UnsupportedModelError(
+            "it has adapters of several kinds (mixed=True), for which PEFT has no files",
+            cure="Save engine.module.state_dict() with torch.save",
+        )
     adapters = set(model.peft_config)
     if not any(adapters.intersection(fqn.split(".")) for fqn, _ in model.named_parameters()):
         raise UnsupportedModelError(
