@@ -28,7 +28,7 @@ from infinity.distributed.collectives import num_processes
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
-from infinity.integrations.engine_files import checkpoint_in, load_engine, save_engine
+from infinity.integrations.engine_files import checkpoint_in, has_gone_on, load_engine, refuse_to_begin, save_engine
 from infinity.integrations.settings import Setting, agreed
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,14 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self.engine.was_step_skipped()
 
 
+class _Placeholder(dict[str, torch.Tensor]):
+    """Stands for the weights of a model that an engine saves, in the list that hooks get."""
+
+
+def _drop_placeholders(models: Any, weights: Any, output_dir: str) -> None:
+    weights[:] = [each for each in weights if not isinstance(each, _Placeholder)]
+
+
 class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     """``Accelerator`` whose `prepare` has the engine take a model over together with its optimizer.
 
@@ -156,8 +164,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     _models: list[Any]
     _optimizers: list[Any]
-    _prepared: Sequence[Any] = ()
-    """All of ``_models``, while a state is saved or loaded without those that engines hold."""
+    _all: tuple[Sequence[Any], Sequence[Any]] = (), ()
+    """All of ``_models`` and ``_optimizers``, while a state is saved or loaded without those that engines have."""
 
     def __init__(self, *args: Any, infinity_config: ConfigSource, **kwargs: Any) -> None:
         """
@@ -178,6 +186,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             )
         self._engines: list[Engine] = []
         self._made: list[Engine] = []
+        self._unloaded: list[Engine] = []
+        """Of those, which have gone on with a durable run while the script has loaded nothing."""
         self._candidates: list[nn.Module] = []
         steps = self.gradient_accumulation_steps
         settings = [
@@ -298,6 +308,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                     model=model, optimizer=optimizer, config=self.infinity_config, device=self.device
                 )
                 self._made.append(engine)
+                self._unloaded += [engine] if has_gone_on(engine) else []
                 return self.adopt(engine)
         raise UnsupportedModelError(
             f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
@@ -314,7 +325,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def close(self, engine: Engine) -> None:
         """Close an engine, and forget it."""
-        self._engines.remove(engine)
+        if engine in self._engines:  # a Trainer makes another accelerator for each trial
+            self._engines.remove(engine)
         engine.close()
 
     def free_memory(self, *objects: Any) -> Any:
@@ -340,6 +352,10 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         if optimizer is None:
             super().backward(loss, **kwargs)
             return
+        if any(each is optimizer.engine for each in self._unloaded):
+            refuse_to_begin(
+                optimizer.engine, "accelerator.backward()", loading="Call accelerator.load_state(...) first"
+            )
         loss = loss / self.gradient_accumulation_steps
         if others:  # as in a plain loop
             optimizer.engine.scale(loss).backward(**kwargs)
@@ -388,17 +404,22 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """As accelerate's; models and optimizers that engines hold are written by these, streamed, to ``infinity`` in it."""
         if any(isinstance(each, EngineOptimizer) and each.engine.is_closed for each in self._optimizers):
             logger.warning("accelerator.save_state: the states of an optimizer went with its engine, and are not saved")
-        with self._without_engines():
-            return super().save_state(*args, **kwargs)
+        last = self.register_save_state_pre_hook(_drop_placeholders)  # after those of the script
+        try:
+            with self._without_engines():
+                return super().save_state(*args, **kwargs)
+        finally:
+            last.remove()
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's; what accelerate alone saved is loaded as well, and then is in memory for a moment."""
         with self._without_engines():
             super().load_state(*args, **kwargs)
+        self._unloaded.clear()
 
     @contextlib.contextmanager
     def _without_engines(self) -> Iterator[None]:
-        kept = self._prepared, self._optimizers = self._models, self._optimizers
+        kept = self._all = self._models, self._optimizers
         self._models = [each for each in self._models if self.engine_of(each) is None]
         self._optimizers = [each for each in self._optimizers if not isinstance(each, EngineOptimizer)]
         try:
@@ -407,17 +428,24 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = kept
 
     def _save_engines(self, models: Any, weights: Any, output_dir: str) -> None:
-        models[:] = self._prepared  # a script's hooks, which come next, write models in a way of their own
+        # A script's hooks, which come next, write models in a way of their own, and drop the weights of each.
+        models[:] = self._all[0]
+        others = iter(list(weights))
+        weights[:] = [_Placeholder() if self.engine_of(each) is not None else next(others) for each in models]
         for index, engine in enumerate(self.engines):
             save_engine(engine, output_dir, index)
 
-    def _load_engines(self, models: Any, input_dir: str) -> None:
+    def _load_engines(self, found: Any, input_dir: str) -> None:
+        rest = []
         for index, engine in enumerate(self.engines):
             if checkpoint_in(input_dir, index).exists():
                 load_engine(engine, input_dir, index)
-            else:  # accelerate goes on with these very lists
-                models.append(engine.module)
-                self._optimizers.append(EngineOptimizer(engine))
+            else:
+                rest.append(engine)
+        models, optimizers = self._all
+        # accelerate goes on with these very lists, and knows a file by the position
+        found[:] = [each for each in models if self.engine_of(each) in (None, *rest)]
+        self._optimizers[:] = [each for each in optimizers if getattr(each, "engine", None) in (None, *rest)]
 
     def save_model(
         self,

@@ -1,4 +1,4 @@
-"""The engine's checkpoint inside a directory of a library's.
+"""The engine's checkpoint inside a directory of a library's, and the durable run of which a library knows nothing.
 
 Knows the engine's calls; must not know the libraries.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from infinity.config import InfinityConfig, load_config
 from infinity.engine.engine import Engine
+from infinity.errors import StepOrderError
 
 _FOLDER = "infinity"
 
@@ -37,3 +39,32 @@ def load_engine(engine: Engine, directory: str | Path, index: int = 0, *, only_m
     engine.load_checkpoint(
         path.parent, tag=path.name, load_module_only=only_module, load_random_states=False, load_data_position=False
     )
+
+
+def has_gone_on(engine: Engine) -> bool:
+    """Whether the engine is in the midst of a durable run: `initialize` has gone on from a commit, or it has trained since."""
+    return engine.config.infinity.durable is not None and engine.global_steps > 0
+
+
+def refuse_to_begin(engine: Engine, call: str, *, loading: str) -> None:
+    """Raise for a training that begins at step 0 of the library's, with an engine of which `has_gone_on` is true.
+
+    Args:
+        call: what begins it, for the message.
+        loading: how one of the library's checkpoints is loaded, for the cure.
+
+    Raises:
+        StepOrderError: always.
+    """
+    raise StepOrderError(
+        call,
+        f"the durable run is at step {engine.global_steps} already, and this training would begin at step 0, with the first "
+        "batches and a new scheduler",
+        cure=f"{loading}; or set infinity.durable to false; or, to begin anew, name another infinity.durable_path",
+    )
+
+
+def only_evaluating(config: InfinityConfig) -> InfinityConfig:
+    """The config for an engine that trains nothing: without optimizer, and no durable run."""
+    changes = {"optimizer": None, "scheduler": None, "infinity.durable": False}
+    return load_config(dict(config), overrides=changes) if config.infinity.durable or config.optimizer else config

@@ -23,7 +23,7 @@ from infinity.distributed.collectives import num_processes, world
 from infinity.engine.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
-from infinity.integrations.engine_files import load_engine, save_engine
+from infinity.integrations.engine_files import has_gone_on, load_engine, only_evaluating, refuse_to_begin, save_engine
 from infinity.integrations.settings import Setting, agreed
 from infinity.loading.init import Init
 from swapper.volumes.publish import exchange, make_directory, put_back, remove_tree, sync_tree
@@ -206,6 +206,7 @@ class InfinityStrategyMixin:
         self._directory: Path | None = None
         self._agreed: InfinityConfig | None = None
         self._has_trained = False
+        self._has_loaded = False
         self._left_out: dict[str, Any] = {}
         """Stands for the weights in what Lightning wants to have saved."""
 
@@ -365,8 +366,8 @@ class InfinityStrategyMixin:
 
     def _take_over(self, optimizer: Optimizer | None) -> None:
         config = self.infinity_config()
-        if optimizer is None and config.optimizer is not None:  # nothing is trained now
-            config = load_config(dict(config), overrides={"optimizer": None, "scheduler": None})
+        if optimizer is None:  # nothing is trained now
+            config = only_evaluating(config)
         self.engine, *_ = initialize(
             model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
         )
@@ -381,13 +382,25 @@ class InfinityStrategyMixin:
                 vars(each.scheduler)["optimizer"] = own
         self.model = self.engine
 
+    def on_train_start(self) -> None:
+        """As Lightning's.
+
+        Raises:
+            StepOrderError: a durable run has gone on, and Lightning begins at step 0.
+        """
+        super().on_train_start()  # type: ignore[misc]
+        if self.engine is not None and has_gone_on(self.engine) and not self._has_loaded:
+            refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
+
     def teardown(self) -> None:
         """As Lightning's; before, the trained weights go back into the module."""
+        self._has_loaded = False
         self._has_trained |= any(isinstance(each, EngineOptimizer) for each in self.optimizers)
         self.optimizers = []
         if self.engine is not None:
             engine, self.engine = self.engine, None
             self.model = self.lightning_module
+            engine.forget_step()  # what an exception has cut off: else its weights would not be whole
             engine.close()
         super().teardown()  # type: ignore[misc]
 
@@ -482,6 +495,7 @@ class InfinityStrategyMixin:
         path = Path(checkpoint_path)
         with contextlib.suppress(OSError):  # another process was faster
             put_back(_part_of(path), path)
+        self._has_loaded = True
         self._directory = path if path.is_dir() else None
         if self._directory is not None:
             if not (path / _REST).exists():

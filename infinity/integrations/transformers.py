@@ -31,7 +31,14 @@ from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.initialize import initialize
 from infinity.integrations.accelerate import EngineOptimizer, InfinityAccelerator
-from infinity.integrations.engine_files import checkpoint_in, load_engine, save_engine
+from infinity.integrations.engine_files import (
+    checkpoint_in,
+    has_gone_on,
+    load_engine,
+    only_evaluating,
+    refuse_to_begin,
+    save_engine,
+)
 from infinity.integrations.micro_batches import MicroBatches
 from infinity.integrations.settings import Setting, agreed, has_block
 from infinity.optim.lr_schedules import build_scheduler
@@ -83,6 +90,7 @@ class InfinityTrainerMixin:
             ConfigError: config and ``TrainingArguments`` contradict each other.
         """
         self._infinity_source = infinity_config
+        vars(self)["create_optimizer"] = self._create_engine  # before those of subclasses, too
         super().__init__(*args, **kwargs)
 
     @property
@@ -112,23 +120,27 @@ class InfinityTrainerMixin:
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """The engine moves what is computed with; the whole model may be larger than the device."""
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; then the engine takes the model over, with the optimizer that came out.
+    def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``create_optimizer`` is: the class's own, then the engine takes the model over, with the optimizer of that.
 
         Raises:
             InfinityError: as `infinity.initialize`.
         """
-        engine = self._held_by
-        if isinstance(self.optimizer, EngineOptimizer):
-            if self.optimizer.engine is engine:
-                return self.optimizer
-            self.optimizer = self.optimizer.engine.client_optimizer  # which `initialize` says begins anew
-        if engine is not None:  # a trial's, or one that only evaluated
-            self.accelerator.close(engine)
-        optimizer = None
-        if self.infinity_config.optimizer is None or self.optimizer is not None:
-            optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        self.optimizer = self._start(optimizer)
+        engine, own, is_of_config = self._held_by, self.optimizer, self.infinity_config.optimizer is not None
+        if isinstance(own, EngineOptimizer) and own.engine is engine:
+            if not is_of_config:
+                type(self).create_optimizer(self, *args, **kwargs)  # type: ignore[attr-defined]
+            if self.optimizer is own:
+                return own
+            self.accelerator.close(engine)  # a subclass has made another one
+        else:
+            if isinstance(own, EngineOptimizer):
+                self.optimizer = own.engine.client_optimizer  # which `initialize` says begins anew
+            if engine is not None:  # a trial's, or one that only evaluated
+                self.accelerator.close(engine)
+            if not is_of_config or self.optimizer is not None:
+                type(self).create_optimizer(self, *args, **kwargs)  # type: ignore[attr-defined]
+        self.optimizer = self._start(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -148,8 +160,10 @@ class InfinityTrainerMixin:
                 self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
 
-    def _start(self, optimizer: torch.optim.Optimizer | None) -> EngineOptimizer | None:
+    def _start(self, optimizer: torch.optim.Optimizer | None, *, evaluates: bool = False) -> EngineOptimizer | None:
         arguments, config = self.args, self.infinity_config
+        if evaluates:
+            config = only_evaluating(config)
         has_whole_gradients = num_processes() == 1 or not config.zero_stage
         # Who comes before the step gets clipped gradients, whose norm is known.
         clips_now = has_whole_gradients and any(map(_comes_before_steps, self.callback_handler.callbacks))
@@ -164,9 +178,9 @@ class InfinityTrainerMixin:
         """As the Trainer's, on the engine."""
         if self._held_by is None:
             if self.train_dataset is not None:
-                self.create_optimizer()
+                self._create_engine()
             else:
-                self._start(None)
+                self._start(None, evaluates=True)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_input(self, data: Any) -> Any:
@@ -193,6 +207,14 @@ class InfinityTrainerMixin:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         finally:
             del own["get_batch_samples"], own["training_step"]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        found, engine = super()._prepare_for_training(*args, **kwargs), self._held_by  # type: ignore[misc]
+        if engine is not None and has_gone_on(engine) and not self.state.global_step:
+            refuse_to_begin(
+                engine, "trainer.train()", loading="Pass resume_from_checkpoint=True or a checkpoint's path"
+            )
+        return found
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         engine = self._held_by

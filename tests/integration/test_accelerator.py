@@ -16,7 +16,7 @@ from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
-from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.errors import ConfigError, StepOrderError, UnsupportedModelError
 from infinity.integrations.accelerate import InfinityAccelerator
 from tests.stand_in import accelerate_script
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
@@ -141,6 +141,62 @@ def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
+@pytest.mark.parametrize("held", [0, 1])
+def test_positions_in_what_accelerate_saved(held: int, tmp_path: Path) -> None:
+    """Of two models an engine holds one: each gets its own weights, whichever comes first."""
+    saved = Accelerator()
+    originals = [network(), network()]
+    for number, model in enumerate(originals):
+        torch.nn.init.constant_(model[0].weight, number + 1)
+    saved.prepare(*originals, torch.optim.AdamW(originals[held].parameters()))
+    saved.save_state(str(tmp_path / "state"))
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
+    models = [network(), network()]
+    accelerator.prepare(*models, torch.optim.AdamW(models[held].parameters()))
+    accelerator.load_state(str(tmp_path / "state"))
+    assert [model[0].weight[0, 0].item() for model in models] == [1.0, 2.0]
+    accelerator.engine.close()
+
+
+def test_a_hook_that_takes_the_weights_of_each_model(tmp_path: Path) -> None:
+    """As that of diffusers' scripts: what it has written is not written again, what it has left is."""
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
+
+    def save(models: list[Any], weights: list[Any], directory: str) -> None:
+        for model in models:
+            torch.save(model.state_dict(), Path(directory) / "own.pt")
+            weights.pop()
+
+    teacher = network()
+    accelerator.prepare(teacher)
+    losses_of(accelerator, steps=1)
+    accelerator.save_state(str(tmp_path / "state"))
+    assert list((tmp_path / "state").glob("model*"))
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.save_state(str(tmp_path / "other"))
+    assert not list((tmp_path / "other").glob("model*"))
+    accelerator.engine.close()
+
+
+def test_a_durable_run_needs_a_state_of_the_script(tmp_path: Path) -> None:
+    config = on_nvme(tmp_path / "nvme")
+    config["infinity"]["durable"] = True
+    first = InfinityAccelerator(infinity_config=config)
+    losses_of(first, steps=2)
+    first.save_state(str(tmp_path / "state"))
+    first.free_memory()
+    again = InfinityAccelerator(infinity_config=config)
+    with pytest.raises(StepOrderError, match=r"is at step 4 already.*Call accelerator\.load_state"):
+        losses_of(again)
+    again.free_memory()
+    again = InfinityAccelerator(infinity_config=config)
+    model = network()
+    again.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    again.load_state(str(tmp_path / "state"))
+    again.backward(model(torch.ones(1, 8)).sum())
+    again.engine.close()
+
+
 def _doubled(accelerator: Any, model: Any, batch: torch.Tensor) -> None:
     """A part of the loss by a backward of the script's own, as large as the accumulation wants it."""
     (model(batch).square().mean() / 2).backward()
@@ -185,7 +241,7 @@ def test_one_training_after_the_other(tmp_path: Path) -> None:
     accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
 
     def save(models: list[Any], weights: list[Any], directory: str) -> None:
-        assert len(models) == 2 and len(weights) == 1
+        assert len(models) == len(weights) == 2
         torch.save(models[1].state_dict(), Path(directory) / "own.pt")
 
     accelerator.register_save_state_pre_hook(save)

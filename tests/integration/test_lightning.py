@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.errors import ConfigError, StepOrderError, UnsupportedModelError
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
@@ -358,6 +358,48 @@ def test_batches_are_skipped(what: str, skips: Collection[int], tmp_path: Path) 
         assert len(trained[1].losses) == 6 and trained[1].losses[-1] < trained[1].losses[0]
     else:
         assert_same(*trained)
+
+
+def test_a_durable_run_and_lightnings_steps(tmp_path: Path) -> None:
+    """It goes on with a checkpoint of Lightning's, and not beside its count; who only evaluates has none."""
+    pytorch, strategy = parts(_FOUND[0])
+    config = on_nvme(tmp_path / "nvme")
+    config["infinity"]["durable"] = True
+    saver = pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)
+    trainer = trainer_for(
+        pytorch, tmp_path, strategy(config=config), max_epochs=1, enable_checkpointing=True, callbacks=[saver]
+    )
+    module = module_for(pytorch)
+    trainer.fit(module, data())
+    trainer.test(module, data(2), verbose=False)
+    with pytest.raises(StepOrderError, match=r"is at step 8 already.*Pass ckpt_path=.*durable_path"):
+        trainer_for(pytorch, tmp_path, strategy(config=config)).fit(module_for(pytorch), data())
+    again = module_for(pytorch)
+    trainer_for(pytorch, tmp_path, strategy(config=config)).fit(again, data(), ckpt_path=saver.last_model_path)
+    assert len(again.losses) == 8
+
+
+def test_weights_after_an_exception_in_backward(tmp_path: Path) -> None:
+    """Those of the last step, where backward updates nothing."""
+    pytorch, strategy = parts(_FOUND[0])
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    class Failing(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                module.first.register_forward_hook(lambda *found: found[2].register_hook(fail) and None)
+
+    weights, config = [], on_nvme(tmp_path / "nvme")
+    config["infinity"]["update"] = "step"
+    for kind in ("auto", strategy(config=config)):
+        module = module_for(pytorch)
+        pytorch.seed_everything(3)
+        with pytest.raises(ZeroDivisionError):
+            trainer_for(pytorch, tmp_path, kind, callbacks=[Failing()]).fit(module, data())
+        weights.append({name: value.clone() for name, value in module.state_dict().items()})
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_no_optimizer(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import infinity
 from infinity.engine.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StepOrderError
 from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
 from tests.stand_in import models, trainer_script
 from tests.stand_in.text import rows
@@ -187,6 +187,80 @@ def test_evaluation_before_and_without_training(tmp_path: Path) -> None:
     trainers[0].train()
     for trainer in trainers:
         trainer.engine.close()
+
+
+class _OwnOptimizer:
+    """Makes one of its own, each time anew."""
+
+    model: Any
+    optimizer: Any
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+def test_an_optimizer_of_a_subclass(tmp_path: Path) -> None:
+    """The engine has it, whatever stands before the mixin; an evaluation changes nothing, a second training begins anew."""
+    found = []
+    for base in (Trainer, InfinityTrainer):
+        own = type("Own", (_OwnOptimizer, base), {})
+        more = {} if base is Trainer else {"infinity_config": on_nvme(tmp_path / "nvme")}
+        options = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
+        trainer = own(models.llama(), options, train_dataset=rows(16, 32), eval_dataset=rows(4, 32), **more)
+        logs = []
+        for _ in range(2):
+            trainer.train()
+            logs += log_of(trainer.state.log_history)
+        trainer.save_model(str(tmp_path / base.__name__))
+        found.append(logs)
+    assert found[0] == found[1]
+    assert_same_weights(tmp_path / "Trainer" / "model.safetensors", tmp_path / "InfinityTrainer" / "model.safetensors")
+    trainer.engine.close()
+
+
+def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
+    """It goes on with a checkpoint of the Trainer's, and not beside its count; who only evaluates has none."""
+    config = on_nvme(tmp_path / "nvme")
+    config["infinity"]["durable"] = True
+    expected = trained(tmp_path, config, models.llama(), max_steps=4)
+    values = {name: value.clone() for name, value in expected.model.state_dict().items()}
+    expected.engine.close()
+    config["infinity"]["durable_path"] = str(tmp_path / "other")
+
+    class Stopping(TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    stopped = trained(tmp_path, config, models.llama(), save_strategy="steps", save_steps=2, callbacks=[Stopping()])
+    stopped.engine.close()
+    data = {"train_dataset": rows(16, 32), "infinity_config": config}
+    again = InfinityTrainer(models.llama(), arguments(tmp_path), **data)
+    with pytest.raises(StepOrderError, match=r"is at step 3 already.*resume_from_checkpoint=True.*durable_path"):
+        again.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(value, values[name]) for name, value in again.model.state_dict().items())
+    again.engine.close()
+    evaluating = InfinityTrainer(models.llama(), arguments(tmp_path), eval_dataset=rows(4, 32), infinity_config=config)
+    plain = Trainer(models.llama(), arguments(tmp_path), eval_dataset=rows(4, 32)).evaluate()["eval_loss"]
+    assert evaluating.evaluate()["eval_loss"] == plain
+    evaluating.engine.close()
+
+
+def test_one_trial_after_the_other(tmp_path: Path) -> None:
+    """A search makes model and accelerator anew for each."""
+    trainer = InfinityTrainer(
+        args=arguments(tmp_path, max_steps=1),
+        model_init=lambda: models.llama(),
+        train_dataset=rows(16, 32),
+        infinity_config=on_nvme(tmp_path / "nvme"),
+    )
+    trainer.train()
+    first = trainer.engine
+    trainer.create_accelerator_and_postprocess()
+    trainer.train()
+    assert first.is_closed and trainer.engine is not first
+    trainer.engine.close()
 
 
 class Plain(nn.Module):
