@@ -172,6 +172,8 @@ class _HeldParameter(nn.Parameter):
             return _operate(torch.Tensor.set_, (), (self, *args), kwargs)
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        if args[0] is self:  # register_parametrization does so; a count of a write would be one to the drive
+            return self
         host.set_data(self, args[0])
         torch.autograd.graph.increment_version(self)
         return self

@@ -75,6 +75,15 @@ def test_requires_grad_may_be_changed(held: Held) -> None:
     assert held.source.fetched == []
 
 
+def test_set_to_itself_is_no_write(held: Held) -> None:
+    """torch's parametrizations do so, and a count of a write brings the weight to the drive."""
+    parameter = held.model.get_parameter(_NAME)
+    version = parameter._version
+    with torch.no_grad():
+        assert parameter.set_(parameter) is parameter
+    assert parameter._version == version and held.source.fetched == []
+
+
 def test_isinstance_and_registration_still_work(held: Held) -> None:
     parameter = held.model.get_parameter(_NAME)
     assert isinstance(parameter, nn.Parameter)
