@@ -355,7 +355,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None, generation: Any = None) -> list[str]:
-    """Write a Hugging Face model's configs; returns their names.
+    """Write a Hugging Face model's configs, and the code of one that transformers does not have; returns their names.
 
     Args:
         model: any; of another there are none.
@@ -370,6 +370,10 @@ def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None,
         if dtype is not None:
             config = copy.deepcopy(config)
             config.update({"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]})
+        if isinstance(model, nn.Module) and getattr(model, "_auto_class", None) is not None:
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(model, folder, config=config)
         config.save_pretrained(folder)
     can_generate = not hasattr(model, "can_generate") or model.can_generate()
     generation = generation or getattr(model, "generation_config", None)

@@ -17,7 +17,8 @@ from infinity.torch_internals.foreign_writes import plain_storage
 def load_over(file: Path, data: torch.Tensor) -> Any:
     """What ``torch.load(file, mmap=True, weights_only=True)`` gives, with all tensors over ``data``.
 
-    torch itself sets memory aside for a mapping, so the kernel refuses a file that is larger than memory.
+    torch itself sets memory aside for a mapping, so the kernel refuses a file that is larger than memory. What torch wrote
+    before 1.6 is no zip file: its tensors are in memory.
 
     Args:
         file: as ``torch.save`` writes it.
@@ -28,7 +29,7 @@ def load_over(file: Path, data: torch.Tensor) -> Any:
     """
     module: Any = torch.serialization
     if not (zipfile.is_zipfile(file) and hasattr(module, "_open_zipfile_reader") and hasattr(module, "_load")):
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)  # says what is wrong
+        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     unpickler: Any = torch._weights_only_unpickler
     with module._open_zipfile_reader(str(file)) as reader:
         return module._load(reader, "cpu", unpickler, overall_storage=plain_storage(data), encoding="utf-8")

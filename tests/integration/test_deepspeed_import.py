@@ -225,6 +225,7 @@ def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
     return change
 
 
+_STATE = ("optimizer_state_dict", "optimizer_state_dict", "state", 0)
 _OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 _MODEL = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
@@ -275,6 +276,10 @@ _FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: _rewritten(f / _OPTIMIZER, _set("optimizer_state_dict", "fp32_flat_groups", 0, to=torch.zeros(3))),
         "would end at element",
     ),
+    "8 bits": (
+        lambda f: _rewritten(f / _OPTIMIZER, _set(*_STATE, "absmax1", to=torch.zeros(3))),
+        "keeps 'absmax1', which is not one number per element .*Load the weights alone",
+    ),
     "on nvme": (
         lambda f: (
             [
@@ -321,6 +326,15 @@ def test_bad_input_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         convert(folder.parent, tmp_path / "ours")
     assert not list((tmp_path / "ours").glob("*"))
+
+
+def test_a_state_that_is_none_is_left_out(tmp_path: Path) -> None:
+    """As SGD's momentum without momentum."""
+    source = _unpacked("stage3", tmp_path) / "checkpoint"
+    file = source / f"global_step{NUM_STEPS_BEFORE}" / _OPTIMIZER
+    _rewritten(file, _set(*_STATE, "momentum_buffer", to=None))
+    convert(source, tmp_path / "ours")
+    assert not any(kind == "momentum_buffer" for *_, kind in _tensors(Checkpoint.open(tmp_path / "ours")))
 
 
 def test_directories_that_hold_none(tmp_path: Path) -> None:

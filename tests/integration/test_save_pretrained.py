@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -176,3 +177,38 @@ def test_main_weights_that_share_a_chunk_are_read_with_it_once(tmp_path: Path, m
     found = _read(tmp_path / "saved")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert reads and set(reads.values()) == {1}
+
+
+_CODE = """
+from transformers import LlamaForCausalLM
+
+from .names import NOTHING
+
+
+class Own(LlamaForCausalLM):
+    pass
+
+
+Own.register_for_auto_class("AutoModelForCausalLM")
+"""
+
+
+def test_code_of_a_model_is_saved_beside_it(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_models").mkdir()
+    (tmp_path / "own_models" / "own.py").write_text(_CODE)
+    (tmp_path / "own_models" / "names.py").write_text("NOTHING = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("own_models.own").Own(MODELS["llama"]().config)
+    model.save_pretrained(tmp_path / "theirs")
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.save_pretrained(tmp_path / "ours")
+        engine.save_16bit_model(tmp_path / "16bit")
+    for name in ("ours", "16bit"):
+        assert (tmp_path / name / "names.py").is_file() and (tmp_path / name / "own.py").is_file()
+        assert json.loads((tmp_path / name / "config.json").read_text())["auto_map"] == {
+            "AutoModelForCausalLM": "own.Own"
+        }
+    _assert_same_files(tmp_path / "ours", tmp_path / "theirs")

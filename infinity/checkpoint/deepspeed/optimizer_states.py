@@ -92,11 +92,17 @@ class OptimizerStates:
                     for kind, values in {WEIGHT: flat, **state}.items():
                         if not _is_flat(values):
                             continue
-                        if start < 0 or start + numel > values.numel():
+                        if start < 0 or start + numel > flat.numel():
                             raise CheckpointError(
                                 path,
-                                f"'{fqn}' ({kind}) would end at element {start + numel} of {values.numel()}",
+                                f"'{fqn}' would end at element {start + numel} of {flat.numel()}",
                                 cure="Take the files of all ranks from one and the same save_checkpoint",
+                            )
+                        if values.numel() != flat.numel():
+                            raise CheckpointError(
+                                path,
+                                f"its optimizer keeps '{kind}', which is not one number per element (an 8-bit one?)",
+                                cure="Load the weights alone, with infinity.load_pretrained",
                             )
                         pieces.setdefault((fqn, kind), []).append(values[start : start + numel])
                     if state:
@@ -258,6 +264,7 @@ def _one_bit(path: Path, name: str) -> CheckpointError:
 def _settled(groups: Sequence[Mapping[str, Any]], key: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """States, with the step that fused optimizers keep in the group."""
     group = next(each for each in groups if key in each["params"])
+    state = {name: each for name, each in state.items() if each is not None}  # SGD's, before there is a momentum
     if state and "step" not in state and "step" in group:
         state = {**state, "step": group["step"]}
     step = state.get("step")

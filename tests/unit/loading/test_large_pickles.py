@@ -22,3 +22,9 @@ def test_a_state_dict_larger_than_memory_needs_none(tmp_path: Path) -> None:
     tensors = open_weights(tmp_path)
     assert len(tensors) == count
     assert all(value.shape == (part_bytes,) and int(value[-1]) == 0 for value in tensors.values())
+
+
+def test_a_file_of_before_zip_files_is_loaded(tmp_path: Path) -> None:
+    values = {"weight": torch.arange(6.0).view(2, 3)}
+    torch.save(values, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(open_weights(tmp_path)["weight"], values["weight"])
