@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from infinity.errors import StepOrderError
-from infinity.loop.batches import call_with, copied, endless, loss_of, move
+from infinity.loop.batches import call_with, copied, loss_of, move
+from infinity.loop.loader import OwnBatches
 from infinity.vertical.schedule import VerticalSchedule
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -66,6 +67,8 @@ class TrainBatch:
     def __call__(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> torch.Tensor:
         """See `Engine.train_batch`."""
         loop = self._loop
+        if not loop.module.training:  # as DeepSpeed
+            loop.module.train()
         iterator = data_iter if data_iter is not None else self._own_iterator()
         num_micro_batches = loop.gradient_accumulation_steps()
         taken: list[Any] = []
@@ -169,7 +172,7 @@ class TrainBatch:
                 "there is no data iterator",
                 cure="Pass one, or give training_data to infinity.initialize",
             )
-        self._own = self._own or endless(self._loop.training_dataloader)
+        self._own = self._own or OwnBatches(self._loop.training_dataloader)
         return self._own
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from copy import copy as shallow_copy
 from types import MappingProxyType
 from typing import Any
@@ -117,21 +117,3 @@ def copied(batch: Any) -> Any:
         return value
 
     return copy(batch)
-
-
-def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch.
-
-    Raises:
-        StepOrderError: the loader is empty.
-    """
-    num_empty = 0
-    while True:
-        for batch in loader:
-            num_empty = 0
-            yield batch
-        num_empty += 1
-        if num_empty > 1:  # the rest of an epoch may be empty, where a run goes on at its very end
-            raise StepOrderError(
-                "engine.train_batch()", "training_data gives no batch", cure="Check its length and dataloader_drop_last"
-            )

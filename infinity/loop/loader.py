@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from infinity.errors import StepOrderError
 from infinity.loop.random_states import random_states, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -210,3 +211,19 @@ class RepeatingLoader:
         except StopIteration:
             self.data_iter = iter(self.loader)
             return next(self.data_iter)
+
+
+class OwnBatches(RepeatingLoader):
+    """Those of ``training_data``, epoch after epoch. What an exception of the loader cuts off goes on with the next batch."""
+
+    def __next__(self) -> Any:
+        """
+        Raises:
+            StepOrderError: the loader is empty.
+        """
+        try:
+            return super().__next__()
+        except StopIteration:
+            raise StepOrderError(
+                "engine.train_batch()", "training_data gives no batch", cure="Check its length and dataloader_drop_last"
+            ) from None

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
+
+from infinity.threads.turn import is_native
 
 Key = TypeVar("Key")
 
@@ -31,8 +34,8 @@ logger = logging.getLogger(__name__)
 class LoopStyle:
     """See the module's notes."""
 
-    num_running = 0
-    """Calls of ``engine.backward``, of whatever engine, that have not returned."""
+    callers: Final[list[int]] = []
+    """The threads of calls of ``engine.backward``, of whatever engine, that have not returned."""
 
     def __init__(self, num_micro_batches: Callable[[], int]) -> None:
         """``num_micro_batches``: the accumulation steps, as they are now."""
@@ -60,16 +63,18 @@ class LoopStyle:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Inside it, ``engine.backward`` runs."""
-        LoopStyle.num_running += 1
+        me = threading.get_ident()
+        LoopStyle.callers.append(me)
         try:
             yield
         finally:
-            LoopStyle.num_running -= 1
+            LoopStyle.callers.remove(me)
 
     def take_own(self, gradients: dict[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
         """Gradients of a backward of the user's own, as they are to be added to those of the step."""
         share = float(self._num_micro_batches() if self.divides else 1)
-        if LoopStyle.num_running:
+        me = threading.get_ident()
+        if me in LoopStyle.callers or (LoopStyle.callers and is_native(me)):  # autograd's threads serve all callers
             self._has_parts |= not self._is_whole
             share = 1 / share if self._is_whole else 1.0
         elif not self._has_parts:

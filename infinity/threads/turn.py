@@ -202,7 +202,7 @@ class Turn:
         return thread in self._guests
 
     def _is_deputy(self, thread: int) -> bool:
-        if thread in self._deputies or (in_backward() and _is_native(thread)):
+        if thread in self._deputies or (in_backward() and is_native(thread)):
             self._num_moves += 1
             return True
         return False
@@ -263,7 +263,7 @@ class Turn:
         self._wait(is_due, lambda: self._owner if self._owner is not None else self._last, what)
         if self._owner is not None:
             self._guests[me] = 1
-        elif in_backward() and _is_native(me):
+        elif in_backward() and is_native(me):
             self._owner, self._what, self._depth = _NATIVE, what, 1
             return False
         else:
@@ -456,7 +456,7 @@ def _thread(ident: int) -> threading.Thread | None:
     return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
 
 
-def _is_native(ident: int) -> bool:
+def is_native(ident: int) -> bool:
     """Whether a thread was not made by Python, as autograd's are not."""
     thread = _thread(ident)
     return thread is None or isinstance(thread, threading._DummyThread)

@@ -632,3 +632,13 @@ def test_the_users_default_dtype_and_device_change_nothing(
             _put_back()
             _end(both, step)
         both.require_equal()
+
+
+def test_train_batch_trains_in_training_mode(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
+        engine.eval()
+        assert engine.train_batch(iter([torch.ones(1, 8)]), lambda output, _: output.sum()).item() == 0
+        assert (
+            model.training and engine.eval_batch(torch.ones(1, 8), loss_fn=lambda output, _: output.sum()).item() != 0
+        )

@@ -156,7 +156,7 @@ def test_a_backward_delivers_each_gradient_once_and_takes_it_from_autograd() -> 
     assert sorted(bench.listener.noted) == [0, 1] and bench.pager.num_noticed == 4
     assert all(plain_grad(p) is None for unit in bench.units for p in unit.parameters)
     assert bench.guard.phase is Phase.READY and bench.guard.has_backward
-    assert bench.pager.computed == ["backward"] and LoopStyle.num_running == 0
+    assert bench.pager.computed == ["backward"] and not LoopStyle.callers
 
 
 def test_updates_wait_for_the_end_until_it_is_known_what_to_expect() -> None:
@@ -209,13 +209,13 @@ def test_what_is_updated_in_backward_is_divided_as_the_step_would() -> None:
 
 def test_torch_gets_retain_graph_and_a_backward_in_an_engines_is_seen() -> None:
     bench, seen = _Bench(), []
-    bench.layers[0].weight.register_hook(lambda gradient: seen.append(LoopStyle.num_running))
+    bench.layers[0].weight.register_hook(lambda gradient: seen.append(len(LoopStyle.callers)))
     loss = bench.loss()
     bench.backwards.run(loss, retain_graph=True)
     bench.backwards.run(loss)
     with pytest.raises(RuntimeError, match="second time"):
         bench.backwards.run(loss)
-    assert seen == [1, 1] and LoopStyle.num_running == 0
+    assert seen == [1, 1] and not LoopStyle.callers
 
 
 def test_a_backward_that_is_cut_off_leaves_nothing_but_the_phase() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from infinity.loop.loader import make_loader
+from infinity.errors import StepOrderError
+from infinity.loop.loader import OwnBatches, make_loader
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -40,3 +41,24 @@ def test_a_position_is_that_of_the_newest_iterator() -> None:
     assert len(list(second)) == 6
     second.load_state_dict(state)
     assert [batch.tolist() for batch in second] == expected
+
+
+def test_own_batches_go_on_after_an_exception_and_refuse_what_is_empty() -> None:
+    class Data(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            if index == 1 and not failed:
+                failed.append(index)
+                raise OSError("a file is not there for a moment")
+            return index
+
+    failed: list[int] = []
+    batches = OwnBatches(make_loader(Data(), 1, collate_fn=None, drop_last=False, shuffles=False))
+    assert next(batches).item() == 0
+    with pytest.raises(OSError, match="for a moment"):
+        next(batches)
+    assert [next(batches).item() for _ in range(6)] == [2, 3, 0, 1, 2, 3]
+    with pytest.raises(StepOrderError, match="training_data gives no batch"):
+        next(OwnBatches([]))
