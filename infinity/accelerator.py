@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from infinity.device.host_memory import free_bytes, memory_limits
+
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+"""What makes tensors of a dtype on the device, by DeepSpeed's names."""
 
 
 class Accelerator:
@@ -18,9 +34,18 @@ class Accelerator:
         self._namespace: Any = torch.cuda if self._name == "cuda" else torch.cpu
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._namespace, name)
+        if name in _TENSORS:
+            on_device = functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
+            return getattr(torch, name) if self._name == "cpu" else on_device
+        found = None if name.startswith("_") else getattr(self._namespace, name, None)
+        if found is None:
+            raise AttributeError(
+                f"get_accelerator() has no '{name}' here, nor has torch.{self._name}. Call what torch has for it, for the device "
+                "get_accelerator().current_device_name()",
+                name=name,
+                obj=self,
+            )
+        return found
 
     def is_available(self) -> bool:
         """True: there is always a CPU."""
@@ -65,19 +90,38 @@ class Accelerator:
         """Of ``torch.distributed``."""
         return "nccl" if self._name == "cuda" else "gloo"
 
+    def random(self) -> Any:
+        """The module of torch's random numbers."""
+        return torch.random
+
     def manual_seed(self, seed: int) -> Any:
         """Seed the current device's generator."""
         return torch.cuda.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
-    manual_seed_all = manual_seed
+    def manual_seed_all(self, seed: int) -> Any:
+        """Seed those of all GPUs, or the CPU's."""
+        return torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
-    def get_rng_state(self) -> torch.Tensor:
-        """Of the current device's generator, uint8."""
-        return torch.cuda.get_rng_state() if self._name == "cuda" else torch.get_rng_state()
+    def initial_seed(self) -> int:
+        """What the current device's generator was seeded with."""
+        return torch.cuda.initial_seed() if self._name == "cuda" else torch.initial_seed()
 
-    def set_rng_state(self, new_state: torch.Tensor) -> None:
+    def default_generator(self, device_index: int = 0) -> torch.Generator:
+        """That of a device."""
+        return torch.cuda.default_generators[device_index] if self._name == "cuda" else torch.default_generator
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """Of a device's generator, the current one's by default, uint8."""
+        if self._name == "cpu":
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """What `get_rng_state` gave."""
-        torch.cuda.set_rng_state(new_state) if self._name == "cuda" else torch.set_rng_state(new_state)
+        if self._name == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
     def empty_cache(self) -> None:
         """Give cached GPU memory back."""
@@ -104,6 +148,69 @@ class Accelerator:
         """Forget that most."""
         if self._name == "cuda":
             torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes of GPU memory that torch has, those that it keeps for later included; 0 on a CPU."""
+        return torch.cuda.memory_reserved(device_index) if self._name == "cuda" else 0
+
+    memory_cached = memory_reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Most of them so far; 0 on a CPU."""
+        return torch.cuda.max_memory_reserved(device_index) if self._name == "cuda" else 0
+
+    max_memory_cached = max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Torch's numbers about GPU memory; none on a CPU."""
+        return torch.cuda.memory_stats(device_index) if self._name == "cuda" else {}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the GPU, or of host memory as far as this process may use it."""
+        if self._name == "cuda":
+            return torch.cuda.get_device_properties("cuda" if device_index is None else device_index).total_memory
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min([whole, *(limit.limit_bytes for limit in memory_limits())])
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Those of them that nobody uses."""
+        return torch.cuda.mem_get_info(device_index)[0] if self._name == "cuda" else free_bytes()
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """The tensor in pinned host memory, if there is a GPU to pin it for."""
+        return tensor.pin_memory() if self._name == "cuda" else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it is in pinned host memory."""
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on this kind of device."""
+        return tensor.device.type == self._name
+
+    def is_synchronized_device(self) -> bool:
+        """Whether calls return when their work is done: on a CPU."""
+        return self._name == "cpu"
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        """Begin a range of NVTX; nothing on a CPU."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self, domain: Any = None) -> None:
+        """End it."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> None:
+        """Call it, when the device is ready."""
+        if self._name == "cuda":
+            torch.cuda.init()
+        callback()
 
 
 _accelerators: list[Accelerator] = []

@@ -24,6 +24,7 @@ from infinity.checkpoint.export import fp32_weights
 from infinity.compat import constants, groups, leaf_modules, messages, optimizers, small_functions
 from infinity.compat.configs import DeepSpeedConfig
 from infinity.compat.deepspeed_api import REFUSED
+from infinity.compat.monitor_master import MonitorMaster
 from infinity.compat.timers import Timers
 from infinity.config.schema.vocabulary import nearest
 from infinity.engine.engine import Engine
@@ -83,14 +84,30 @@ _GLOBALS = {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500}
 
 _MODULES: dict[str, dict[str, Any]] = {
     "accelerator": {"get_accelerator": get_accelerator},
+    "accelerator.real_accelerator": {"get_accelerator": get_accelerator},
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": small_functions.clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
     "comm": _those_of(comm),
     "comm.comm": _those_of(comm),
+    "compression": {},
+    "compression.helper": {
+        "recursive_getattr": small_functions.recursive_getattr,
+        "recursive_setattr": small_functions.recursive_setattr,
+    },
     "constants": _GLOBALS,
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
+    "moe": {},
+    "moe.utils": {
+        "has_moe_layers": small_functions.has_moe_layers,
+        "is_moe_param": small_functions.is_moe_param,
+        "split_params_into_different_moe_groups_for_optimizer": (
+            small_functions.split_params_into_different_moe_groups_for_optimizer
+        ),
+    },
+    "monitor": {},
+    "monitor.monitor": {"MonitorMaster": MonitorMaster},
     "ops": {},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": optimizers.DeepSpeedCPUAdagrad},
     "ops.adam": {"DeepSpeedCPUAdam": optimizers.DeepSpeedCPUAdam, "FusedAdam": optimizers.FusedAdam},
@@ -131,6 +148,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "runtime.zero.stage3": {name: value for name, value in _those_of(memory_needs).items() if "zero3" in name},
     "runtime.zero.stage_1_and_2": {name: value for name, value in _those_of(memory_needs).items() if "zero2" in name},
     "runtime.zero.tiling": _those_of(tiling),
+    "runtime.zero.utils": {"is_zero_param": small_functions.is_zero_param},
     "utils": {
         **_those_of(messages),
         **_those_of(full_tensors),
@@ -151,6 +169,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "utils.z3_leaf_module": _those_of(leaf_modules),
     "utils.zero_to_fp32": _those_of(fp32_weights),
     "zero": _ZERO,
+    "zero.partition_parameters": {**_ZERO, **_INIT_INTERNALS},
 }
 
 _OF_THE_PACKAGE: dict[str, Any] = {
@@ -176,7 +195,7 @@ def why_absent(name: str) -> str:
         return REFUSED[name]
     if last in there and there[last] != above:
         return f"It is in {there[last]}"
-    own = [each for each in _MODULES.get(above, {}) if not each.startswith("_")]
+    own = [each for each in _MODULES.get(above, {}) if not each.startswith("_") and each.isupper() == last.isupper()]
     near = nearest(last, own)
     if near is not None:
         return f"The nearest there is: {above}.{near}"
@@ -211,10 +230,15 @@ class _Explaining:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         package, _, rest = name.partition(".")
+        above, _, last = rest.rpartition(".")
+        if not last or last.startswith("__"):
+            return
+        # Without a name in it where a name of a module is imported: else Python would say something of its own in its place.
+        if package == "infinity" and above in _MODULES:
+            raise ModuleNotFoundError(f"there is no infinity.{rest}. {why_absent(rest)}")
         if package == "infinity" and rest.partition(".")[0] in REFUSED:
             raise ModuleNotFoundError(f"infinity has no module '{rest}'. {why_absent(rest)}", name=name)
-        if package == "deepspeed" and rest and not rest.rpartition(".")[2].startswith("__"):
-            # Without a name in it: else Python would say something of its own in its place.
+        if package == "deepspeed":
             raise ModuleNotFoundError(f"there is no {name} here: deepspeed is infinity. {why_absent(rest)}")
 
 

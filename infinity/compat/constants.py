@@ -27,5 +27,16 @@ LR_SCHEDULES = {
 }
 """Those of ``runtime.lr_schedules``."""
 
-OPTIMIZERS = {f"{name.upper()}_OPTIMIZER": name for name in ("adagrad", "adam", "adamw", "lamb", "lion")}
-"""Those of ``runtime.config``: the names of optimizers that there are here as well."""
+_ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", *_ONE_BIT, "muadam", "muadamw", "musgd", "lion", "muon")
+DEEPSPEED_OPTIMIZERS = [name.replace("_", "") for name in _OPTIMIZERS]
+"""Names of optimizers that a config may have in any case of letters, those that are refused among them."""
+
+OPTIMIZERS = {
+    **{f"{name.upper()}_OPTIMIZER": name.replace("_", "") for name in _OPTIMIZERS},
+    "DEEPSPEED_OPTIMIZERS": DEEPSPEED_OPTIMIZERS,
+    "TORCH_ADAM_PARAM": "torch_adam",
+    "ADAM_W_MODE": "adam_w_mode",
+    "ADAM_W_MODE_DEFAULT": True,
+}
+"""Those of ``runtime.config``."""

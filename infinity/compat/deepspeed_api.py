@@ -17,6 +17,10 @@ _TENSORS = (
 _LONG = "Sequences are not divided among processes. Activation checkpointing keeps long ones small, see checkpointing"
 _FLOPS = "The nearest there is: profiling.flops_profiler.FlopsProfiler, whose count_of(module) has both"
 _FILES = "engine.save_checkpoint, load_checkpoint and save_16bit_model need no conversion"
+_EXPORTS = (
+    "A checkpoint of ours has no such files, so that Lightning's convert_zero_checkpoint_to_fp32_state_dict cannot read it. "
+    "get_fp32_state_dict_from_zero_checkpoint beside it gives the weights, and infinity export writes them"
+)
 _CONFIG = "The nearest there is: infinity.load_config, which gives the whole config, checked"
 _LAYER = "There is no such kernel. The nearest there is: torch.nn.TransformerEncoderLayer"
 _LOADER = "The nearest there is: engine.deepspeed_io, or training_data= of initialize"
@@ -47,7 +51,7 @@ REFUSED = {
     "model_implementations": _EVALUATES,
     "module_inject": _EVALUATES,
     "moe": "Experts in a ModuleList need no layer of its own: only those that a batch goes to are read",
-    "monitor": "The nearest there is: engine.monitor, which writes where the config says",
+    "monitor": "The nearest there is: monitor.monitor.MonitorMaster, or engine.monitor, which writes where the config says",
     "nvme": "The nearest there is: infinity profile, which measures the drives",
     "ops.aio": _BYTES,
     "ops.deepspeed4science": _LAYER,
@@ -133,6 +137,8 @@ REFUSED = {
     "utils.mesh_device": _GROUPS,
     "utils.timer": "The nearest there is: utils.timer.SynchronizedWallClockTimer",
     "utils.z3_leaf_module": "The nearest there is: utils.z3_leaf_module.set_z3_leaf_modules",
+    "utils.zero_to_fp32.get_model_state_file": _EXPORTS,
+    "utils.zero_to_fp32.get_optim_files": _EXPORTS,
     "utils.zero_to_fp32": "The nearest there is: utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
     "zero": "It is a part of DeepSpeed's engine. The nearest there is: zero.Init and zero.GatheredParameters",
 }
@@ -152,6 +158,9 @@ DIFFERS = {
     "DeepSpeedEngine": "`infinity.Engine`: pages what the budget does not hold, and gives the bits of plain torch",
     "DeepSpeedOptimizer": "the class of the optimizers that `initialize` returns",
     "OnDevice": "sets torch's default dtype and device, where DeepSpeed replaces torch's functions",
+    "MonitorMaster": "takes `DeepSpeedConfig(...).monitor_config`, and sends nothing to Comet",
+    "has_moe_layers": "there are none: (False, 0)",
+    "split_params_into_different_moe_groups_for_optimizer": "has nothing to split, and refuses parameters of such experts",
     "ZeROOptimizer": "the class of the optimizers that `initialize` returns",
     "DeepSpeedCPUAdagrad": _TORCHS,
     "DeepSpeedCPUAdam": _TORCHS,

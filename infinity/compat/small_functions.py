@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from infinity.distributed.meshes import current_mesh
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnsupportedModelError
 
 _PART_SIZES = (
     "get_model_parallel_world_size",
@@ -130,3 +130,35 @@ def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> 
 def clone_tensors_for_torch_save(item: Any, *args: Any, **kwargs: Any) -> Any:
     """``item`` as it is: a tensor of ours has no larger storage that ``torch.save`` would write with it."""
     return item
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether an engine, or `infinity.zero.Init`, has it."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
+
+
+def has_moe_layers(m: Any) -> tuple[bool, int]:
+    """(False, 0): there is no layer of DeepSpeed's for experts."""
+    return False, 0
+
+
+def is_moe_param(param: Any) -> bool:
+    """Whether a script says by ``param.allreduce = False`` that it is an expert's, which only some processes have."""
+    return not getattr(param, "allreduce", True)
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """A list of the groups as they are: without experts of DeepSpeed's there is nothing to split off.
+
+    Raises:
+        UnsupportedModelError: one has a parameter of such an expert.
+    """
+    groups: list[Any] = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    for group in groups:
+        group["params"] = list(group["params"])
+        if any(map(is_moe_param, group["params"])):
+            raise UnsupportedModelError(
+                "a parameter has allreduce = False: it is an expert's that DeepSpeed gives to some processes only",
+                cure="Experts in a ModuleList need no groups of their own: only those that a batch goes to are read",
+            )
+    return groups

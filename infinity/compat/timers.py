@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from infinity.compat.messages import logger
@@ -78,3 +78,27 @@ class Timers:
         found = [name for name in names if name in self._timers]
         parts = [f"{name}: {self._timers[name].elapsed(reset) / normalizer:.2f}" for name in found]
         logger.info("time (ms) | %s", " | ".join(parts))
+
+
+class ThroughputTimer:
+    """``engine.tput_timer``: what scripts tell it is taken, and the engine's own report says how fast it goes."""
+
+    def __init__(self, speed: Callable[[], float | None]) -> None:
+        """``speed``: samples per second of the last step; None if there is none."""
+        self._speed = speed
+        self.epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        """An epoch has ended."""
+        self.epoch_count += 1
+
+    def start(self) -> None:
+        """Taken without effect: the engine measures each step."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Taken without effect, too."""
+
+    def avg_samples_per_sec(self) -> float:
+        """Of the last step, over all processes; minus infinity before there is one, as in DeepSpeed."""
+        speed = self._speed()
+        return float("-inf") if speed is None else speed

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from infinity.compat.timers import Timers
+from infinity.compat.constants import DEEPSPEED_OPTIMIZERS
+from infinity.compat.timers import ThroughputTimer, Timers
 from infinity.config import InfinityConfig, MonitorsSection
 from infinity.distributed.collectives import local_rank, world
 from infinity.distributed.meshes import Mesh
@@ -21,10 +22,10 @@ from infinity.engine.module_facade import ModuleFacade
 from infinity.errors import BatchSizeError, StepOrderError
 from infinity.loop.loader import make_loader
 from infinity.monitors import Monitors
+from infinity.telemetry import StepReport
 
 _ABSENT = {
     "flops_profiler": "set flops_profiler.enabled to true in the config, or call infinity.get_model_profile(model, ...)",
-    "tput_timer": "engine.report has the time of each step",
     "register_comm_hook": "communication hooks (PowerSGD) have no place here: gradients are averaged in fp32. The nearest is the "
     "optimizer OneBitAdam with ZeRO's stage 0, which sends one bit for each element",
     "allreduce_gradients": "backward and step average gradients, where several processes train together",
@@ -46,6 +47,7 @@ class DeepSpeedNames(ModuleFacade):
         skipped_steps: Steps that changed nothing, because gradients were not finite.
         client_optimizer, client_lr_scheduler, training_data, collate_fn: As passed to `initialize`.
         timers: Stop watches for the script.
+        tput_timer: Counts epochs if the script tells it, and knows the samples per second of the last step.
         monitor: Writes curves where the config says, the script's own as well: ``monitor.write_events``.
         global_samples: Samples of all steps so far; where the config leaves the batch size to the data loader, those that the
             engine saw.
@@ -71,7 +73,9 @@ class DeepSpeedNames(ModuleFacade):
         self.collate_fn: Callable[[Any], Any] | None = None
         self.client_optimizer: Any = None
         self.client_lr_scheduler: Any = None
+        self.report: StepReport | None = None
         self.timers = Timers()
+        self.tput_timer = ThroughputTimer(self._samples_per_second)
         self.monitor = Monitors(MonitorsSection())
         self.global_steps = 0
         self.micro_steps = 0
@@ -329,8 +333,17 @@ class DeepSpeedNames(ModuleFacade):
         return 1.0 if scaling is None else scaling.initial
 
     def optimizer_name(self) -> str | None:
-        """The optimizer's type in the config; None if it names none."""
-        return None if self.config.optimizer is None else self.config.optimizer.type
+        """The class of an optimizer that was passed; else its type in the config, in small letters if DeepSpeed knows it.
+
+        None if there is neither.
+        """
+        if self.client_optimizer is not None:
+            named = self.client_optimizer if callable(self.client_optimizer) else type(self.client_optimizer)
+            return str(getattr(named, "__name__", type(named).__name__))
+        if self.config.optimizer is None:
+            return None
+        name = self.config.optimizer.type
+        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """A copy of the optimizer's parameters in the config."""
@@ -493,6 +506,11 @@ class DeepSpeedNames(ModuleFacade):
     def empty_partition_cache(self) -> None:
         """Finish pending updates; what is kept in memory is within the budgets."""
         self.flush()
+
+    def _samples_per_second(self) -> float | None:
+        if self.report is None or self.report.num_samples is None or not self.report.seconds:
+            return None
+        return self.report.num_samples / self.report.seconds
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of each of `timers`."""

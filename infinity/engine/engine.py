@@ -44,7 +44,7 @@ from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload
 from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
-from infinity.telemetry import Settings, StepReport
+from infinity.telemetry import Settings
 from infinity.threads.interrupts import refuse_in_between, surely
 from infinity.threads.turn import take_turns
 from infinity.torch_internals.foreign_writes import unwatch, watch
@@ -72,7 +72,6 @@ class Engine(Relayout):
         self.run_module = ModelCall(
             self.module, config, parts.device.torch_device, lambda *size: self._reporter.note_size(*size)
         )
-        self.report: StepReport | None = None
         self._was_applied = False
         self._saving = None
         self._untile: Callable[[], None] = lambda: None

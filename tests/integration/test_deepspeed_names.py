@@ -17,7 +17,7 @@ from torch import nn
 
 import infinity as deepspeed
 from infinity.compat import messages
-from infinity.errors import BatchSizeError, ConfigError, ModelInUseError, NonFiniteLossWarning
+from infinity.errors import BatchSizeError, ConfigError, ModelInUseError, NonFiniteLossWarning, UnsupportedModelError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
@@ -122,6 +122,114 @@ def test_calls_that_move_states_move_nothing(engine: Any) -> None:
     _step(engine, 1)
 
 
+def test_the_timer_of_throughput(engine: Any) -> None:
+    """DeepSpeed-Chat ends each epoch with it."""
+    assert engine.tput_timer.avg_samples_per_sec() == float("-inf")
+    engine.tput_timer.start()
+    _step(engine)
+    engine.tput_timer.stop(global_step=True)
+    engine.tput_timer.update_epoch_count()
+    assert engine.tput_timer.epoch_count == 1
+    assert engine.tput_timer.avg_samples_per_sec() == engine.report.num_samples / engine.report.seconds
+
+
+def test_the_name_of_the_optimizer(engine: Any, tmp_path: Path) -> None:
+    from infinity.runtime.config import (  # type: ignore[import-not-found]
+        ADAMW_OPTIMIZER,
+        DEEPSPEED_OPTIMIZERS,
+        ONEBIT_LAMB_OPTIMIZER,
+    )
+
+    assert engine.optimizer_name() == ADAMW_OPTIMIZER and ONEBIT_LAMB_OPTIMIZER in DEEPSPEED_OPTIMIZERS
+    for passed in (torch.optim.SGD, lambda model: torch.optim.SGD(model)):
+        model = nn.Linear(4, 4)
+        optimizer = passed(list(model.parameters())) if passed is not torch.optim.SGD else passed
+        other, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=everything_on_nvme(tmp_path))
+        with other:
+            assert other.optimizer_name() == "SGD"
+
+
+def test_coefficients_of_lamb(tmp_path: Path) -> None:
+    """Microsoft's script for BERT plots them where there are some."""
+    config = everything_on_nvme(tmp_path, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}})
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config)
+    with engine:
+        assert engine.optimizer.optimizer.get_lamb_coeffs() == []
+
+
+def test_hooks_that_trl_takes_off(engine: Any) -> None:
+    utils = pytest.importorskip("trl.models.utils")
+    batch = make_batch(0)
+    before = engine(**batch)
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        utils.remove_hooks(engine)
+        assert torch.equal(loss_of(engine.module(**batch)), loss_of(before))
+        utils.add_hooks(engine)
+    _step(engine)
+
+
+def test_groups_without_experts() -> None:
+    from infinity.moe.utils import (  # type: ignore[import-not-found]
+        has_moe_layers,
+        split_params_into_different_moe_groups_for_optimizer,
+    )
+
+    layer = nn.Linear(2, 2)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": layer.parameters(), "name": "all"})
+    assert groups == [{"params": [layer.weight, layer.bias], "name": "all"}] and has_moe_layers(layer) == (False, 0)
+    layer.weight.allreduce = False  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match=r"allreduce = False.*Experts in a ModuleList"):
+        split_params_into_different_moe_groups_for_optimizer(tuple(groups))
+
+
+def test_monitors_without_an_engine(tmp_path: Path) -> None:
+    from infinity.monitor.monitor import MonitorMaster  # type: ignore[import-not-found]
+
+    block = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    monitor = MonitorMaster(deepspeed.DeepSpeedConfig({"train_batch_size": 1, **block}).monitor_config)
+    assert monitor.enabled
+    monitor.write_events([("Train/loss", 2.0, 1)])
+    assert (tmp_path / "job" / "Train_loss.csv").read_text().splitlines()[1:] == ["1,2.0"]
+
+
+def test_the_accelerators_interface() -> None:
+    from infinity.accelerator.real_accelerator import get_accelerator  # type: ignore[import-not-found]
+
+    here = get_accelerator()
+    assert 0 <= here.memory_reserved() <= here.total_memory() and 0 < here.available_memory() <= here.total_memory()
+    assert here.memory_cached() <= here.max_memory_cached() and isinstance(here.memory_stats(), dict)
+    here.reset_max_memory_allocated()
+    tensor = here.FloatTensor([1.0, 2.0])
+    assert here.on_accelerator(tensor) and tensor.dtype == torch.float32
+    assert here.LongTensor([1]).dtype == torch.int64
+    assert here.is_pinned(here.pin_memory(torch.ones(2))) == (here.device_name() == "cuda")
+    state = here.get_rng_state()
+    here.set_rng_state(state)
+    assert torch.equal(here.default_generator(0).get_state(), state)
+    assert here.random() is torch.random and isinstance(here.initial_seed(), int)
+    called: list[int] = []
+    here.lazy_call(lambda: called.append(1))
+    here.range_push("part")
+    here.range_pop()
+    assert called and here.is_synchronized_device() == (here.device_name() == "cpu")
+    with pytest.raises(AttributeError, match=r"no 'capture_to_graph' here.*Call what torch has"):
+        here.capture_to_graph(None)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from infinity.moe.layer import MoE", "Experts in a ModuleList"),
+        ("from infinity.compression import init_compression", "Compress the model before"),
+        ("from infinity.utils.zero_to_fp32 import get_optim_files", "infinity export"),
+        ("from infinity.monitor.monitor import csvMonitor", r"monitor\.MonitorMaster"),
+    ],
+)
+def test_what_a_module_of_the_table_lacks_is_explained(line: str, words: str) -> None:
+    with pytest.raises(ImportError, match=words):
+        exec(line)
+
+
 def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = engine.timers("read")
     timer.start()
@@ -151,7 +259,7 @@ def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
         _ = engine.flops_profiler
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = engine.nothing
-    with pytest.raises(ModuleNotFoundError, match=r"'moe'.* ModuleList"):
+    with pytest.raises(ModuleNotFoundError, match=r"infinity.moe.layer.* ModuleList"):
         importlib.import_module("infinity.moe.layer")
     with pytest.raises(ImportError, match="train_batch"):
         from infinity.pipe import PipelineModule  # type: ignore[import-not-found]  # noqa: F401

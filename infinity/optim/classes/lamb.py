@@ -62,6 +62,10 @@ class Lamb(PerParameterOptimizer):
         }
         super().__init__(params, defaults)
 
+    def get_lamb_coeffs(self) -> list[float]:
+        """Empty: the quotients of norms, which scripts for DeepSpeed plot, are not kept."""
+        return []
+
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, NoReturn, Protocol, overload
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from infinity.optim.attributes import attribute_names, is_of_the_class
 from infinity.optim.facade.lazy_state import LazyEntry, LazyState, StateKeeper
 from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.optim.facade.no_hooks import NoHooks
 from infinity.optim.facade.shown_states import ShownStates
 from infinity.optim.facade.state_loader import StateLoader, check_entry
 from infinity.optim.facade.tiled_states import with_tiles, without_tiles
@@ -222,6 +224,11 @@ class PagedOptimizer(Optimizer):
     def optimizer(self) -> Optimizer:
         """Where DeepSpeed has the optimizer that it wraps: this one, with the same groups and states."""
         return _Unwrapped(self)
+
+    @cached_property
+    def parameter_offload(self) -> NoHooks:
+        """Where DeepSpeed's stage 3 has its hooks, which TRL takes off the model while it generates."""
+        return NoHooks()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set those that are there to zero: they then decay all the same."""
