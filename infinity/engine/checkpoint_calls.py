@@ -46,7 +46,6 @@ class CheckpointCalls(ExportCalls):
     """Part of the engine. Knows what is needed of it; must not know formats."""
 
     _parts: Parts
-    _guard: PhaseGuard
     _paged: PagedOptimizer
     _saving: checkpoint.BackgroundSave | None
     _notes: RunNotes
@@ -91,7 +90,8 @@ class CheckpointCalls(ExportCalls):
                 the model, two stay at least.
 
         Raises:
-            CheckpointError: the save before, which was not to block, has failed; or the client state cannot be written.
+            CheckpointError: the save before, which was not to block, has failed; the client state cannot be written; or a load
+                has failed midway.
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
             ValueError: ``save_dir`` is empty, or an address ("s3://...").
         """
@@ -161,6 +161,7 @@ class CheckpointCalls(ExportCalls):
 
     def _begin_checkpoint(self) -> dict[str, Any]:
         """Finish what is pending. Returns what a checkpoint has of each rank."""
+        self._guard.check_loaded()
         self._finish_saving()
         self._paged.settle_states()
         self.flush()
@@ -240,7 +241,8 @@ class CheckpointCalls(ExportCalls):
             The checkpoint's directory and the client state; (None, None) if there is no such checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or of a newer version. If weights have been changed already, the next step says so.
+            CheckpointError: it is damaged, or of a newer version. If weights have been changed already, forwards, steps and saves say so
+                until a load succeeds.
             UnsupportedModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
                 has been changed.
             ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.

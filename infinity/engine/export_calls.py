@@ -17,6 +17,7 @@ from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_apart
 from infinity.engine.deepspeed_names import DeepSpeedNames
 from infinity.engine.parts import Parts
+from infinity.loop.phase import PhaseGuard
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -34,6 +35,7 @@ class ExportCalls(DeepSpeedNames):
     """
 
     _parts: Parts
+    _guard: PhaseGuard
 
     def save_16bit_model(
         self,
@@ -48,11 +50,13 @@ class ExportCalls(DeepSpeedNames):
         ``save_filename`` gives the shards' names; "pytorch_model.bin" means the default.
 
         Raises:
+            CheckpointError: a load has failed midway, so that weights are of two trainings.
             StorageError: the directory cannot take them; what was there before is still there.
             UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
             ValueError: ``save_dir`` is empty, or an address ("s3://...").
         """
         check_directory(save_dir)
+        self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(save_dir))
         if self._mesh.data.index > 0:
@@ -72,6 +76,7 @@ class ExportCalls(DeepSpeedNames):
             max_shard_size: bytes of a file, or a text ("5GB" is 5e9). A larger tensor has a file of its own.
 
         Raises:
+            CheckpointError: a load has failed midway, so that weights are of two trainings.
             StorageError: the directory cannot take them; what was there before is still there.
             UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
             ValueError: ``save_directory`` is empty, or an address; or ``max_shard_size`` is no size.
@@ -82,7 +87,7 @@ class ExportCalls(DeepSpeedNames):
         """Write the fp32 main weights as `save_pretrained` writes model weights; what is frozen is cast to fp32.
 
         Raises:
-            StorageError, UnsupportedModelError: as `save_pretrained`.
+            CheckpointError, StorageError, UnsupportedModelError: as `save_pretrained`.
         """
         self._save_pretrained(save_directory, max_shard_size, torch.float32)
 
@@ -92,6 +97,7 @@ class ExportCalls(DeepSpeedNames):
             max_shard_bytes = parse_bytes(max_shard_size)
         except ValueError as error:
             raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
+        self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(directory))
         reading: _LedReading | None = None

@@ -49,6 +49,7 @@ class EngineListener(PagerListener):
 
     def begin_forward(self) -> None:
         self._parts.reporter.begin()
+        self._guard.check_loaded()
         self._guard.check_settled()
         self._parts.module_hooks.settle_loads()
         self._backwards.collect()

@@ -77,8 +77,8 @@ class PhaseGuard:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all weights belong to one step, and nothing was cut off."""
-        return self.phase is Phase.READY and not self._stepper.is_between_steps
+        """Whether all weights belong to one step of one training, and nothing was cut off."""
+        return self.phase is Phase.READY and not self._stepper.is_between_steps and self._part_loaded is None
 
     def check_open(self) -> None:
         """Raise `EngineClosedError` after ``close()``."""
@@ -89,10 +89,14 @@ class PhaseGuard:
         """A checkpoint was loaded in part, so that weights are those of two trainings; None: they are whole again."""
         self._part_loaded = folder
 
-    def check_whole(self) -> None:
-        """Raise if a backward or step was cut off and what is left of it has not been dropped, or a load was."""
+    def check_loaded(self) -> None:
+        """Raise `CheckpointError` if a load was cut off, so that weights are those of two trainings."""
         if self._part_loaded is not None:
             raise CheckpointError(self._part_loaded, "loading it failed midway, so that weights are of two trainings")
+
+    def check_whole(self) -> None:
+        """Raise if a backward or step was cut off and what is left of it has not been dropped, or a load was."""
+        self.check_loaded()
         if self.phase is Phase.BROKEN:
             self.check_not_partial("it was cut off by an exception")
             raise StepOrderError(

@@ -27,7 +27,7 @@ import infinity
 from infinity.checkpoint import manifest as manifests
 from infinity.checkpoint.saved import Checkpoint, tags, writing
 from infinity.checkpoint.values import unpickled
-from infinity.errors import CheckpointError, StorageError
+from infinity.errors import CheckpointError, EngineClosedError, StorageError
 from swapper import StallError
 from swapper.volumes.block_files import BlockFile, free_bytes
 from tests.exactness.lockstep import BF16, everything_on_nvme
@@ -173,14 +173,35 @@ def test_a_damaged_checkpoint_is_refused_and_training_does_not_go_on_with_a_part
             path.write_bytes(damaged)
             with pytest.raises(CheckpointError, match=path.parent.name):
                 engine.load_checkpoint(saved.parent, tag="one")
-        with pytest.raises(CheckpointError, match="failed midway"):
-            _step(engine)
+        elsewhere = saved.parents[1] / "elsewhere"
+        uses: list[Callable[[], Any]] = [
+            lambda: _step(engine),
+            lambda: engine.module.eval()(torch.ones(4, 8)),
+            lambda: engine.save_checkpoint(elsewhere),
+            lambda: engine.save_16bit_model(elsewhere),
+            lambda: engine.save_fp32_model(elsewhere),
+        ]
+        for use in uses:
+            with pytest.raises(CheckpointError, match="failed midway"):
+                use()
+        assert not elsewhere.exists()
         path.write_bytes(whole)
         engine.load_checkpoint(saved.parent, tag="one")
         _step(engine)
         path.unlink()
         with pytest.raises(CheckpointError, match="missing"):
             engine.load_checkpoint(saved.parent)
+
+
+def test_a_model_that_was_loaded_in_part_is_not_given_back(saved: Path) -> None:
+    path = max((path for path in saved.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    path.write_bytes(path.read_bytes()[:-4096] + bytes(4096))
+    with _engine(saved.parents[1] / "drive") as engine:
+        with pytest.raises(CheckpointError, match=path.parent.name):
+            engine.load_checkpoint(saved.parent, tag="one")
+        module = engine.module
+    with pytest.raises(EngineClosedError):
+        module(torch.ones(4, 8))
 
 
 def _changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
