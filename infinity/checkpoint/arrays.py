@@ -5,6 +5,7 @@ Knows the layout of the file (see README.md beside this module); must not know w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -295,6 +296,16 @@ class ArrayWriter:
         return crc32c(self._checksums.view(np.uint8))
 
 
+@contextlib.contextmanager
+def reading_from(path: Path) -> Iterator[None]:
+    """What the system says when it cannot read ``path`` is a `CheckpointError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        cure = "Let this process read it, see that its drive is there, or load another checkpoint"
+        raise CheckpointError(path, f"it cannot be read: {error.strerror or error}", cure=cure) from error
+
+
 class ArrayReader:
     """Reads one array from front to end, each chunk checked."""
 
@@ -314,7 +325,8 @@ class ArrayReader:
         if not self.spec.num_chunks:
             return
         found = np.zeros(self.spec.num_chunks, dtype="<u4")
-        yield from self._small(found) if not self.spec.shape else self._blocks(found)
+        with reading_from(self._path):
+            yield from self._small(found) if not self.spec.shape else self._blocks(found)
         if crc32c(found.view(np.uint8)) != self._checksum:
             self._fail("its chunks are others than those that were saved")
 
@@ -402,4 +414,4 @@ class ElementsInOrder:
             raise RuntimeError("elements are left")
 
 
-__all__ = ["CHUNK_BYTES", "ArrayReader", "ArraySpec", "ArrayWriter", "ElementsInOrder"]
+__all__ = ["CHUNK_BYTES", "ArrayReader", "ArraySpec", "ArrayWriter", "ElementsInOrder", "reading_from"]

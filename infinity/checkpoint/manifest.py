@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +18,20 @@ from urllib.parse import quote
 
 import numpy as np
 
-from infinity.checkpoint.arrays import ArraySpec
-from infinity.errors import CheckpointError
+from infinity.checkpoint.arrays import ArraySpec, reading_from
+from infinity.device.host_memory import free_bytes
+from infinity.errors import CheckpointError, format_bytes
 from swapper.wrappers.checksum import crc32c
 
 MANIFEST = "manifest.json"
 TENSORS = "tensors.zarr"
 VERSION = 2
 _FORMAT = "infinity-checkpoint"
+_TIME = re.compile(rb'\{"format":"[^"]*","version":\d+,"time":(\d{1,19})[,}]')
 _MOST_BYTES = 1 << 30
 """Of a manifest: that of a million tensors is half as long."""
+_SMALL_BYTES = 16 << 20
+"""Of a file that is read without a look at what memory is free."""
 _LARGEST_CHUNK = 64 << 20
 _MOST_CHUNKS = 1 << 22
 """Of one array, 8 TiB: their index is held in memory, and a sparse file may claim any number."""
@@ -54,12 +60,15 @@ class Manifest:
     arrays: tuple[SavedArray, ...]
     files: Mapping[str, tuple[int, int]]
     """Path inside the checkpoint -> bytes and crc32c, of every file but the arrays' data and the manifest."""
+    time: int = 0
+    """When the checkpoint was complete, in nanoseconds since 1970."""
 
     def to_bytes(self) -> bytes:
         """The file: JSON without any freedom, so that each bit of it counts."""
         contents = {
             "format": _FORMAT,
             "version": VERSION,
+            "time": self.time,
             "arrays": [
                 {
                     "group": each.spec.group,
@@ -109,30 +118,25 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is damaged, of another version, or names what no checkpoint has.
     """
     path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(
-            folder,
-            f"there is no {MANIFEST} in it",
-            cure="Give a directory that engine.save_checkpoint has written; `python -m infinity import-deepspeed` makes one of "
-            "DeepSpeed's",
-        )
-    if path.stat().st_size > _MOST_BYTES:
-        raise CheckpointError(path, f"it has {path.stat().st_size} bytes, which no manifest has")
-    data = path.read_bytes()
+    with reading_from(path):
+        if not path.is_file():
+            raise CheckpointError(
+                folder,
+                f"there is no {MANIFEST} in it",
+                cure="Give a directory that engine.save_checkpoint has written; `python -m infinity import-deepspeed` makes one "
+                "of DeepSpeed's",
+            )
+        if path.stat().st_size > _MOST_BYTES:
+            raise CheckpointError(path, f"it has {path.stat().st_size} bytes, which no manifest has")
+        data = path.read_bytes()
     try:
         contents = json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(path, "it is damaged: no JSON of a manifest") from error
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         raise CheckpointError(path, "it is no manifest of a checkpoint")
-    version = contents.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise CheckpointError(
-            path, f"it has format version {version}, and this package reads {VERSION}", cure="Use a newer package"
-        )
     contents.pop("crc32c", None)
-    if version != VERSION or _sealed(contents) != data:
-        raise CheckpointError(path, "it is damaged: its checksum is wrong")
+    _check_version(path, contents.get("version"), is_sealed=_sealed(contents) == data)
     try:
         arrays = tuple(_array(folder, each) for each in contents["arrays"])
         files = {str(name): _facts(folder, str(name), facts) for name, facts in contents["files"].items()}
@@ -141,11 +145,33 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(arrays, files)
 
 
-def is_manifest(path: Path) -> bool:
-    """Whether a file begins as manifests do; of a checkpoint of any version."""
+def _check_version(path: Path, version: Any, *, is_sealed: bool) -> None:
+    of_version = f"of format version {version}, and this package reads {VERSION}"
+    if is_sealed and version == VERSION:
+        return
+    if not isinstance(version, int) or version == VERSION or (not is_sealed and version < VERSION):
+        raise CheckpointError(path, "it is damaged: its checksum is wrong")
+    if version < VERSION:
+        cure = "Load it with the package that wrote it, export the weights there, and load these"
+        raise CheckpointError(path, f"it is {of_version}", cure=cure)
+    if is_sealed:
+        raise CheckpointError(path, f"it is {of_version}", cure="Use a newer package")
+    raise CheckpointError(
+        path, f"its checksum is wrong: it is damaged, or {of_version}", cure="Load another one, or use a newer package"
+    )
+
+
+def completed_at(path: Path) -> int | None:
+    """When the checkpoint of a manifest of any version was complete, in nanoseconds; None if the file is no manifest.
+
+    Copies of files may have other times, so it stands in the manifest; in those of before, the file's time counts.
+    """
     with path.open("rb") as file:
-        begin = f'{{"format":"{_FORMAT}",'.encode()
-        return file.read(len(begin)) == begin
+        begin = file.read(256)
+        if not begin.startswith(f'{{"format":"{_FORMAT}",'.encode()):
+            return None
+        found = _TIME.match(begin)
+        return int(found[1]) if found else path.stat().st_mtime_ns
 
 
 def _array(folder: Path, entry: Mapping[str, Any]) -> SavedArray:
@@ -189,9 +215,12 @@ def _facts(folder: Path, name: str, facts: Any) -> tuple[int, int]:
 
 def _check_size(path: Path, num_bytes: int) -> None:
     try:
-        found = path.stat().st_size
+        file = path.stat()
     except OSError as error:
         raise CheckpointError(path, f"it is missing: {error.strerror}") from error
+    if not stat.S_ISREG(file.st_mode):
+        raise CheckpointError(path, "it is no file, but a directory, a device or a pipe")
+    found = file.st_size
     if found != num_bytes:
         raise CheckpointError(path, f"it has {found} bytes, not {num_bytes}")
 
@@ -202,11 +231,15 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
     Raises:
         CheckpointError: they are not what was written, or cannot be read.
     """
-    try:
+    num_bytes, _ = manifest.files.get(name, (0, 0))
+    if num_bytes > _SMALL_BYTES and num_bytes > (free := free_bytes()):
+        raise CheckpointError(
+            folder / name,
+            f"it has {format_bytes(num_bytes)}, and of memory {format_bytes(free)} are free",
+            cure="Load it with more free memory, or another checkpoint",
+        )
+    with reading_from(folder / name):
         data = (folder / name).read_bytes()
-    except OSError as error:
-        cure = "Let this process read it, or load another checkpoint"
-        raise CheckpointError(folder / name, f"it cannot be read: {error.strerror or error}", cure=cure) from error
     if (len(data), checksum_of(data)) != manifest.files.get(name):
         raise CheckpointError(folder / name, "it is damaged: its checksum is wrong")
     return data
@@ -220,7 +253,7 @@ __all__ = [
     "SavedArray",
     "array_path",
     "checksum_of",
-    "is_manifest",
+    "completed_at",
     "read_checked",
     "read_manifest",
 ]

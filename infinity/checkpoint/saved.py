@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from infinity.checkpoint.arrays import CHUNK_BYTES, ArrayReader, ArraySpec, ArrayWriter
+from infinity.checkpoint.arrays import CHUNK_BYTES, ArrayReader, ArraySpec, ArrayWriter, reading_from
 from infinity.checkpoint.manifest import (
     MANIFEST,
     TENSORS,
@@ -31,7 +31,7 @@ from infinity.checkpoint.manifest import (
     SavedArray,
     array_path,
     checksum_of,
-    is_manifest,
+    completed_at,
     read_checked,
     read_manifest,
 )
@@ -153,8 +153,9 @@ class Checkpoint:
             CheckpointError: there is none.
         """
         directory = Path(directory)
-        if tag is None and (directory / MANIFEST).is_file():
-            return cls(directory)
+        with reading_from(directory):
+            if tag is None and (directory / MANIFEST).is_file():
+                return cls(directory)
         folder = find(directory, None if tag is None else str(tag))
         if folder is None:
             wanted = (
@@ -267,19 +268,20 @@ def find(directory: Path, tag: str | None) -> Path | None:
     """The checkpoint of that tag, or the newest one; None if there is no such directory, or nothing says which is newest.
 
     Raises:
-        CheckpointError: ``latest`` names one that is not there, or no directory beside it.
+        CheckpointError: ``latest`` names one that is not there, or no directory beside it; or nobody may look.
     """
     latest = directory / LATEST
-    if tag is not None:
-        return directory / tag if (directory / tag).is_dir() else None
-    tag = _latest(directory)
-    if tag is None:
-        return None
-    if not is_tag(tag) or not (directory / tag).is_dir():
-        raise CheckpointError(
-            latest, f"it names {tag!r}, which is no checkpoint beside it", cure="Give the tag of one that is there"
-        )
-    return directory / tag
+    with reading_from(directory):
+        if tag is not None:
+            return directory / tag if (directory / tag).is_dir() else None
+        tag = _latest(directory)
+        if tag is None:
+            return None
+        if not is_tag(tag) or not (directory / tag).is_dir():
+            raise CheckpointError(
+                latest, f"it names {tag!r}, which is no checkpoint beside it", cure="Give the tag of one that is there"
+            )
+        return directory / tag
 
 
 def _latest(directory: Path) -> str | None:
@@ -355,11 +357,12 @@ class CheckpointFiles:
         """All that is no large tensor: "counters", "client_state", "param_groups", ... Once."""
         _write_rest(self._folder, rest)
 
-    def finish(self) -> None:
-        """All has come: wait until it is written, and add the manifest."""
+    def finish(self, time: int) -> None:
+        """All has come: wait until it is written, and add the manifest. ``time``: now, in nanoseconds."""
         self._threads.finish()
         arrays = [SavedArray(writer.spec, writer.checksum) for writer in self._writers]
-        (self._folder / MANIFEST).write_bytes(Manifest(tuple(arrays), _small_files(self._folder, arrays)).to_bytes())
+        manifest = Manifest(tuple(arrays), _small_files(self._folder, arrays), time)
+        (self._folder / MANIFEST).write_bytes(manifest.to_bytes())
 
 
 @contextlib.contextmanager
@@ -413,14 +416,12 @@ def writing(
             with BlockThreads(CHUNK_BYTES + 4096, num_threads) as threads, contextlib.ExitStack() as stack:
                 files = CheckpointFiles(folder, threads, stack)
                 yield files
-                files.finish()
+                newest = max((since for since, _ in _complete(directory)), default=0)
+                files.finish(max(time.time_ns(), newest + 1))  # a clock may go back
             sync_tree(folder)
             with staging.file(LATEST) as file:
                 file.write(tag.encode())
             with locked(directory):
-                newest = max((since for since, _ in _complete(directory)), default=0)
-                now = max(time.time_ns(), newest + 1)  # a clock may go back
-                os.utime(folder / MANIFEST, ns=(now, now))
                 exchange(folder, directory / tag)
                 if is_latest:
                     staging.publish([], [], (LATEST, LATEST), lambda name: False)
@@ -447,8 +448,9 @@ def _complete(directory: Path) -> list[tuple[int, str]]:
     for path in directory.iterdir():
         manifest = path / MANIFEST
         with contextlib.suppress(OSError):  # of others, who let nobody look (lost+found), or gone by now
-            if not path.is_symlink() and not path.name.startswith(".") and manifest.is_file() and is_manifest(manifest):
-                found.append((manifest.stat().st_mtime_ns, path.name))
+            if not path.is_symlink() and not path.name.startswith(".") and manifest.is_file():
+                since = completed_at(manifest)
+                found += [] if since is None else [(since, path.name)]
     return sorted(found)
 
 

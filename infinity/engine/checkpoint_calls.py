@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from infinity.checkpoint import training_checkpoint as checkpoint
-from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.arrays import reading_from
+from infinity.checkpoint.manifest import MANIFEST, completed_at
 from infinity.checkpoint.record_stream import SharedStream
 from infinity.checkpoint.saved import Checkpoint, tags
 from infinity.checkpoint.state_access import StateAccess
@@ -241,8 +242,8 @@ class CheckpointCalls(ExportCalls):
             The checkpoint's directory and the client state; (None, None) if there is no such checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or of a newer version. If weights have been changed already, forwards, steps and saves say so
-                until a load succeeds.
+            CheckpointError: it is damaged, of another version, or cannot be read. If weights have been changed already, forwards,
+                steps and saves say so until a load succeeds.
             UnsupportedModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
                 has been changed.
             ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.
@@ -353,11 +354,12 @@ class CheckpointCalls(ExportCalls):
         def look() -> tuple[Path | None, int]:
             self._finish_saving()
             self.flush()
-            if not self._mesh.is_divided:  # else `common_tag` has looked
-                check_parts(self._mesh, directory)
-            found = checkpoint.find(directory, tag)
-            manifest = None if found is None else found / MANIFEST
-            return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
+            with reading_from(directory):
+                if not self._mesh.is_divided:  # else `common_tag` has looked
+                    check_parts(self._mesh, directory)
+                found = checkpoint.find(directory, tag)
+                manifest = None if found is None else found / MANIFEST
+                return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
 
         of_ranks = together(ranks, what, look)
         if len({stamp for _, stamp in of_ranks}) > 1 or len({found is None for found, _ in of_ranks}) > 1:
@@ -441,7 +443,7 @@ def _with_shares(shared: SharedStream, ranks: Ranks, what: str, save: Callable[[
 def _written(folder: Path) -> int:
     """When a checkpoint was complete; 0 if it is not."""
     try:
-        return (folder / MANIFEST).stat().st_mtime_ns
+        return completed_at(folder / MANIFEST) or 0
     except OSError:
         return 0
 

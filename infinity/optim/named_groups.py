@@ -28,7 +28,8 @@ def in_order_of(
         mine: of parameters that are all in the model.
         rest: what a checkpoint holds besides large tensors; with ``names``.
         parameters: of the model, by name.
-        is_strict: whether a parameter that the checkpoint's optimizer does not have is an error; otherwise it starts anew.
+        is_strict: whether a parameter that only one of both optimizers has is an error; otherwise it starts anew, or its states
+            are left out.
 
     Raises:
         ValueError: parameters are in other groups.
@@ -55,7 +56,7 @@ def in_order_of(
         values = old if is_ours else {**own, **{name: value for name, value in old.items() if name in own}}
         groups.append({**values, "params": members})
     for fqn, saved_index in group_of.items():
-        if fqn in parameters and fqn not in ids:
+        if is_strict and fqn in parameters and fqn not in ids:
             _check(fqn, saved_index, None)
     states = [[ids[fqn], fqn, scalars] for _, fqn, scalars in rest["states"] if fqn in ids]
     others = {ids[names[key]]: entry for key, entry in rest["others"].items() if names[key] in ids}
@@ -65,9 +66,12 @@ def in_order_of(
 def _check(fqn: str, saved: int | None, mine: int | None) -> None:
     if saved != mine:
         there, here = ("none" if index is None else f"group {index}" for index in (saved, mine))
+        otherwise = (
+            ", load_module_strict=False to begin its states anew or leave them out," if None in (saved, mine) else ""
+        )
         raise ValueError(
             f"'{fqn}' is in {there} of the checkpoint's optimizer, and in {here} of this one: pass model_parameters to "
-            "infinity.initialize as in that run, or load_optimizer_states=False"
+            f"infinity.initialize as in that run,{otherwise} or load_optimizer_states=False"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -174,11 +175,14 @@ class BlockThreads:
 
 
 def free_bytes(directory: Path) -> int:
-    """What the file system of a directory, which need not be there yet, has free for this user."""
+    """What the file system of a directory, which need not be there yet, has free for this user.
+
+    A file system that reports no sizes (some FUSE ones) has no limit that anybody knows.
+    """
     while not directory.exists():
         directory = directory.parent
     found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 __all__ = ["BlockFile", "BlockThreads", "free_bytes"]

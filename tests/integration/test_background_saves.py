@@ -314,7 +314,7 @@ def test_a_script_that_just_ends_has_saved(when: str, tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path / "saved").verify()
 
 
-def test_older_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
+def test_older_checkpoints_go_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "saved"
     (saved / "mine").mkdir(parents=True)
     (saved / "mine" / "manifest.json").write_text("{}")
@@ -326,10 +326,13 @@ def test_older_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)
         for tag in ("t1", "t2", "t3"):
-            engine.save_checkpoint(saved, tag=tag)
-            in_an_hour = time.time_ns() + 3600 * 10**9
-            if tag == "t1":  # and then somebody sets the clock right
-                os.utime(saved / tag / MANIFEST, ns=(in_an_hour, in_an_hour))
+            with monkeypatch.context() as patched:
+                if tag == "t1":  # and then somebody sets the clock right
+                    in_an_hour = time.time_ns() + 3600 * 10**9
+                    patched.setattr(time, "time_ns", lambda now=in_an_hour: now)
+                engine.save_checkpoint(saved, tag=tag)
+        for number, tag in enumerate(("t3", "t2", "t1")):  # a copy without the files' times
+            os.utime(saved / tag / MANIFEST, (number, number))
         engine.save_checkpoint(saved, tag="t4", keep_last=3)
         assert names() == ["t2", "t3", "t4"]
         engine.save_checkpoint(saved, tag="t5", keep_last=2, save_latest=False)

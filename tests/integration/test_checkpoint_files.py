@@ -214,8 +214,30 @@ def _changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]
     return apply
 
 
+def _instead_of(kind: str, name: str = "c") -> Callable[[Path], None]:
+    """An entry of no bytes for what is no file."""
+
+    def apply(folder: Path) -> None:
+        if kind == "pipe":
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero")
+        _changed(lambda contents: contents["files"].update({name: [0, 0]}))(folder)
+
+    return apply
+
+
+def _flip_version(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"version":2', '"version":3'))
+
+
 _HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "newer": (_changed(lambda c: c.update(version=3)), "format version 3"),
+    "older": (_changed(lambda c: c.update(version=1)), "of format version 1.*export"),
+    "a flipped bit of the version": (_flip_version, "it is damaged, or of format version 3"),
+    "a pipe": (_instead_of("pipe"), "is no file"),
+    "a device": (_instead_of("device"), "is no file"),
     "another format": (_changed(lambda c: c.update(format="other")), "no manifest"),
     "a name outside": (_changed(lambda c: c["files"].update({"../../secret": [1, 1]})), "lies elsewhere"),
     "an absolute name": (_changed(lambda c: c["files"].update({"/etc/passwd": [1, 1]})), "lies elsewhere"),
@@ -247,6 +269,36 @@ def test_hostile_manifests_are_refused(case: str, saved: Path) -> None:
     change(saved)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(saved.parent, "one")
+
+
+def test_what_is_larger_than_memory_is_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seal(contents: dict[str, Any]) -> None:
+        contents["files"]["training.json"] = [1 << 40, 0]
+
+    os.truncate(saved / "training.json", 1 << 40)  # sparse
+    _changed(seal)(saved)
+    monkeypatch.setattr(manifests, "free_bytes", lambda: 1 << 30)
+    with pytest.raises(CheckpointError, match=r"training\.json': it has .*1.0 TiB.*, and of memory .*1.0 GiB.* free"):
+        Checkpoint.open(saved.parent, "one").rest()
+
+
+def test_what_a_drive_does_not_give_is_told_with_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with _engine(saved.parents[1] / "drive") as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockFile, "read", fail)
+            with pytest.raises(CheckpointError, match=r"tensors\.zarr.*cannot be read: Input/output error"):
+                engine.load_checkpoint(saved.parent)
+        for name in ("is_file", "is_dir"):
+            with monkeypatch.context() as patched:
+                patched.setattr(Path, name, fail)
+                with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+                    engine.load_checkpoint(saved.parent, tag="one" if name == "is_dir" else None)
+                with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+                    Checkpoint.open(saved.parent)
+        engine.load_checkpoint(saved.parent)
 
 
 @pytest.mark.parametrize("text", ["two", "../saved/one", "", "/etc"])

@@ -54,3 +54,9 @@ def test_a_full_drive_is_told_before_anything_is_written(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="No space left"):
         BlockFile(tmp_path / "file", _BLOCK_BYTES)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_system_that_reports_no_sizes_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < block_files.free_bytes(tmp_path / "not" / "there") < 1 << 60
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([4096, 4096, *[0] * 8]))
+    assert block_files.free_bytes(tmp_path) >= 1 << 60
