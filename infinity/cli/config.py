@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch
 
 from infinity.cli.output import Console, PathType, json_option, print_json, table
 from infinity.config import InfinityConfig, load_config
+from infinity.config.batch import ACCUMULATION, MICRO, TRAIN
+from infinity.config.reading import tidy
+from infinity.config.schema.block import Findings
 from infinity.config.schema.json_schema import json_schema
 from infinity.config.schema.reference import Key, keys
 from infinity.config.schema.vocabulary import known_keys, nearest
+from infinity.config.text import read_file
 from infinity.errors import ConfigSyntaxError
 from infinity.optim.template import build_template
 from infinity.optim.worker import one_element
@@ -28,6 +33,16 @@ def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfi
     if file.is_dir():
         raise ConfigSyntaxError(f"config file '{file}'", "it is a directory", cure="Give the path of a JSON file in it")
     return load_config(file, world_size=processes, check_storage=check_storage)
+
+
+def loaded_for_one(file: Path, overrides: Mapping[str, Any]) -> InfinityConfig:
+    """The config as one process has it, its directories unseen. Of all three batch sizes, which are of as many processes as
+    will train, the samples of a step are left out."""
+    sizes: dict[str, Any] = tidy(read_file(file), Findings())
+    counts: list[Any] = [sizes.get(key) for key in (TRAIN, MICRO, ACCUMULATION)]
+    if all(isinstance(count, int) and count > 0 for count in counts) and not counts[0] % (counts[1] * counts[2]):
+        overrides = {**overrides, TRAIN: None}
+    return load_config(file, overrides=overrides, world_size=1, check_storage=False)
 
 
 @click.group()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from infinity.cli.config import loaded_for_one
 from infinity.cli.output import Console, PathType, json_option, print_json, table
-from infinity.config import load_config
 from infinity.machine.computing import computing_findings
 from infinity.machine.finding import Finding, Verdict
 from infinity.machine.storage import locked_memory, storage_findings
@@ -44,7 +44,7 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
     """
     wanted = list(directories)
     if file is not None:
-        wanted += load_config(file, world_size=1, check_storage=False).nvme_paths
+        wanted += loaded_for_one(file, {}).nvme_paths
     findings = list(computing_findings())
     findings.append(locked_memory())
     with Console(stderr=True).status("looking at the drives"):

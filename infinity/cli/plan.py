@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import click
 
 from infinity.cli.checkpoint import SIZE
+from infinity.cli.config import loaded_for_one
 from infinity.cli.output import Console, PathType, json_option, print_facts, print_json, table
 from infinity.cli.scale import check_plot, show_scale
-from infinity.config import InfinityConfig, load_config
+from infinity.config import InfinityConfig
 from infinity.forecast.ladder import OFFLOADS, Ladder, Outcome
 from infinity.forecast.machine import Machine, glance
 from infinity.forecast.scale import Cluster, Scale
@@ -203,7 +205,7 @@ def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
     """The config, with its states in these directories if any are given."""
     paths = [str(path) for path in directories]
     keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if paths else []
-    return load_config(file, overrides=dict.fromkeys(keys, paths), world_size=1, check_storage=False)
+    return loaded_for_one(file, dict.fromkeys(keys, paths))
 
 
 def _bandwidth(speed: int | None) -> Bandwidth | None:
@@ -294,7 +296,8 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
     if change is None:
         console.print("No change of the config helps: it takes more memory or more space on the drives.", markup=False)
     else:
-        keys = ", ".join(f"{key} = {value}" for key, value in change.change.beyond(given).items())
+        changes = change.change.beyond(given).items()
+        keys = ", ".join(f"{key} = {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes)
         console.print(f"The smallest change that makes it fit: {keys}", markup=False)
 
 

@@ -47,10 +47,12 @@ def resolve_batch_sizes(
             accumulation = _divide(train, {MICRO: micro, "processes": world_size})
         elif train != micro * accumulation * world_size:
             expected = micro * accumulation * world_size
+            num, rest = divmod(train, micro * accumulation)
+            more = "" if rest else f", start {num} processes (`infinity config check --processes {num}`)"
             raise BatchSizeError(
                 f"{TRAIN} = {train} is not {MICRO} * {ACCUMULATION} * processes = "
                 f"{micro} * {accumulation} * {world_size} = {expected}",
-                cure=f"Set {TRAIN} to {expected}, or leave one of the three out",
+                cure=f"Set {TRAIN} to {expected}{more}, or leave one of the three out",
             )
     elif train is not None:
         accumulation = accumulation or 1

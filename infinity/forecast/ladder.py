@@ -66,7 +66,7 @@ class Change:
             "zero_optimization.offload_param.device": given.param_tier,
             "zero_optimization.offload_optimizer.device": given.optimizer_tier,
         }
-        return {k: v for k, v in self.keys.items() if not k.endswith("nvme_path") and same.get(k) != v}
+        return {k: v for k, v in self.keys.items() if not k.endswith("nvme_path") and (k not in same or same[k] != v)}
 
 
 @dataclass(frozen=True)
@@ -193,15 +193,18 @@ class Ladder:
         return keys
 
     def smallest_change(self, given: Outcome) -> Outcome | None:
-        """The first that fits of: more of the memory that is free, the next rungs, large layers in tiles, narrower states."""
+        """The first that fits of: more of the memory that is free, the next rungs and those before, large layers in tiles,
+        narrower states."""
         lowest = self._tiers("nvme", "nvme")
         candidates: list[dict[str, Any]] = []
         if given.minimum_bytes and given.minimum_bytes < 0.95 * self._machine.host_free_bytes:
             candidates.append({HOST_KEY: given.minimum_bytes})
+        unlimited, kept = {HOST_KEY: None}, {"infinity.keep_in_memory": True}
+        candidates += [unlimited, kept, {**unlimited, **kept}]
         rungs = _ON_CPU if self._machine.shares_host_memory else _ON_GPU
         present = (given.param_tier, given.optimizer_tier)
-        later = rungs[rungs.index(present) + 1 :] if present in rungs else rungs
-        candidates += [self._tiers(*tiers) for tiers in later]
+        place = rungs.index(present) if present in rungs else -1
+        candidates += [self._tiers(*tiers) for tiers in (*rungs[place + 1 :], *rungs[: max(place, 0)][::-1])]
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
         return next((found for found in self._outcomes(candidates) if found.fits), None)
@@ -238,11 +241,12 @@ class Ladder:
         machine = self._machine
         speed = machine.flops_per_second
         per_parameter = FLOPS_PER_PARAMETER + 2 * config.infinity.activation_checkpointing
+        num_active = plan.num_parameters * active_share(self._model)
         plan = dataclasses.replace(
             plan,
             bandwidth=machine.bandwidth,
             drive_tbw=machine.drive_tbw or plan.drive_tbw,
-            compute_seconds=None if not speed else per_parameter * plan.num_parameters * self._tokens / speed,
+            compute_seconds=None if not speed else per_parameter * num_active * self._tokens / speed,
         )
         problem = self._drive_problem(draft.volumes(plan.placement))
         if problem is None and plan.host_budget_bytes > machine.host_free_bytes:
@@ -335,6 +339,23 @@ class Ladder:
 
         count = _last(fits)
         return None if not count else (count, layers.num_parameters(count))
+
+
+def active_share(model: nn.Module) -> float:
+    """Of a model's parameters, those that one token is computed with: of experts that lie in one tensor, the chosen ones."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    num_chosen = getattr(text, "num_experts_per_tok", None)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if not isinstance(num_chosen, int) or not total:
+        return 1.0
+    idle = 0.0
+    for module in model.modules():
+        num_experts = getattr(module, "num_experts", None)
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() == 3 and len(parameter) == num_experts:
+                idle += parameter.numel() * max(0.0, 1 - num_chosen / len(parameter))
+    return 1 - idle / total
 
 
 def _divided(draft: Draft, num_ranks: int) -> tuple[Draft, int]:

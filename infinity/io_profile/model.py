@@ -146,7 +146,12 @@ def _from_config(path: Path) -> nn.Module:
     if not file.is_file():
         raise ModelRefused(f"--model {path}: there is no config.json in this directory")
     with _without_collections():
-        return _built(path, file)
+        model = _built(path, file)
+    if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
+        raise ModelRefused(
+            f"--model {path}: a model has at most {_MOST_PARAMETERS:.0e} parameters: look at the sizes in {file.name}"
+        )
+    return model
 
 
 @contextlib.contextmanager

@@ -298,6 +298,63 @@ def test_why_no_model_can_be_made_of_a_config(tmp_path: Path) -> None:
         read_model(str(tmp_path))
 
 
+def test_a_config_of_several_processes_is_planned_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    file.write_text(json.dumps(_config(tmp_path, **sizes)))
+    machine = ["--config", str(file), "--ram", "8GB", "--disk", "1TB"]
+    several = _json(["--params", "100m", *machine], capsys, 0)
+    del sizes["train_batch_size"]
+    file.write_text(json.dumps(_config(tmp_path, **sizes)))
+    assert several["choices"] == _json(["--params", "100m", *machine], capsys, 0)["choices"]
+    file.write_text(json.dumps(_config(tmp_path, **sizes, train_batch_size=63)))
+    assert main(["plan", "--params", "100m", *machine]) == 1
+    file.write_text(json.dumps(_config(tmp_path, **sizes, train_batch_size=64)))
+    assert main(["config", "check", str(file)]) == 1
+    assert "--processes 8" in capsys.readouterr().err
+    assert main(["config", "check", str(file), "--processes", "8"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ours", "drive_bytes", "change"),
+    [
+        ({"host_memory_budget": "3MB"}, 10**6, {"infinity.host_memory_budget": None}),
+        ({"keep_in_memory": False}, 10**6, {"infinity.keep_in_memory": True}),
+    ],
+    ids=["budget", "keep_in_memory"],
+)
+def test_free_memory_is_a_change_that_helps(
+    ours: dict[str, Any], drive_bytes: int, change: dict[str, Any], tmp_path: Path
+) -> None:
+    with torch.device("meta"):
+        shapes = _plain()
+    machine = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=drive_bytes, device_free_bytes=None)
+    ladder = Ladder(shapes, _config(tmp_path, infinity=ours), machine, str(tmp_path), 64)
+    given = ladder.given()
+    assert not given.fits
+    found = ladder.smallest_change(given)
+    assert found is not None and found.change.beyond(given) == change
+
+
+def test_a_token_is_computed_with_the_chosen_experts() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, num_hidden_layers=2, vocab_size=100, num_local_experts=8)
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    total = sum(each.numel() for each in model.parameters())
+    experts = 2 * 8 * 3 * 64 * 96
+    assert ladder_module.active_share(model) == pytest.approx((total - experts * 6 / 8) / total)
+    assert ladder_module.active_share(_plain()) == 1
+
+
+def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "hidden_size": 10**9, "num_hidden_layers": 1, "num_attention_heads": 4})
+    )
+    with pytest.raises(ModelRefused, match="at most 1e\\+14 parameters"):
+        read_model(str(tmp_path))
+
+
 def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
     with torch.device("meta"):
         shapes = _plain()
