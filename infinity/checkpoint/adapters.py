@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
@@ -27,7 +29,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def save_adapters(model: Any, directory: Path) -> None:
-    """Write the adapters with the model's own ``save_pretrained``, all at once.
+    """Write the adapters with the model's own ``save_pretrained``, all at once. Of the base model nothing is copied.
 
     Raises:
         UnsupportedModelError: parameters outside the adapters are trained, or the adapters are gone, or of several kinds;
@@ -39,22 +41,25 @@ def save_adapters(model: Any, directory: Path) -> None:
             cure="Save engine.module.state_dict() with torch.save",
         )
     adapters = set(model.peft_config)
-    if not any(adapters.intersection(fqn.split(".")) for fqn, _ in model.named_parameters()):
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | _persistent_buffers(model)
+    own = {fqn for fqn in tensors if not adapters.isdisjoint(fqn.split("."))}
+    saved = own | _saved_by_peft(model, tensors)
+    # Adaption prompts are not named after their adapter.
+    if not own and not any(tensors[fqn].requires_grad and "bias" not in fqn for fqn in saved):
         raise UnsupportedModelError(
             "the adapters have been merged into the model and unloaded: PEFT would write none of the weights",
             cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)",
         )
-    trains_biases = any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values())
     for fqn, parameter in model.named_parameters():
-        is_saved = not adapters.isdisjoint(fqn.split(".")) or (trains_biases and fqn.endswith("bias"))
-        if parameter.requires_grad and not is_saved:
+        if parameter.requires_grad and fqn not in saved:
             raise UnsupportedModelError(
                 f"'{fqn}' is trained, but belongs to no adapter, and PEFT saves adapters only",
                 cure="Name its module in the adapter config's modules_to_save, or save engine.module.state_dict()",
                 fqn=fqn,
             )
     with Staging(directory, "adapter") as staging:
-        model.save_pretrained(staging.path / "files")
+        values = {fqn: tensors[fqn].detach().to("cpu", copy=True) for fqn in tensors if fqn in saved}
+        model.save_pretrained(staging.path / "files", state_dict=values)
         names: list[str] = []
         for folder, _, files in os.walk(staging.path / "files"):
             sync_directory(Path(folder))
@@ -65,3 +70,21 @@ def save_adapters(model: Any, directory: Path) -> None:
         head = next(move for move in moves if Path(move[1]).name == _CONFIG)
         with locked(directory):
             staging.publish([], moves, head, lambda name: False)
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _saved_by_peft(model: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of what PEFT takes as it is out of a state dict; each kind of adapter has rules of its own."""
+    empty = {fqn: torch.empty(each.shape, dtype=each.dtype, device="meta") for fqn, each in tensors.items()}
+    names = {id(each): fqn for fqn, each in empty.items()}
+    take = sys.modules["peft"].get_peft_model_state_dict
+    taken = [each for name in model.peft_config for each in take(model, empty, adapter_name=name).values()]
+    return {names[id(each)] for each in taken if id(each) in names}

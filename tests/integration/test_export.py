@@ -312,6 +312,43 @@ def test_a_peft_model_is_saved_as_its_adapters_which_load(tmp_path: Path) -> Non
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
 
 
+_KINDS: dict[str, dict[str, Any]] = {
+    "biases": {"kind": "LoraConfig", "target_modules": ["q_proj"], "r": 2, "bias": "all"},
+    "a trained head": {"kind": "LoraConfig", "target_modules": ["q_proj"], "r": 2, "modules_to_save": ["lm_head"]},
+    "embeddings": {"kind": "LoraConfig", "target_modules": ["embed_tokens"], "r": 2},
+    "prompts": {"kind": "AdaptionPromptConfig", "adapter_len": 4, "adapter_layers": 1, "task_type": "CAUSAL_LM"},
+    "a prefix": {"kind": "PrefixTuningConfig", "num_virtual_tokens": 2, "task_type": "CAUSAL_LM"},
+    "vectors": {"kind": "VBLoRAConfig", "target_modules": ["q_proj"], "num_vectors": 4, "vector_length": 4, "topk": 2},
+    "projections": {"kind": "VeraConfig", "target_modules": ["q_proj"], "r": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.parametrize("what", _KINDS)
+def test_kinds_of_adapters(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PEFT saves them, without a state dict of the whole model."""
+    peft = pytest.importorskip("peft")
+    drive, options = tmp_path / "drive", dict(_KINDS[what])
+    drive.mkdir()
+    model = peft.get_peft_model(_llama(is_tied=False), getattr(peft, options.pop("kind"))(**options))
+    if what == "vectors":
+        next(iter(model.peft_config.values())).save_only_topk_weights = True
+    model.save_pretrained(tmp_path / "theirs")
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a state dict of the whole model")
+
+    with engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "state_dict", refuse)
+            engine.save_16bit_model(tmp_path / "ours")
+        [expected, found] = [
+            (tmp_path / each / "adapter_model.safetensors").read_bytes() for each in ("theirs", "ours")
+        ]
+        assert found == expected
+
+
 def test_adapters_that_transformers_adds_are_saved_alone(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     drive = tmp_path / "drive"
