@@ -80,6 +80,19 @@ def error_words(error: OSError) -> str:
     return f"{error.strerror} (errno {error.errno}, {errno_codes.errorcode.get(error.errno or 0, '?')})"
 
 
+_LIMIT_CURES = {
+    errno_codes.EMFILE: "raise the limit on open files of a process (ulimit -n)",
+    errno_codes.ENFILE: "raise the limit on open files of the machine (sysctl fs.file-max)",
+    errno_codes.EFBIG: "raise the limit on the size of a file (ulimit -f); if there is none, the file system takes no larger "
+    "one: name more directories, or one on another file system",
+}
+
+
+def limit_cure(error: BaseException | None) -> str:
+    """What to do about an operating system's error that is of a limit, and not of a directory; empty for all others."""
+    return _LIMIT_CURES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+
+
 class SwapperError(Exception):
     """Base of all errors of this package."""
 
@@ -132,12 +145,15 @@ class NotDirectoryError(VolumeError):
 class UnwritableDirectoryError(VolumeError):
     """A file cannot be made in the directory."""
 
-    def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(
-            directory,
-            f"cannot make a scratch file in directory {str(directory)!r}: {reason}; "
-            "give this user write access there or choose another directory",
-        )
+    def __init__(self, directory: Path, reason: OSError | str) -> None:
+        """``reason``: in words, or what the operating system said."""
+        cure = "give this user write access there or choose another directory"
+        if isinstance(reason, OSError):
+            if reason.errno == errno_codes.EROFS:
+                cure = "mount it with write access or choose another directory"
+            cure = limit_cure(reason) or cure
+            reason = error_words(reason)
+        super().__init__(directory, f"cannot make a scratch file in directory {str(directory)!r}: {reason}; {cure}")
 
 
 class VolumeTooSmallError(VolumeError):

@@ -38,6 +38,7 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.values import decode, encode, pickled, unpickled
 from infinity.errors import CheckpointError, StorageError, format_bytes
 from swapper import SwapperError
+from swapper.errors import limit_cure
 from swapper.volumes.block_files import BlockThreads, free_bytes
 from swapper.volumes.publish import Staging, exchange, locked, sync_directory, sync_tree
 
@@ -433,8 +434,15 @@ def writing(
         raise StorageError(
             directory,
             f"cannot take the checkpoint: {error.strerror or error}",
-            cure=f"Give a directory that can be written to, with {format_bytes(needed)} free",
+            cure=_cure(error, needed),
         ) from error
+
+
+def _cure(error: OSError, num_bytes: int) -> str:
+    limit = limit_cure(error)
+    if limit:
+        return f"To save, {limit}"
+    return f"Give a directory that can be written to, with {format_bytes(num_bytes)} free"
 
 
 def tags(directory: Path) -> list[str]:

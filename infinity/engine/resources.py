@@ -37,6 +37,7 @@ from swapper import (
     Versions,
     VolumeError,
 )
+from swapper.errors import limit_cure
 from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,9 @@ class EngineResources:
             raise StorageError(
                 _names(directories),
                 f"cannot hold the states: {error}",
-                cure=f"Choose another {key_name}, or give several as a list",
+                cure="That is a limit of the process, and of no directory"
+                if limit_cure(error.__cause__)
+                else f"Choose another {key_name}, or give several as a list",
             ) from error
         except BackendUnavailableError as error:
             raise StorageError(

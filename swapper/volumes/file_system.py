@@ -69,7 +69,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingDirectoryError(path) from error
     except PermissionError as error:
-        raise UnwritableDirectoryError(path, error_words(error)) from error
+        raise UnwritableDirectoryError(path, error) from error
     except OSError as error:
         raise VolumeError(
             path, f"cannot look at {str(path)!r}: {error_words(error)}; choose another directory"

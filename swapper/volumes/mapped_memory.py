@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from swapper.errors import VolumeError, VolumeTooSmallError, error_words
+from swapper.errors import VolumeError, VolumeTooSmallError, error_words, limit_cure
 from swapper.memory.mapping import map_memory, unmap
 from swapper.sync.bell import Latch
 from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
@@ -107,7 +107,9 @@ class _Segment:
             self.address = map_memory(num_bytes, mmap.MAP_SHARED, self._fd)
         except OSError as error:
             raise VolumeError(
-                directory, f"no file can be mapped in {str(directory)!r}: {error_words(error)}"
+                directory,
+                f"no file can be mapped in {str(directory)!r}: {error_words(error)}; "
+                f"{limit_cure(error) or 'choose another directory'}",
             ) from error
 
     def __del__(self) -> None:
@@ -144,6 +146,7 @@ class _Segment:
             if error.errno in FULL:
                 raise VolumeTooSmallError(self._directory, length, free_bytes, error_words(error)) from error
             problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
+            problem += f"; {limit_cure(error) or 'choose another directory'}"
             raise VolumeError(self._directory, problem) from error
         self._taken_bytes = offset + length
         return offset

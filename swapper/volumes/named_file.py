@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from swapper.errors import UnwritableDirectoryError, VolumeError, error_words
+from swapper.errors import UnwritableDirectoryError, VolumeError
 from swapper.volumes.file_system import Drive
 from swapper.volumes.publish import sync_directory
 from swapper.volumes.scratch_file import ScratchFile
@@ -53,4 +53,4 @@ class NamedFile(ScratchFile):
                 "or remove the run's directories to begin anew",
             ) from error
         except OSError as error:
-            raise UnwritableDirectoryError(self.directory, error_words(error)) from error
+            raise UnwritableDirectoryError(self.directory, error) from error

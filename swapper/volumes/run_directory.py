@@ -78,7 +78,7 @@ class RunDirectory(Uncopyable):
             make_directory(directory, 0o700)
             descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise UnwritableDirectoryError(directory, error_words(error)) from error
+            raise UnwritableDirectoryError(directory, error) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

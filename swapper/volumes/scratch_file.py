@@ -26,6 +26,7 @@ from swapper.errors import (
     VolumeError,
     VolumeTooSmallError,
     error_words,
+    limit_cure,
 )
 from swapper.memory.region import AlignedRegion
 from swapper.uncopyable import Uncopyable
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -120,13 +121,14 @@ class ScratchFile(Uncopyable):
                 num_bytes,
             )
             return
-        if error.errno in FULL:
+        if error.errno in FULL or error.errno == errno.EFBIG:
             os.ftruncate(self.fd, self.num_bytes)
+        if error.errno in FULL:
             raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
         raise VolumeError(
             directory,
             f"cannot reserve {num_bytes} bytes in directory {str(directory)!r} on {self.drive.words()}: "
-            f"{error_words(error)}; choose another one",
+            f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
         ) from error
 
     def _fill(self, num_bytes: int) -> bool:
@@ -235,7 +237,7 @@ def open_nameless(directory: Path) -> int:
     except OSError as error:
         if error.errno in FULL:
             raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
-        raise UnwritableDirectoryError(directory, error_words(error)) from error
+        raise UnwritableDirectoryError(directory, error) from error
 
 
 def _free_bytes(directory: Path) -> int:

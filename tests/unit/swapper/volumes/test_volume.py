@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,30 @@ def test_a_directory_without_write_access(tmp_path: Path, monkeypatch: pytest.Mo
     assert isinstance(error.value.__cause__, OSError)
 
 
+@pytest.mark.parametrize(("code", "cure"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")])
+def test_a_limit_on_files_is_no_matter_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, cure: str
+) -> None:
+    def refusing(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(volume_module.os, "open", refusing)
+    with pytest.raises(UnwritableDirectoryError, match=cure) as error:
+        Volume([tmp_path], ALIGNMENT)
+    assert "write access" not in str(error.value) and "another directory" not in str(error.value)
+
+
+def test_a_limit_on_the_size_of_a_file_is_no_want_of_room(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(VolumeError, match=r"EFBIG.*ulimit -f") as error:
+            Volume([tmp_path], 8 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "free" not in str(error.value) and os.listdir(tmp_path) == []
+
+
 def test_too_small_names_needed_and_free(tmp_path: Path) -> None:
     num_bytes = 1 << 60
     with pytest.raises(VolumeTooSmallError, match=f"{num_bytes} bytes are needed there and ") as error:
@@ -152,7 +177,7 @@ def test_too_small_names_needed_and_free(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_reservation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refusing(*_: int) -> None:
         raise OSError(code, os.strerror(code))
