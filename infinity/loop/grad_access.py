@@ -6,6 +6,7 @@ Knows where gradients are; must not know when they come.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import GradientNotResidentError
+from infinity.errors import GradientNotResidentError, SparseGradientWarning
 from infinity.gradients.listener import GradientListener
 from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.backward import Backwards
@@ -62,7 +63,7 @@ class _Own:
     @property
     def is_shared(self) -> bool:
         """Whether anybody else can see its memory, or write to it: through a tensor that it is a view of, say."""
-        if self.is_held_by_others or self.tensor.layout is not torch.strided:
+        if self.is_held_by_others:
             return True
         storage = self.tensor.untyped_storage()
         # One is the tensor's, one this variable's. Memory that is not torch's (numpy's) is counted by nobody.
@@ -177,6 +178,9 @@ class GradAccess(GradientListener):
                 return  # `parameter.grad *= 2`: it has been changed in place already
             if isinstance(gradient, PagedGradient):
                 gradient = gradient.in_memory()
+            if gradient.layout is not torch.strided:
+                warnings.warn(SparseGradientWarning(slot.spec.fqn), stacklevel=2)
+                gradient = gradient.to_dense()
         self._take_in_last()
         self._residency.await_update(unit)
         self._gradients.set_gradient(unit, slot, None if gradient is None else gradient.detach())
@@ -238,6 +242,8 @@ class GradAccess(GradientListener):
 
     def note_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:
         """As autograd does with a graph, give the parameter another tensor: the sum of what was there and ``gradient``."""
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
         key = unit.index, slot.index
         own = self._own_of(key)
         before = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import GradientNotResidentError, NotResidentError
+from infinity.errors import GradientNotResidentError, NotResidentError, SparseGradientWarning
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, Lockstep
 
@@ -102,6 +102,21 @@ def test_a_gradient_that_is_assigned_counts(tmp_path: Path) -> None:
         params[names[0]].grad = None
         both.reference.main[names[1]].grad = torch.ones_like(both.reference.main[names[1]])
         params[names[1]].grad = torch.ones(params[names[1]].shape)
+        both.plain_update()
+        both.require_equal()
+
+
+def test_a_sparse_gradient_that_is_assigned_counts_as_a_dense_one(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.plain_step(0)
+        both.plain_backward(1)
+        fqn, param = next(iter(both.model.named_parameters()))
+        values = torch.zeros(param.shape)
+        values[0] = 0.5
+        with pytest.warns(SparseGradientWarning, match=fqn):
+            param.grad = values.to_sparse()
+        both.reference.main[fqn].grad = values
+        assert torch.equal(param.grad, values)
         both.plain_update()
         both.require_equal()
 
