@@ -195,6 +195,15 @@ class Unit:
         """The update is done, or never began."""
         self.update = None
 
+    def count_update(self, indices: Iterable[int]) -> None:
+        """These slots' parameters are updated: torch's count of writes moves, by which a module may know what it has kept."""
+        with as_plain():
+            for index in indices:
+                parameter = self.parameters[index]
+                before = parameter._version
+                torch.autograd.graph.increment_version(parameter)
+                self._counters[index] += parameter._version - before
+
     def begin_use(self) -> None:
         """A module or operation needs the unit in memory until `end_use`."""
         self.num_active += 1

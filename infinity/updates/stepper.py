@@ -243,6 +243,7 @@ class Stepper:
             rank=rank,
             is_share=self._is_divided,
         )
+        unit.count_update(groups)
         unit.begin_update(job)
         try:
             if self.rules.updates_in_backward:  # once it is submitted, it may be too late

@@ -199,3 +199,41 @@ def test_a_scheduler_of_another_kind_changes_nothing(tmp_path: Path) -> None:
         assert (engine.get_lr(), repr(engine.lr_scheduler.state_dict())) == before[1:]
         engine.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
         assert engine.global_steps == 3
+
+
+class Derived(Model):
+    """Keeps what it computes of its weight until that changes, by torch's count of writes."""
+
+    kept: tuple[int, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = self.layer.weight._version
+        if self.kept is None or self.kept[0] != count:
+            self.kept = count, self.layer.weight.detach().abs().sum()
+        return super().forward(x) * self.kept[1]
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "in_backward"])
+def test_a_step_counts_as_a_write(update: str, tmp_path: Path) -> None:
+    reference, model = Derived(), Derived()
+    config = everything_on_nvme(tmp_path)
+    config["infinity"]["update"] = update
+    engine, optimizer, *_ = infinity.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), config=config
+    )
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
+    with engine:
+        for step in range(4):
+            x = torch.full((2, 4), step + 1.0)
+            losses = []
+            for one, its in ((reference, expected), (model, optimizer)):
+                loss = one(x).square().mean()
+                loss.backward()
+                its.step()
+                its.zero_grad()
+                losses.append(loss.detach())
+            assert torch.equal(*losses), step
+        with torch.no_grad():
+            model.layer.weight.mul_(0.5)
+            reference.layer.weight.mul_(0.5)
+        assert torch.equal(model(x), reference(x))

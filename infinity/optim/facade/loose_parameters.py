@@ -50,6 +50,7 @@ class LooseParameters:
             self._worker = self._worker or Worker(self._template.optimizer)
             with torch.no_grad():
                 (state,) = self._worker.run(dict(values), [param.detach()], [gradient], [self.state.get(param, {})])
+            torch.autograd.graph.increment_version(param)  # a module may know by it what it has kept
             if state:
                 self.state[param].update(state)
 
