@@ -19,7 +19,7 @@ from infinity.config import InfinityConfig, load_config, make_directories, remov
 from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
-from infinity.distributed.collectives import init_distributed, num_processes, world
+from infinity.distributed.collectives import init_distributed, local_rank, num_processes, world
 from infinity.distributed.meshes import mesh_of
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
@@ -84,7 +84,8 @@ def initialize(
         collate_fn: for the loader.
         config: path of a JSON file, a dict, or what `load_config` gave.
         config_params: the same under DeepSpeed's older name.
-        device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU.
+        device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one (of several processes,
+            each takes the one of its number on the machine, unless the script has chosen another), else the CPU.
 
     Returns:
         engine, optimizer, loader (None without ``training_data``), lr scheduler (None without one).
@@ -119,7 +120,8 @@ def initialize(
     warn_of_gaps(model)
     share_weights(model, mesh.data)
     write_out()  # what a model that was built on drives still has in memory
-    torch_device = choose_device(model, device)
+    device_rank = getattr(args, "device_rank", None)  # of DeepSpeed's launcher
+    torch_device = choose_device(model, device, local_rank() if device_rank is None else device_rank)
     parameters = list(model.parameters())
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
         tiling = _tile(model, optimizer, resolved, undo)

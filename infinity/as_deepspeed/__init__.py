@@ -17,6 +17,7 @@ import os
 import sys
 from pathlib import Path
 
+from infinity.distributed.collectives import untold_size
 from infinity.errors import StandInError
 
 SITE = Path(__file__).with_name("site")
@@ -41,8 +42,9 @@ def install() -> None:
         raise StandInError(
             "accelerate is loaded, and has seen that there is no DeepSpeed", "accelerate or transformers"
         )
-    for name, value in _LAUNCHED.items():
-        os.environ.setdefault(name, value)
+    if untold_size() is None:  # or each of several would train alone, as this one says
+        for name, value in _LAUNCHED.items():
+            os.environ.setdefault(name, value)
     sys.path.insert(0, str(SITE))
     importlib.invalidate_caches()
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.numerics.norms import narrow_norm
+from infinity.torch_internals.current_gpu import take_gpu
 from infinity.torch_internals.names import norms_of_each
 from swapper import AlignedRegion, SwapperError, hang_of, is_held
 
@@ -427,14 +428,18 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def choose_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """What ``device`` says; None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU."""
+def choose_device(model: nn.Module, device: torch.device | str | None, number: int = 0) -> torch.device:
+    """What ``device`` says; None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU.
+
+    ``number``: the GPU that is this process's own, see `take_gpu`; it is the current one afterwards, where one is needed.
+    """
     if device is not None:
         chosen = torch.device(device)
     else:
         chosen = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
         if chosen.type == "cpu" and torch.cuda.is_available():
-            chosen = torch.device("cuda", torch.cuda.current_device())
+            chosen = torch.device("cuda")
     if str(chosen) == "cuda":
+        take_gpu(number)
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

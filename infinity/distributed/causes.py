@@ -103,7 +103,8 @@ class Causes:
             pid, host, started = self._store.get(key).decode().split(" ", 2)
             if host == _host() and _started(int(pid)) != started:
                 return (
-                    f"the process of rank {rank} ({pid}) is gone without an error: killed, out of memory, or at its end"
+                    f"the process of rank {rank} ({pid}) is gone, and has not said why (see its output, or that of what "
+                    "started it): an error, killed, out of memory, or at its end"
                 )
         return None
 

@@ -34,14 +34,16 @@ nothing here keeps one alive that a script has destroyed, and one that nobody ha
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import secrets
+import socket
 import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +52,7 @@ import torch
 from infinity.distributed.causes import Causes
 from infinity.errors import ConfigError, RankError
 from infinity.numerics.raw_bytes import raw_bytes
+from infinity.torch_internals.current_gpu import take_gpu
 from infinity.torch_internals.default_groups import forget_default_groups
 from infinity.torch_internals.group_store import default_store, group_timeout
 
@@ -61,26 +64,36 @@ isend: Any = getattr(torch.distributed, "isend", None)
 irecv: Any = getattr(torch.distributed, "irecv", None)
 """torch's own: its `P2POp` takes no other `isend` and `irecv`."""
 
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""How many processes mpirun has started, in Open MPI's words and in those of MPICH and its kin."""
+_LAUNCHERS_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""What tells how many processes others than torchrun have started: Open MPI, MPICH and its kin, MVAPICH2, and Slurm."""
 
 
 def num_processes() -> int:
     """How many train together: of ``torch.distributed``'s group, or as a launcher says that there will be.
 
     Raises:
-        ConfigError: mpirun has started several, and nothing says how they find each other.
+        ConfigError: mpirun or srun has started several, and nothing says how they find each other.
     """
     if is_initialized():
         return int(torch.distributed.get_world_size())
-    if "WORLD_SIZE" not in os.environ:
-        for name in _MPI_SIZES:
-            if int(os.environ.get(name, "1")) > 1:
-                raise ConfigError(
-                    f"mpirun has started {os.environ[name]} processes ({name}), and WORLD_SIZE is not set, so each would train "
-                    "alone. Start the script with torchrun; or set WORLD_SIZE to 1 if each is to train alone"
-                )
+    name = untold_size()
+    if name is not None:
+        raise ConfigError(
+            f"{_LAUNCHERS_SIZES[name]} has started {os.environ[name]} processes ({name}), and WORLD_SIZE is not set, so each "
+            "would train alone. Start the script with torchrun; or set WORLD_SIZE to 1 if each is to train alone"
+        )
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def untold_size() -> str | None:
+    """The variable by which mpirun or srun tells that it has started several, where WORLD_SIZE does not say so."""
+    names = (name for name in _LAUNCHERS_SIZES if int(os.environ.get(name, "1")) > 1)
+    return None if "WORLD_SIZE" in os.environ else next(names, None)
 
 
 def process_rank() -> int:
@@ -111,7 +124,7 @@ def init_distributed(
     if they are not.
 
     Args:
-        dist_backend: as torch names it; None: nccl where there are GPUs, else gloo.
+        dist_backend: as torch names it; None: nccl where there are GPUs, else gloo. "nccl" is gloo where there are none.
         auto_mpi_discovery, distributed_port, verbose, dist_init_required, config: taken as DeepSpeed takes them, without effect.
         timeout: how long a process waits for the others. None: torch's, half an hour.
         init_method: where processes find each other that the script has started ("tcp://...", "file://..."). None: as
@@ -120,17 +133,20 @@ def init_distributed(
 
     Raises:
         ConfigError: several processes are to train together, and their launcher has not told how they find each other.
+        RankError: they do not reach each other.
     """
     if is_initialized():
         return
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     backend = dist_backend or ("nccl" if has_nccl else "gloo")
+    if (
+        backend == "nccl" and not has_nccl
+    ):  # DeepSpeed's scripts name it, and without a GPU there is nothing for it to do
+        backend = "gloo"
     rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
     if init_method not in (None, "env://"):
         num = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
-        torch.distributed.init_process_group(
-            backend, timeout=timeout, init_method=init_method, rank=rank, world_size=num
-        )
+        _begin_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=num)
         return
     num = world_size if world_size > 0 else num_processes()
     if num > 1:
@@ -142,14 +158,37 @@ def init_distributed(
                 "script with torchrun, or unset WORLD_SIZE for one process; or give init_distributed init_method, rank and "
                 "world_size"
             )
-        store = _store_of_this_start()
-        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=num)
+        _begin_group(backend, timeout=timeout, store=_store_of_this_start(), rank=rank, world_size=num)
         return
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     if torch.distributed.is_available():
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list
-        torch.distributed.init_process_group("nccl" if has_nccl else "gloo", store=store, rank=0, world_size=1)
+        _begin_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+
+
+def _begin_group(backend: str, **options: Any) -> None:
+    if "nccl" in backend:
+        take_gpu(local_rank())  # nccl would take that of the first for all
+    with _finding_each_other():
+        torch.distributed.init_process_group(backend, **options)
+
+
+@contextlib.contextmanager
+def _finding_each_other() -> Iterator[None]:
+    """What gloo raises where processes do not find each other becomes an error with its cure."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        raise RankError(
+            "making a process group",
+            f"the processes do not reach each other: {str(error).splitlines()[0]}",
+            rank=process_rank(),
+            cure="gloo takes the network interface of this machine's name, which the others may not reach: set "
+            "GLOO_SOCKET_IFNAME on all machines to the one that they share (`ip -br addr` names them; lo for one machine)",
+        ) from error
 
 
 def _store_of_this_start() -> Any:
@@ -233,8 +272,10 @@ def local_rank() -> int:
 
 
 def num_local_processes() -> int:
-    """How many of those that train together are on this machine, as their launcher says; else all."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", str(num_processes()))) if num_processes() > 1 else 1
+    """How many of those that train together are on this machine. All processes call it at the same point."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    hosts = world().gather("counting the processes of each machine", socket.gethostname().encode())
+    return int(told) if told and len(hosts) > 1 else hosts.count(hosts[world().index])
 
 
 _BLOCK_NUMEL = 1 << 20
@@ -585,7 +626,8 @@ def subsets(wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Ranks]:
 def _group_of(members: Sequence[int] | None, **kwargs: Any) -> Any:
     """A group that takes tensors on the CPU, and waits as long as the default one."""
     ranks = None if members is None else list(members)
-    return torch.distributed.new_group(ranks, backend="gloo", timeout=group_timeout(torch.distributed), **kwargs)
+    with _finding_each_other():
+        return torch.distributed.new_group(ranks, backend="gloo", timeout=group_timeout(torch.distributed), **kwargs)
 
 
 def members_of(group: Any) -> tuple[int, ...]:

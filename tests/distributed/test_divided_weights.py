@@ -266,7 +266,7 @@ def _die(engine: Any) -> None:
         ),
         (_raise, "ValueError: of the script", "All ranks have to make the same calls"),
         (_close, "", "All ranks have to"),
-        (_die, "killed", "is gone without an error"),
+        (_die, "killed", "is gone, and has not said why"),
     ],
 )
 def test_what_one_rank_does_alone_is_an_error_on_all(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,9 @@ from torch import nn
 import infinity
 from infinity import comm
 from infinity.compat.messages import log_dist, logger, see_memory_usage
-from infinity.distributed.collectives import num_processes, world
+from infinity.distributed.collectives import num_local_processes, num_processes, world
 from infinity.distributed.meshes import mesh_of
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, RankError
 from tests.ranks import run_ranks
 
 
@@ -45,14 +46,59 @@ def test_a_script_says_how_its_processes_find_each_other(tmp_path: Path) -> None
     assert run_ranks(2, join, tmp_path) == ["", ""]
 
 
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_processes_of_mpirun_do_not_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_and_a_timeout_count_for_one_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # without a GPU nccl has nothing to do
+
+    def join(rank: int) -> None:
+        dist.destroy_process_group()
+        infinity.init_distributed("nccl", timeout=timedelta(seconds=400))
+        assert dist.get_backend() == "gloo"
+        assert _timeout_of(dist.group.WORLD) == timedelta(seconds=400)
+
+    assert run_ranks(1, join, tmp_path) == [""]
+
+
+def test_processes_that_do_not_reach_each_other_name_the_interface(tmp_path: Path) -> None:
+    def join(rank: int) -> None:
+        dist.destroy_process_group()
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch"
+        with pytest.raises(RankError, match=r"nosuch.* set GLOO_SOCKET_IFNAME"):
+            infinity.init_distributed("gloo")
+
+    assert run_ranks(1, join, tmp_path) == [""]
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, [2, 2, 1]), ("3", [3, 3, 3])])
+def test_how_many_processes_share_a_machine(told: str | None, expected: list[int], tmp_path: Path) -> None:
+    """A launcher says it, or the names of the machines do: each has its own memory to divide."""
+
+    def count(rank: int) -> None:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if told is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = told
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(socket, "gethostname", lambda: f"worker-{rank // 2}")
+            assert num_local_processes() == expected[rank]
+
+    assert run_ranks(3, count, tmp_path) == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "mpirun"),
+        ("PMI_SIZE", "mpirun"),
+        ("MV2_COMM_WORLD_SIZE", "mpirun"),
+        ("SLURM_STEP_NUM_TASKS", "srun"),
+    ],
+)
+def test_processes_of_mpirun_do_not_train_alone(name: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     infinity.comm.destroy_process_group()
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv(name, "4")
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
     for begin in (infinity.init_distributed, lambda: infinity.initialize(model=nn.Linear(2, 2), config=config)):
-        with pytest.raises(ConfigError, match=rf"mpirun has started 4 processes \({name}\).* with torchrun"):
+        with pytest.raises(ConfigError, match=rf"{launcher} has started 4 processes \({name}\).* with torchrun"):
             begin()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert num_processes() == 1

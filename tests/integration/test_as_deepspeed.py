@@ -168,6 +168,17 @@ def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     assert (done.returncode, "usage:" in done.stderr) == (1, True)
 
 
+def test_several_processes_of_srun_do_not_train_alone() -> None:
+    """What is set here for a single process must not hide that there are several."""
+    code = "import infinity.as_deepspeed, deepspeed; deepspeed.init_distributed()"
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    environment |= {"PYTHONPATH": str(_ROOT), "SLURM_STEP_NUM_TASKS": "4"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "srun has started 4 processes (SLURM_STEP_NUM_TASKS)" in done.stderr
+
+
 @pytest.mark.slow
 def test_accelerate_launch(tmp_path: Path) -> None:
     """fp32 with accumulation and clipping: killed in the 17th step and resumed from the tenth."""
