@@ -30,7 +30,7 @@ from infinity.config.arguments import add_config_arguments
 from infinity.distributed.collectives import init_distributed
 from infinity.engine.engine import Engine
 from infinity.errors import InfinityError
-from infinity.initialize import initialize
+from infinity.initialize import engine_of, initialize
 from infinity.loading.init import Init
 from infinity.loading.load_pretrained import load_pretrained
 from infinity.optim import lr_schedules as schedules
@@ -70,6 +70,7 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "engine_of",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

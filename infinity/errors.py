@@ -224,7 +224,11 @@ class ModelInUseError(ModelError):
 
     def __init__(self, fqn: str) -> None:
         name = f"the model (its parameter '{fqn}')" if fqn else "the model"
-        super().__init__(f"{name} already belongs to an engine. Close that engine first: engine.close()", fqn=fqn)
+        super().__init__(
+            f"{name} already belongs to an engine. Close that engine first: engine.close(), or "
+            "infinity.engine_of(model).close() where no variable holds it",
+            fqn=fqn,
+        )
 
 
 class UnsupportedModelError(ModelError):

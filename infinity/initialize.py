@@ -111,8 +111,8 @@ def initialize(
         )
     check_same_config(resolved, mesh.everyone if mesh.is_divided else mesh.data)
     if optimizer is None and resolved.optimizer is None and _is_empty(model_parameters):
-        earlier = _engine_of(model)
-        if earlier is not None:
+        earlier = engine_of(model)
+        if earlier is not None and earlier.module is model:
             return earlier, None, None, None
     check_model(model)
     if resolved.compute_dtype == torch.float32:
@@ -219,11 +219,15 @@ def _is_empty(items: Any) -> bool:
     return isinstance(items, Sized) and len(items) == 0
 
 
-def _engine_of(model: nn.Module) -> Engine | None:
-    host = next((host_of(parameter) for parameter in model.parameters()), None)
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that holds a model, or a part of it; None if there is none.
+
+    For a script that has no name for it any more: ``infinity.engine_of(model).close()``.
+    """
+    host = next((host for parameter in model.parameters() if (host := host_of(parameter)) is not None), None)
     gatherer = host.gatherer if isinstance(host, ParameterHandler) else None
     engine = None if gatherer is None else gatherer.owner
-    return engine if isinstance(engine, Engine) and engine.module is model else None
+    return engine if isinstance(engine, Engine) else None
 
 
 def _template(

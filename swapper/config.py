@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
@@ -33,6 +34,18 @@ class Priority(IntEnum):
     DEMAND = 0  # somebody waits for it now
     PREFETCH = 1  # somebody will need it soon
     WRITE_BACK = 2  # nobody waits for it
+
+
+def whole_number(name: str, value: int) -> int:
+    """``value`` as an int.
+
+    Raises:
+        ArgumentError: It is a float, or no number: ``name`` says what for.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"{name} must be an int, got {value!r}; convert it with int()") from None
 
 
 def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
@@ -70,6 +83,8 @@ class SwapperConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        for name in ("request_bytes", "num_threads", "max_inflight", "max_retries", "max_overtakes"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.request_bytes <= 0 or self.request_bytes % ALIGNMENT:
             raise ArgumentError(f"request_bytes must be a positive multiple of {ALIGNMENT}, got {self.request_bytes}")
         for name, least in (("num_threads", 1), ("max_inflight", 1), ("max_retries", 0), ("max_overtakes", 1)):

@@ -361,12 +361,15 @@ _CURES = {
     errno_codes.EDQUOT: "the disk quota is used up: raise it or choose another directory",
     errno_codes.ESTALE: "the server has lost the file: mount it again or choose another directory",
     errno_codes.ENOTCONN: "the process that serves the file system has ended: mount it again",
-    errno_codes.EINVAL: "the file system refuses direct transfers of this size: open with direct=False",
+    errno_codes.EINVAL: "the file system refuses direct transfers of this size: open with direct=False (in a training, "
+    "set config key infinity.direct_io to false)",
     errno_codes.EROFS: "the file system became read-only, usually after an error: see the kernel log",
     errno_codes.EFAULT: "the memory of the buffer was released while the transfer ran: keep it until then",
-    errno_codes.EAGAIN: "the kernel was out of resources for longer than max_retries attempts: lower num_threads",
+    errno_codes.EAGAIN: "the kernel was out of resources for longer than max_retries attempts: lower num_threads "
+    "(in a training, config key aio.intra_op_parallelism)",
     errno_codes.ESHUTDOWN: "the process is ending: wait for transfers before",
-    errno_codes.ENOMEM: "the kernel was out of memory for the transfer: lower num_threads or request_bytes",
+    errno_codes.ENOMEM: "the kernel was out of memory for the transfer: lower num_threads or request_bytes (in "
+    "a training, config keys aio.intra_op_parallelism and aio.block_size)",
 }
 
 
@@ -419,7 +422,8 @@ class ArenaExhaustedError(ArenaError, TimeoutError):
         held = ", ".join(f"{owner or 'unnamed'}: {count}" for owner, count in owners) or "nobody"
         super().__init__(
             f"none of the {num_pages} pages of the arena became free within {waited_seconds:g} seconds; "
-            f"held by {held}; release pages sooner or make the arena larger"
+            f"held by {held}; release pages sooner or make the arena larger (in a training, where a drive "
+            "may be too slow for it, raise config key infinity.io_deadline_seconds, or infinity.host_memory_budget)"
         )
 
 

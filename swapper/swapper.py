@@ -11,7 +11,7 @@ from types import TracebackType
 
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
-from swapper.config import Priority, SwapperConfig
+from swapper.config import Priority, SwapperConfig, whole_number
 from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
 from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
@@ -91,6 +91,7 @@ class Swapper(Uncopyable):
             VolumeError: A subclass says what is wrong with which directory; nothing was left behind.
         """
         config = config or SwapperConfig()
+        capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         directories = with_speeds(directories, capacity_bytes, direct=config.direct)
         volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
         try:
@@ -103,6 +104,7 @@ class Swapper(Uncopyable):
     def in_memory(cls, capacity_bytes: int, config: SwapperConfig | None = None) -> Swapper:
         """Return a swapper whose bytes lie in host memory, copied by worker threads."""
         config = config or SwapperConfig()
+        capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         return cls(_verified(MemoryBackend(capacity_bytes, config.num_threads), config), config)
 
     @property
@@ -142,6 +144,7 @@ class Swapper(Uncopyable):
             ReentryError: A signal handler asks, in the midst of another call.
         """
         self._check_usable()
+        num_bytes = whole_number("num_bytes", num_bytes)
         refuse_owned(self._allocator_lock, "allocating an extent")
         with self._allocator_lock:
             start = self._allocator.allocate(num_bytes, name)
@@ -231,10 +234,11 @@ class Swapper(Uncopyable):
         self._check_usable()
         self._scheduler.pending.raise_first()
         self._check_owned(extent)
+        offset = whole_number("offset", offset)
         array = memory_of(
             buffer, for_read=direction is Direction.READ, accepts_device_memory=self.accepts_device_memory
         )
-        if num_bytes is not None and num_bytes != array.size:
+        if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
             if not 0 <= num_bytes <= array.size:
                 raise InvalidBufferError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")
             array = array[:num_bytes]

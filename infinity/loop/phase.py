@@ -46,6 +46,8 @@ class PhaseGuard:
         self.has_backward = False
         """Whether there was a backward since the last ``engine.step()``."""
         self._part_loaded: Path | None = None
+        self._cut_off = "backward"
+        """What was under way when it was cut off."""
         self._stepper = stepper
         self._step = step
 
@@ -53,6 +55,8 @@ class PhaseGuard:
         """Enter a phase."""
         if phase not in _TRANSITIONS[self.phase]:
             raise RuntimeError(f"the training loop cannot go from {self.phase.value} to {phase.value}")
+        if phase is Phase.BROKEN:
+            self._cut_off = "step" if self.phase is Phase.STEPPING else "backward"
         self.phase = phase
         self.has_backward |= phase is Phase.BACKWARD
 
@@ -101,7 +105,7 @@ class PhaseGuard:
             self.check_not_partial("it was cut off by an exception")
             raise StepOrderError(
                 "engine",
-                "the last backward was cut off by an exception, its gradients are not whole",
+                f"the last {self._cut_off} was cut off by an exception, its gradients are not whole",
                 cure="Call engine.reset() to drop them, then train on",
                 step=self._step(),
             )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swapper.config import ALIGNMENT, bounded_seconds
+from swapper.config import ALIGNMENT, bounded_seconds, whole_number
 from swapper.errors import ArenaClosedError, ArenaExhaustedError, ArgumentError, PageReleasedError
 from swapper.memory.held import is_held
 from swapper.memory.region import AlignedRegion
@@ -133,6 +133,7 @@ class StagingArena(Uncopyable):
     def __init__(
         self, page_bytes: int, num_pages: int, pin: Pin | None = None, *, deadline_seconds: float = 120.0
     ) -> None:
+        page_bytes, num_pages = whole_number("page_bytes", page_bytes), whole_number("num_pages", num_pages)
         if page_bytes <= 0 or page_bytes % ALIGNMENT:
             raise ArgumentError(f"page_bytes must be a positive multiple of {ALIGNMENT}, got {page_bytes}")
         if num_pages <= 0:

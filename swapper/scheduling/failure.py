@@ -84,6 +84,7 @@ def stall_error(operation: Operation, request: IORequest | None, backend: IOBack
         offset,
         num_bytes,
         None,
-        f"{detail}; see the kernel log for this drive, or raise deadline_seconds if it is only slow",
+        f"{detail}; see the kernel log for this drive, or raise deadline_seconds (in a training, config key "
+        "infinity.io_deadline_seconds) if it is only slow",
         _contents(operation, start, num_bytes),
     )

@@ -182,8 +182,10 @@ def test_a_dropped_engine_is_collected(tmp_path: Path) -> None:
 
 def test_a_second_engine_on_the_same_model_is_refused(both: Lockstep, tmp_path: Path) -> None:
     for model in (both.model, both.engine, both.model.get_submodule("blocks")):
-        with pytest.raises(ModelInUseError, match="engine"):
+        with pytest.raises(ModelInUseError, match="engine_of"):
             infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+        assert infinity.engine_of(model) is both.engine
+    assert infinity.engine_of(nn.Linear(1, 1)) is None
     both.engine_step(0)
     both.require_equal()
 

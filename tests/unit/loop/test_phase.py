@@ -147,3 +147,11 @@ def test_after_close_nothing_is_open(guard: PhaseGuard) -> None:
     guard.move_to(Phase.CLOSED)
     with pytest.raises(EngineClosedError):
         guard.check_open()
+
+
+@pytest.mark.parametrize(("phase", "word"), [(Phase.BACKWARD, "backward"), (Phase.STEPPING, "step")])
+def test_what_was_cut_off_is_named(phase: Phase, word: str, guard: PhaseGuard) -> None:
+    guard.move_to(phase)
+    guard.move_to(Phase.BROKEN)
+    with pytest.raises(StepOrderError, match=rf"the last {word} was cut off.*engine\.reset\(\)"):
+        guard.check_whole()

@@ -17,11 +17,13 @@ import swapper as package
 from swapper import (
     ALIGNMENT,
     AlignedRegion,
+    ArgumentError,
     ExtentRangeError,
     FreedExtentError,
     Handle,
     InvalidBufferError,
     OutOfSpaceError,
+    StagingArena,
     Swapper,
     SwapperClosedError,
     SwapperConfig,
@@ -327,3 +329,16 @@ def test_priorities_are_those_of_the_package() -> None:
     assert package.Priority is Priority
     assert sorted(package.__all__) == sorted(set(package.__all__))
     assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_a_float_is_refused_where_a_number_of_bytes_belongs(tmp_path: Path) -> None:
+    for refused in (
+        lambda: SwapperConfig(request_bytes=2**20 / 2),  # type: ignore[arg-type]
+        lambda: Swapper.open(tmp_path, 1e6),  # type: ignore[arg-type]
+        lambda: Swapper.in_memory(1e6),  # type: ignore[arg-type]
+        lambda: StagingArena(4096.0, 1),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ArgumentError, match=r"must be an int, got .*int\(\)"):
+            refused()
+    with Swapper.in_memory(4096) as swapper, pytest.raises(ArgumentError, match="num_bytes must be an int"):
+        swapper.allocate(4096.0, "x")  # type: ignore[arg-type]
