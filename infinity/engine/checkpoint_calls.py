@@ -265,6 +265,7 @@ class CheckpointCalls(ExportCalls):
         together(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
         common = common_tag(self._mesh, directory, wanted, what, find=checkpoint.find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
+        before = self.global_steps
 
         def load_all() -> None:
             found.append(
@@ -283,8 +284,15 @@ class CheckpointCalls(ExportCalls):
 
         together(self._mesh.everyone, what, load_all)
         folder, client_state = found[0]
-        if self._parts.durable is not None and folder is not None:
-            self._parts.durable.begin_line()
+        durable = self._parts.durable
+        if durable is not None and folder is not None:
+            durable.begin_line()
+            if durable.went_on_at == before and (load_module_only or self.global_steps < before):
+                logger.warning(
+                    "the durable run had gone on from its step %d, and engine.load_checkpoint has put '%s' in place of that. If "
+                    "this is for the first start alone, load only `if not engine.global_steps`",
+                    *(before, folder),
+                )
         return folder, client_state
 
     def _load(

@@ -19,6 +19,7 @@ nobody goes back from one line to another.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -112,6 +113,11 @@ class DurableRun:
         """Whether no commit is under way."""
         self.has_failed = False
         """Whether `settle` has told of a commit that could not be made."""
+        self.went_on_at: int | None = None
+        """The step that `resume` went on from; None if the run began then."""
+        self._given: list[dict[str, Any]] = []
+        """Of each group, the values that the script began with."""
+        self._is_scheduler_told = False
         self._header: dict[str, Any] | None = None
         if found is not None:
             self._number = found[0]
@@ -242,6 +248,7 @@ class DurableRun:
                 cure="Add them before, or set infinity.durable to false",
             )
         self.settle()
+        self._tell_of_scheduler(training)
         self._ranks.meet(f"the commit of step {training.global_steps}")
         for unit in self._units:
             unit.note_changes()
@@ -296,17 +303,50 @@ class DurableRun:
         Raises:
             StorageError: it is damaged.
         """
+        self._given = copy.deepcopy(_without_parameters(training.optimizer.param_groups))
         if self._header is None:
             logger.info("durable run in '%s': begins", self._path)
             return
-        self._go_to(training, self._number)
+        given = self._go_to(training, self._number)
         if self._common is not None and self._common != (self._line, training.global_steps):
             there = [n for n in self._versions.kept if (self._lines[n], self._steps[n]) == self._common]
             if not there:
                 raise self._damaged(ValueError(f"it lacks step {self._common[1]}, the newest that all processes have"))
-            self._go_to(training, there[0], as_number=self._number + 1)
+            given = self._go_to(training, there[0], as_number=self._number + 1)
+        self.went_on_at = training.global_steps
+        self._tell_of_changes(training, given)
         age = time.time() - self._header["time"]
         logger.info("durable run in '%s': goes on from step %d, %.0f s old", self._path, training.global_steps, age)
+
+    def _tell_of_changes(self, training: Training, before: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of values that the script gives now, other than ``before``: the groups' are those of the run."""
+        changes = [
+            f"group {index}: {name} goes on with {group[name]!r}, not {now[name]!r}"
+            for index, (then, now, group) in enumerate(
+                zip(before, self._given, training.optimizer.param_groups, strict=False)
+            )
+            for name in now
+            if name in then and name in group and not _is_equal(then[name], now[name])
+        ]
+        if changes:
+            logger.warning(
+                "durable run in '%s': hyperparameters follow the run, and the script or config gives others since the last start "
+                "(%s). To change them, set optimizer.param_groups after infinity.initialize",
+                self._path,
+                "; ".join(changes),
+            )
+
+    def _tell_of_scheduler(self, training: Training) -> None:
+        if self._is_scheduler_told or training.lr_scheduler is not None:
+            return
+        if any("initial_lr" in group for group in training.optimizer.param_groups):
+            self._is_scheduler_told = True
+            logger.warning(
+                "durable run in '%s': it does not have the lr scheduler that was made after infinity.initialize, so that "
+                "begins anew at each start. Pass it, or a function that makes one of the optimizer, as lr_scheduler= to "
+                "infinity.initialize",
+                self._path,
+            )
 
     def rollback(self, training: Training, steps: int) -> None:
         """Go back by so many commits.
@@ -336,7 +376,8 @@ class DurableRun:
             )
         return back[steps]
 
-    def _go_to(self, training: Training, number: int, as_number: int | None = None) -> None:
+    def _go_to(self, training: Training, number: int, as_number: int | None = None) -> list[dict[str, Any]]:
+        """Returns the groups' values that the script began with then."""
         training.flush()
         for unit in self._units:
             self._pager.residency.evict(unit)
@@ -370,6 +411,8 @@ class DurableRun:
             training.training_dataloader.load_state_dict(rest["loader"])
         training.count_on(rest["counters"])
         set_random_states(rest["random"])
+        given: list[dict[str, Any]] = rest.get("given", [])  # earlier versions committed none
+        return given
 
     def begin_line(self) -> None:
         """Weights and states are those of a checkpoint from now on, on all ranks: see [Note: lines of commits]."""
@@ -381,9 +424,9 @@ class DurableRun:
 
     def _outside(self, training: Training) -> dict[str, Any]:
         """What the training thread may change as soon as the step has ended."""
-        groups = training.optimizer.param_groups
         return {
-            "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
+            "groups": _without_parameters(training.optimizer.param_groups),
+            "given": self._given,
             "buffers": commit_parts.buffers_of(training.module),
             **training.rest(),
         }
@@ -414,3 +457,13 @@ class DurableRun:
 def _line_of(header: Mapping[str, Any] | None) -> int:
     """See [Note: lines of commits]."""
     return 0 if header is None else int(header["line"])
+
+
+def _without_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+    return bool(one == other)

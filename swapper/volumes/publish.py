@@ -146,9 +146,10 @@ class Staging:
 
 def remove_abandoned(directory: Path) -> None:
     """Remove what killed processes have left of files they were writing here, as far as that can be done."""
-    if next(directory.glob(_HIDDEN), None) is not None:
-        with contextlib.suppress(OSError), locked(directory):
-            _remove_abandoned(directory)
+    with contextlib.suppress(OSError):
+        if next(directory.glob(_HIDDEN), None) is not None:
+            with locked(directory):
+                _remove_abandoned(directory)
 
 
 def _remove_abandoned(directory: Path) -> None:

@@ -634,3 +634,47 @@ def test_going_back_and_on_with_another_learning_rate(tmp_path: Path) -> None:
             engine.step()
         for fqn, parameter in engine.module.named_parameters():
             assert torch.equal(parameter, dict(plain.named_parameters())[fqn])
+
+
+def test_what_is_lost_at_each_start_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that is loaded again, and a scheduler that no commit has."""
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    with training(drive, {"scheduler": None}, Model()) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(saved)
+        engine.load_checkpoint(saved)
+        assert not caplog.records
+        torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+        train(engine, 3)
+        (told,) = caplog.records
+        assert "as lr_scheduler= to infinity.initialize" in told.message
+    for only_module in (False, True):
+        with training(drive, {"scheduler": None}, Model()) as engine:
+            train(engine, 4 + only_module)
+            caplog.clear()
+            engine.load_checkpoint(saved, load_module_only=True)
+            assert not caplog.records  # steps were made since
+            engine.rollback(0)
+        with training(drive, {"scheduler": None}, Model()) as engine:
+            step = engine.global_steps
+            engine.load_checkpoint(saved, load_module_only=only_module)
+            (told,) = caplog.records
+            assert f"gone on from its step {step}" in told.message and "if not engine.global_steps" in told.message
+
+
+def test_hyperparameters_that_the_run_does_not_take_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def changes(lr: float, decay: float) -> dict[str, Any]:
+        return {"scheduler": None, "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": decay}}}
+
+    drive = tmp_path / "drive"
+    with training(drive, changes(1e-2, 0.0), Model()) as engine:
+        train(engine, 1)
+        engine.optimizer.param_groups[0]["lr"] = 5e-3
+        train(engine, 2)
+    with training(drive, changes(1e-2, 0.0), Model()) as engine:
+        assert engine.get_lr() == [5e-3] and not caplog.records
+    with training(drive, changes(1e-3, 0.1), Model()) as engine:
+        assert engine.get_lr() == [5e-3]
+        (told,) = caplog.records
+        assert "lr goes on with 0.005, not 0.001" in told.message
+        assert "weight_decay goes on with 0.0, not 0.1" in told.message
