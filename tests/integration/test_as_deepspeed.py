@@ -164,8 +164,23 @@ def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     found = run(["-m", "infinity.as_deepspeed", str(script), "--lr", "1"])
     assert "['deepspeed']" in found
     assert f"['{script}', '--lr', '1'] 3" in found
-    done = subprocess.run([sys.executable, "-m", "infinity.as_deepspeed"], cwd=_ROOT, capture_output=True, text=True)
-    assert (done.returncode, "usage:" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ""),
+        (["--num_gpus=1", "train.py"], "'--num_gpus=1' comes before the script"),
+        (["no_such_file.py"], "there is no file 'no_such_file.py'"),
+        (["-m", "no.such"], "there is no module 'no.such'"),
+    ],
+)
+def test_what_cannot_be_run_is_told(words: list[str], told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity.as_deepspeed", *words], cwd=_ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, told in done.stderr, "usage:" in done.stderr) == (1, True, True)
+    assert "Traceback" not in done.stderr
 
 
 def test_several_processes_of_srun_do_not_train_alone() -> None:
