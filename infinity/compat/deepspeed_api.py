@@ -17,10 +17,6 @@ _TENSORS = (
 _LONG = "Sequences are not divided among processes. Activation checkpointing keeps long ones small, see checkpointing"
 _FLOPS = "The nearest there is: profiling.flops_profiler.FlopsProfiler, whose count_of(module) has both"
 _FILES = "engine.save_checkpoint, load_checkpoint and save_16bit_model need no conversion"
-_EXPORTS = (
-    "A checkpoint of ours has no such files, so that Lightning's convert_zero_checkpoint_to_fp32_state_dict cannot read it. "
-    "get_fp32_state_dict_from_zero_checkpoint beside it gives the weights, and infinity export writes them"
-)
 _CONFIG = "The nearest there is: infinity.load_config, which gives the whole config, checked"
 _LAYER = "There is no such kernel. The nearest there is: torch.nn.TransformerEncoderLayer"
 _LOADER = "The nearest there is: engine.deepspeed_io, or training_data= of initialize"
@@ -137,8 +133,6 @@ REFUSED = {
     "utils.mesh_device": _GROUPS,
     "utils.timer": "The nearest there is: utils.timer.SynchronizedWallClockTimer",
     "utils.z3_leaf_module": "The nearest there is: utils.z3_leaf_module.set_z3_leaf_modules",
-    "utils.zero_to_fp32.get_model_state_file": _EXPORTS,
-    "utils.zero_to_fp32.get_optim_files": _EXPORTS,
     "utils.zero_to_fp32": "The nearest there is: utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
     "zero": "It is a part of DeepSpeed's engine. The nearest there is: zero.Init and zero.GatheredParameters",
 }
@@ -179,6 +173,8 @@ DIFFERS = {
     "convert_zero_checkpoint_to_fp32_state_dict": "of checkpoints of ours; others by `python -m infinity import-deepspeed`",
     "get_fp32_state_dict_from_zero_checkpoint": "of checkpoints of ours; others by `python -m infinity import-deepspeed`",
     "load_state_dict_from_zero_checkpoint": "of checkpoints of ours; others by `python -m infinity import-deepspeed`",
+    "get_model_state_file": "writes what `client_state` was to a file, for `torch.load`",
+    "get_optim_files": "writes a file that says the stage, for `torch.load`",
     "init_distributed": "makes the group of the launcher's processes, or of this one; `initialize` does so as well",
     "initialize": "`dist_init_required` means nothing; `mesh_param` may be a `DeviceMesh`",
     "instrument_w_nvtx": "gives the function back: the timeline shows what an engine does",

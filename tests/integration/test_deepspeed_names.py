@@ -17,7 +17,14 @@ from torch import nn
 
 import infinity as deepspeed
 from infinity.compat import messages
-from infinity.errors import BatchSizeError, ConfigError, ModelInUseError, NonFiniteLossWarning, UnsupportedModelError
+from infinity.errors import (
+    BatchSizeError,
+    CheckpointError,
+    ConfigError,
+    ModelInUseError,
+    NonFiniteLossWarning,
+    UnsupportedModelError,
+)
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
@@ -168,6 +175,18 @@ def test_hooks_that_trl_takes_off(engine: Any) -> None:
     _step(engine)
 
 
+def test_files_that_lightning_converts(engine: Any, tmp_path: Path) -> None:
+    from infinity.utils.zero_to_fp32 import get_model_state_file, get_optim_files  # type: ignore[import-not-found]
+
+    engine.save_checkpoint(str(tmp_path / "saved"), client_state={"epoch": 3, "loops": {"fit": 1}}, tag="checkpoint")
+    folder = str(tmp_path / "saved" / "checkpoint")
+    stage = torch.load(get_optim_files(folder)[0], weights_only=False)["optimizer_state_dict"]["zero_stage"]
+    found = torch.load(get_model_state_file(folder, stage), weights_only=False)
+    assert (stage, found) == (3, {"epoch": 3, "loops": {"fit": 1}})
+    with pytest.raises(CheckpointError, match="import-deepspeed"):
+        get_optim_files(str(tmp_path))
+
+
 def test_groups_without_experts() -> None:
     from infinity.moe.utils import (  # type: ignore[import-not-found]
         has_moe_layers,
@@ -221,7 +240,6 @@ def test_the_accelerators_interface() -> None:
     [
         ("from infinity.moe.layer import MoE", "Experts in a ModuleList"),
         ("from infinity.compression import init_compression", "Compress the model before"),
-        ("from infinity.utils.zero_to_fp32 import get_optim_files", "infinity export"),
         ("from infinity.monitor.monitor import csvMonitor", r"monitor\.MonitorMaster"),
     ],
 )

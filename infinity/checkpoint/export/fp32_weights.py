@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +131,38 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         (output / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """One small file for ``torch.load``, in which Lightning looks up the ZeRO stage.
+
+    Args:
+        checkpoint_dir: folder of the checkpoint itself, with the tag.
+
+    Raises:
+        CheckpointError: it is none of ours, or damaged.
+    """
+    Checkpoint(Path(checkpoint_dir))
+    return [_written("optimizer", {"optimizer_state_dict": {"zero_stage": 3}})]
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """A small file for ``torch.load``: what the script has saved beside weights and states, as ``client_state``.
+
+    It is gone when the process ends. ``checkpoint_dir``, and what is raised, as in `get_optim_files`.
+    """
+    return _written("model", Checkpoint(Path(checkpoint_dir)).rest()["client_state"] or {})
+
+
+def _written(name: str, content: dict[str, Any]) -> str:
+    with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".pt", dir=_scratch().name, delete=False) as file:
+        torch.save(content, file)
+    return file.name
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="infinity-")
+
+
 def _read(lazy: dict[str, LazyTensor]) -> dict[str, torch.Tensor]:
     """What is tied is one tensor."""
     tensors = {each: each.contiguous() for each in dict.fromkeys(lazy.values())}
@@ -159,5 +193,7 @@ def _shards(tensors: dict[str, LazyTensor], limit_bytes: int) -> Iterator[list[s
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
 ]
