@@ -361,7 +361,8 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
                 raise ModelError(
                     f"parameter group {index} holds a tensor of shape {tuple(param.shape)} that is no parameter of the "
                     "model. Make the optimizer from the parameters of the very model that is passed to "
-                    "infinity.initialize, after any .to() or cast"
+                    "infinity.initialize, after any .to() or cast. What the model does not have joins later: "
+                    'optimizer.add_param_group({"params": [...]}) of the optimizer that infinity.initialize returns'
                 )
             places.setdefault(param, []).append(index)
     trainable = {param: fqn for param, fqn in fqns.items() if param.requires_grad}

@@ -51,7 +51,7 @@ class _HooksOfModule:
         self._keep_alive = keep_alive
         self._entered: dict[int, list[int | None]] = {}
         """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
-        self._first_layer: list[Unit] = []
+        self._looked_at: list[Unit] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
         return _NoHooks()
@@ -60,8 +60,8 @@ class _HooksOfModule:
         return _NoHooks, ()
 
     def look_first_at(self, units: Sequence[Unit]) -> None:
-        """The module looks at these units' parameters before it calls others."""
-        self._first_layer = list(units)
+        """When it evaluates, the module looks at these units' parameters before it calls others."""
+        self._looked_at = list(units)
 
     def before(self, module: nn.Module, args: Any) -> None:
         if self._is_root:
@@ -75,10 +75,9 @@ class _HooksOfModule:
         for number, unit in enumerate(self._units, start=1):
             self._pager.enter(unit)
             entered[-1] = number
-        if isinstance(module, nn.TransformerEncoder) and not module.training and not torch.is_grad_enabled():
-            # It looks at its first layer's parameters to see whether nested tensors will do, and takes others if they are
-            # of a class of ours.
-            with self._pager.held(self._first_layer):
+        looks = bool(self._looked_at) and not module.training and not torch.is_grad_enabled()
+        if looks and self._pager.residency.has_room(self._looked_at):
+            with self._pager.held(self._looked_at):
                 pass
 
     def _before_root(self, module: nn.Module) -> None:
@@ -131,6 +130,13 @@ def _is_called_by_itself(module: nn.Module) -> bool:
         num_calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
         frame = frame.f_back
     return num_calls > 1
+
+
+def _with_fast_path(module: nn.Module) -> nn.Module | None:
+    """At whose parameters ``module`` looks to see whether a fused kernel will do, which it will not if they are paged out."""
+    if isinstance(module, nn.TransformerEncoder):
+        return module.layers[0] if len(module.layers) else None
+    return module if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention) else None
 
 
 class _NoHooks:
@@ -263,7 +269,7 @@ class ModuleHooks:
         for module in self.model.modules():
             held = [parameter for parameter in module.parameters(recurse=False) if self.holds(parameter)]
             if held:
-                load = _LoadHooks(held, before_load, after_load)
+                load = _LoadHooks(held, before_load, after_load, pager.copies.forget_written)
                 self._loads.append(load)
                 self._handles.append(module.register_load_state_dict_pre_hook(_BoundHook(load, "before")))
                 self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load, "after")))
@@ -294,8 +300,9 @@ class ModuleHooks:
             if is_root and self._hooks:
                 continue  # it may be in the midst of a call
             hooks = _HooksOfModule(pager, entered, own, keep_alive, abandon if is_root else None)
-            if isinstance(module, nn.TransformerEncoder) and len(module.layers):
-                first = {self.locate(p)[0].index for p in module.layers[0].parameters() if self.holds(p)}
+            looked_at = _with_fast_path(module)
+            if looked_at is not None:
+                first = {self.locate(p)[0].index for p in looked_at.parameters() if self.holds(p)}
                 hooks.look_first_at([self.units[index] for index in sorted(first)])
             self._hooks.append(hooks)
             before, after = (_BoundHook(hooks, name) for name in ("before", "after"))
@@ -386,7 +393,9 @@ class _LoadHooks:
         parameters: list[nn.Parameter],
         before_load: Callable[[list[nn.Parameter]], Any],
         after_load: Callable[[Any], None],
+        note_load: Callable[[], None],
     ) -> None:
+        self._note_load = note_load
         self._parameters = parameters
         self._before_load = before_load
         self._after_load = after_load
@@ -406,6 +415,7 @@ class _LoadHooks:
                 fqn=prefix.rstrip("."),
             )
         self.settle()
+        self._note_load()
         self._gathered = self._before_load(self._parameters)
 
     @property

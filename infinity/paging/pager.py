@@ -187,6 +187,7 @@ class Pager:
             self._close_backward()
             self._listener().check_usable()
             self._listener().begin_forward()
+            self.copies.warn_of_written()
             self._close_strays()
             self.saving.clear_top()
             self.residency.begin_trace(is_training=torch.is_grad_enabled())

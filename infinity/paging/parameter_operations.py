@@ -79,7 +79,7 @@ class ParameterOperations:
                 if not is_guest and not pager.is_computing:
                     if name_of(function) == "detach" and not isinstance(tensors[0], PagedView):
                         place = places[id(tensors[0])]
-                        collected = pager.copies.collected(tensors[0], lambda: pager.copy_for_user(*place))
+                        collected = pager.copies.collected(tensors[0], fqn, lambda: pager.copy_for_user(*place))
                         if collected is not None:
                             return collected
                     pager.begin_outside_read()

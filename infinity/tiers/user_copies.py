@@ -6,6 +6,7 @@ through the page cache: a state dict of a model that does not fit into memory ca
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
@@ -20,6 +21,7 @@ from torch import nn
 from infinity.torch_internals.foreign_writes import plain_array
 from swapper.volumes.mapped import MappedFile, mapped_file
 
+logger = logging.getLogger(__name__)
 _LEAST_BYTES = 1 << 20
 """Below, a file costs more than it saves."""
 _STATE_DICT = nn.Module.state_dict.__code__
@@ -32,6 +34,9 @@ class UserCopies:
         """``directories``: on the drives where states rest; none if they rest in memory."""
         self._directories = list(directories)
         self._collected = _Collected()
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
+        """Of a ``state_dict()``: its copies, torch's count of writes to each, and the parameters' names."""
+        self._has_warned = False
 
     @contextmanager
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Iterator[NewCopy]:
@@ -49,12 +54,36 @@ class UserCopies:
             made.write(0, view.as_strided((view.numel(),), (1,)))
             return made.finish()
 
-    def collected(self, parameter: nn.Parameter, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    def collected(self, parameter: nn.Parameter, fqn: str, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """What a running ``state_dict()`` gets for a parameter, the same memory under each of its names; None if none runs."""
         destination = _destination_of_state_dict()
         if destination is None:
             return None
-        return self._collected.get(destination, parameter, copy)
+        found = self._collected.get(destination, parameter, copy)
+        if not self._has_warned:
+            self._watched.append((weakref.ref(found), found._version, fqn))
+        return found
+
+    def warn_of_written(self) -> None:
+        """In torch, what ``state_dict()`` gives is the weights themselves. Tell once if somebody has written to a copy."""
+        if not self._watched:
+            return
+        self._watched = [entry for entry in self._watched if entry[0]() is not None]
+        for reference, version, fqn in self._watched:
+            copy = reference()
+            if copy is not None and copy._version != version:
+                self._has_warned = True
+                self._watched = []
+                logger.warning(
+                    "what state_dict() gave for '%s' was written to. It is a copy, and the weight stays as it is: write to the "
+                    "parameter (under torch.no_grad()), or give the state dict to load_state_dict",
+                    fqn,
+                )
+                return
+
+    def forget_written(self) -> None:
+        """Weights are loaded: what was written to copies has become the weights, or is none of their business."""
+        self._watched = []
 
 
 class NewCopy:

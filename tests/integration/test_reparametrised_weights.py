@@ -188,3 +188,41 @@ def test_a_transformer_encoder_takes_torchs_fast_path(tier: str, tmp_path: Path)
         found = engine(x, padding)
         assert torch.equal(found, plain(x, padding))
         assert not found[0, 3:].any(), "padding is zero on the fast path"
+
+
+class _Attention(nn.Module):
+    """Outside of any list of blocks, and so large that its parameters are of several units."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.into, self.attention, self.out = nn.Linear(320, 320), attention, nn.Linear(320, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        if isinstance(self.attention, nn.MultiheadAttention):
+            x = self.attention(x, x, x, need_weights=False)[0]
+        else:
+            x = self.attention(x)
+        result: Tensor = self.out(x)
+        return result
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.MultiheadAttention(320, 4, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(320, 4, 640, batch_first=True),
+    ],
+    ids=["attention", "layer"],
+)
+def test_attention_outside_of_blocks_takes_torchs_fast_path(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = _Attention(make()).eval()
+    x = torch.randn(2, 5, 320)
+    with torch.no_grad():
+        expected = model(x)
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    with engine, torch.no_grad():
+        model.eval()
+        for _ in range(2):
+            assert torch.equal(model(x), expected)

@@ -137,3 +137,20 @@ def test_where_there_is_no_room_copies_are_in_memory(tmp_path: Path) -> None:
     with mapped_file([tmp_path], 1 << 60) as file:
         assert file is None
     assert os.listdir(tmp_path) == []
+
+
+def test_writing_to_a_copy_is_told_once(started: tuple[Any, nn.Sequential], caplog: pytest.LogCaptureFixture) -> None:
+    engine, model = started
+    weights = model.state_dict()
+    engine(torch.ones(2, 4))
+    weights["0.weight"].mul_(0.5)
+    model.load_state_dict(weights)
+    engine(torch.ones(2, 4))
+    assert torch.equal(model[0].weight.clone(), weights["0.weight"]) and "state_dict()" not in caplog.text
+    weights = model.state_dict()
+    with torch.no_grad():
+        weights["1.0.weight"].mul_(0.5)
+    for _ in range(2):
+        engine(torch.ones(2, 4))
+    assert caplog.text.count("state_dict() gave for '1.0.weight' was written to. It is a copy") == 1
+    assert not torch.equal(model[1][0].weight.clone(), weights["1.0.weight"])
