@@ -60,7 +60,7 @@ def load_class(
             cure="Load it with transformers, dequantize it and save it",
         )
     chosen = _choose(model_class, model_config, path)
-    with _one_after_the_other(), _told_of(path):
+    with one_after_the_other(), _told_of(path):
         model, info = chosen.from_pretrained(
             None,
             config=model_config,
@@ -101,7 +101,7 @@ def load_module(
         dtype=model.dtype,
         weight_mapping=mapping,
     )
-    with _one_after_the_other(), _told_of(path):
+    with one_after_the_other(), _told_of(path):
         info, _ = model._load_pretrained_model(model, dict(tensors), None, load_config)
         mismatched = _shapes(info.mismatched_keys)
         kept = info.missing_and_mismatched() & has_values
@@ -152,7 +152,7 @@ def _choose(model_class: Any, model_config: Any, path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _one_after_the_other() -> Iterator[None]:
+def one_after_the_other() -> Iterator[None]:
     """transformers converts one parameter after the other, in this thread: its own threads would run ahead of memory."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
@@ -161,7 +161,7 @@ def _one_after_the_other() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[name]
+            os.environ.pop(name, None)
         else:
             os.environ[name] = before
 
@@ -232,4 +232,4 @@ def _put_back_buffers(model: Any, values: Mapping[str, torch.Tensor], missing: s
             owner._buffers[last] = value
 
 
-__all__ = ["is_ours", "load_class", "load_module"]
+__all__ = ["is_ours", "load_class", "load_module", "one_after_the_other"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
 from infinity.errors import BatchSizeError, ConfigError
+from infinity.loading.hugging_face import one_after_the_other
 from infinity.torch_internals.module_tensors import announce_made_tensors, announce_nothing
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ class Init:
         """
         self._is_enabled = bool(enabled)
         self._dtype = dtype
-        self._depth_dtypes: list[torch.dtype] = []
+        self._entered: list[tuple[torch.dtype, ExitStack]] = []
         self._tensors: DriveTensors | None = None
         self._placed: list[weakref.ref[nn.Parameter]] = []
         if not self._is_enabled:
@@ -115,7 +117,10 @@ class Init:
     def __enter__(self) -> Init:
         if self._is_enabled:
             _active.stack.append(self)
-            self._depth_dtypes.append(torch.get_default_dtype())
+            stack = ExitStack()
+            if self._tensors is not None:
+                stack.enter_context(one_after_the_other())
+            self._entered.append((torch.get_default_dtype(), stack))
             if self._dtype is not None:
                 torch.set_default_dtype(self._dtype)
         return self
@@ -126,7 +131,8 @@ class Init:
         if not self._is_enabled:
             return
         _active.stack.remove(self)
-        before = self._depth_dtypes.pop()
+        before, stack = self._entered.pop()
+        stack.close()
         if self._dtype is not None:
             torch.set_default_dtype(before)
         if error is None:

@@ -408,3 +408,21 @@ def test_models_that_are_trained_convert_as_if_there_were_no_init(offload: str, 
     with engine, pytest.raises(infinity.errors.InfinityError, match=r"cannot be cast to torch\.float64"):
         engine.module.double()
     assert other.double().weight.dtype == torch.float64
+
+
+def test_from_pretrained_casts_one_weight_after_the_other(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of transformers would cast all of them before the first one is on its drive."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL)).to(torch.bfloat16).save_pretrained(
+        tmp_path / "weights"
+    )
+    monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD", raising=False)
+    with monkeypatch.context() as patches:
+        patches.setattr("transformers.core_model_loading.ThreadPoolExecutor", None)
+        with infinity.Init(config=config):
+            with infinity.Init(config=config):
+                pass
+            model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+    assert_same(model, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32))
