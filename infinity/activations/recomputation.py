@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.caches import without_caches
+from infinity.activations.caches import is_cache, layer_of, without_caches
 from infinity.paging.compiled_forwards import InPlaceOfMethod
 from infinity.paging.pager import Pager
 from infinity.paging.saved_tensors import top_hooks
@@ -39,12 +39,15 @@ class RecomputedForward(InPlaceOfMethod):
         self.forward = forward
         self._pager = pager
         self._units = list(units)
+        self._layer = layer_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # What is compiled becomes a part of a forward that is checkpointed as a whole.
         if torch.compiler.is_compiling() or not self._is_due():
             return self.forward(*args, **kwargs)
-        args, kwargs = without_caches(args, kwargs)
+        args, kwargs = without_caches(args, kwargs, self._layer)
+        if any(is_cache(value) for value in (*args, *kwargs.values())):
+            return self.forward(*args, **kwargs)  # a second call would append its keys again
         return checkpoint(self._compute, *args, use_reentrant=False, **kwargs)
 
     def _is_due(self) -> bool:

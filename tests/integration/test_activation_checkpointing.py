@@ -214,6 +214,39 @@ def test_transformers(make: Callable[[], Any], use_cache: bool, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def _llama() -> Any:
+    torch.manual_seed(5)
+    return families.llama()
+
+
+@pytest.mark.parametrize("what", ["frozen layer in evaluation", "given cache"])
+def test_a_cache_that_is_not_empty(what: str, tmp_path: Path) -> None:
+    """Filled by a layer that is computed once, or before the call, as prefix tuning does."""
+    tokens = torch.randint(3, families.VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+
+    def prepared() -> Any:
+        model = _llama()
+        if what != "given cache":
+            model.model.layers[0].requires_grad_(False)
+        return model
+
+    def call(model: Any, inner: Any) -> Tensor:
+        if what != "given cache":
+            inner.model.layers[0].eval()
+            return model(input_ids=tokens, labels=tokens, attention_mask=mask, use_cache=True).loss
+        with torch.no_grad():
+            cache = model(input_ids=tokens[:, :2], use_cache=True).past_key_values
+        return model(input_ids=tokens[:, 2:], labels=tokens[:, 2:], past_key_values=cache).loss
+
+    plain = prepared()
+    expected = _train_plainly(plain, lambda n: call(plain, plain))
+    model = prepared()
+    with _engine(model, tmp_path) as engine:
+        losses = _train(model, lambda n: call(engine, model), engine.backward, engine.step)
+        _require_equal(model, losses, plain, expected)
+
+
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "compile"])
 def test_compiled_blocks(is_before: bool, wraps: bool, tmp_path: Path) -> None:
