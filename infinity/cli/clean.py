@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import click
 
 from infinity.cli.output import Console, PathType, json_option, print_json, table
 from infinity.machine.finding import size
-from swapper.volumes.left_runs import LeftRun, left_runs, left_saves, remove_abandoned
+from swapper.volumes.left_runs import LeftRun, LeftSave, left_runs, left_saves, remove_abandoned
 
 
 @click.command(
@@ -32,29 +33,47 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> None:
     removed cannot be gone on with: it is asked for before, unless --yes is given.
     """
     runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
-    saves = [path for directory in directories for path in left_saves(directory)]
+    saves = list({save.path.resolve(): save for directory in directories for save in left_saves(directory)}.values())
     free = [run for run in runs if not run.is_in_use]
     if not as_json:
         _print(runs, saves)
     if (free or saves) and not yes and not as_json:
         if not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here; pass --yes to remove it.")
-        click.confirm(f"Remove {size(sum(run.num_bytes for run in free))}, for good?", abort=True)
-    removed: list[LeftRun] = []
+        click.confirm(f"Remove {_counted(free, saves)}, for good?", abort=True)
+    gone: list[LeftRun] = []
+    ended: list[LeftSave] = []
     if yes or not as_json:
         for run in free:
             run.remove()
-            removed.append(run)
-        for directory in directories if saves else ():
-            remove_abandoned(directory)
+            gone.append(run)
+        for parent in {save.path.parent for save in saves}:
+            remove_abandoned(parent)
+        ended = [save for save in saves if not save.path.exists()]
     if as_json:
-        print_json({"runs": [_as_json(run) for run in runs], "saves": saves, "removed": [run.path for run in removed]})
-    elif removed or saves:
-        gone = sum(run.num_bytes for run in removed)
-        Console(highlight=False).print(f"\nRemoved {len(removed)} runs, {size(gone)}.", markup=False)
+        removed = [*(run.path for run in gone), *(save.path for save in ended)]
+        print_json(
+            {"runs": [_as_json(run) for run in runs], "saves": [save.path for save in saves], "removed": removed}
+        )
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    if gone or ended:
+        console.print(f"\nRemoved {_counted(gone, ended)}.", markup=False)
+    for save in saves:
+        if save not in ended:
+            console.print(
+                f"{save.path} cannot be removed: change its permissions, or remove it yourself.", markup=False
+            )
 
 
-def _print(runs: list[LeftRun], saves: list[Path]) -> None:
+def _counted(runs: Sequence[LeftRun], saves: Sequence[LeftSave]) -> str:
+    counts = [(len(runs), "run"), (len(saves), "killed save")]
+    words = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts if count]
+    num_bytes = sum(run.num_bytes for run in runs) + sum(save.num_bytes for save in saves)
+    return f"{' and '.join(words)}, {size(num_bytes)}"
+
+
+def _print(runs: list[LeftRun], saves: list[LeftSave]) -> None:
     console = Console(highlight=False)
     if not runs and not saves:
         console.print("Nothing is left here.", markup=False)
@@ -63,8 +82,8 @@ def _print(runs: list[LeftRun], saves: list[Path]) -> None:
     for run in runs:
         when = datetime.fromtimestamp(run.changed_at).strftime("%Y-%m-%d %H:%M")
         shown.add_row(size(run.num_bytes), str(run.num_commits), when, "in use" if run.is_in_use else "", str(run.path))
-    for path in saves:
-        shown.add_row("", "", "", "a save", str(path))
+    for save in saves:
+        shown.add_row(size(save.num_bytes), "", "", "a killed save", str(save.path))
     console.print(shown, markup=False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ _COMMIT = re.compile(r"commit-\d{10,}")
 _PART_OF_COMMIT = re.compile(r"\.commit-\d{10,}\.[0-9a-f]{16}")
 """What a commit is called while it is written."""
 _STATES = re.compile(r"states-\d+-of-\d+")
+_SAVE = re.compile(r"\..+\.saving-[0-9a-f]{16}")
+_SAVE_LOCK = ".lock"
+"""See `swapper.volumes.publish`: whoever writes there keeps it locked."""
 _DEPTH = 3
 """A run lies in `durable` below a directory for states; with several processes, each has one of its own below that."""
 
@@ -78,9 +83,48 @@ def bytes_of_run(directory: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in directory.glob("states-*") if _STATES.fullmatch(file.name))
 
 
-def left_saves(directory: Path) -> list[Path]:
-    """What saves that were under way have in a directory; `remove_abandoned` removes those whose process is gone."""
-    return sorted(directory.glob(".*.saving-*"))
+@dataclass(frozen=True)
+class LeftSave:
+    """What a save whose process is gone has left. `remove_abandoned` of the directory that it lies in removes it.
+
+    Attributes:
+        path: A hidden directory.
+        num_bytes: What its files take on the drive.
+    """
+
+    path: Path
+    num_bytes: int
+
+
+def left_saves(directory: Path) -> list[LeftSave]:
+    """Those in a directory, and in what lies below it.
+
+    Raises:
+        OSError: It cannot be looked into.
+    """
+    below = [path for folder in _folders(directory, _DEPTH) for path in sorted(folder.glob(".*.saving-*"))]
+    found = [path for path in below if _SAVE.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return [LeftSave(path, _bytes_below(path)) for path in found if not _is_being_written(path)]
+
+
+def _is_being_written(save: Path) -> bool:
+    try:
+        with (save / _SAVE_LOCK).open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return total
 
 
 def _run(path: Path, files: list[Path]) -> LeftRun:
@@ -129,4 +173,4 @@ def _folders(directory: Path, depth: int) -> Iterator[Path]:
             yield from _folders(Path(path), depth - 1)
 
 
-__all__ = ["LeftRun", "bytes_of_run", "left_runs", "left_saves", "remove_abandoned"]
+__all__ = ["LeftRun", "LeftSave", "bytes_of_run", "left_runs", "left_saves", "remove_abandoned"]

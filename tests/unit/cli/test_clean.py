@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def test_a_run_is_told_and_removed(left: Path, capsys: pytest.CaptureFixture[str
     assert "--yes" in capsys.readouterr().err
     assert len(_told(left, capsys)["runs"]) == 1
     assert main(["clean", str(left), "--yes"]) == 0
-    assert "Removed 1 runs" in capsys.readouterr().out
+    assert "Removed 1 run, " in capsys.readouterr().out
     assert [path.name for path in (left / "durable").iterdir()] == ["notes.txt"]
     assert _told(left, capsys)["runs"] == []
     assert main(["clean", str(left)]) == 0
@@ -112,3 +113,19 @@ def test_saves_of_processes_that_are_gone(tmp_path: Path, capsys: pytest.Capture
     assert len(_told(tmp_path, capsys)["saves"]) == 1
     assert main(["clean", str(tmp_path), "--yes"]) == 0
     assert list(tmp_path.glob(".tag*")) == []
+
+
+def test_saves_below_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints" / "part0-of-2"
+    name, theirs = ".tag.saving-0123456789abcdef", tmp_path / ".notes.saving-mine"
+    for path in (folder / name, folder / name.replace("0", "f"), theirs):
+        path.mkdir(parents=True)
+    (folder / name / "weights").write_bytes(bytes(10_000))
+    living = folder / name.replace("0", "f") / ".lock"
+    with living.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert _told(tmp_path, capsys)["saves"] == [str(folder / name)]
+        assert main(["clean", str(tmp_path), str(folder), "--yes"]) == 0
+        assert "Removed 1 killed save, 12,288 bytes." in capsys.readouterr().out
+        assert living.exists() and theirs.exists() and not (folder / name).exists()
+    assert _told(tmp_path, capsys, "--yes")["removed"] == [str(living.parent)]
