@@ -18,10 +18,11 @@ from infinity.bench.machine import describe_machine
 from infinity.bench.measured.models import MODEL_SIZES, Workload
 from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
-from infinity.cli.output import STDOUT, Console, PathType, check_output, json_or_file_option, write_json
+from infinity.cli.output import STDOUT, Console, PathType, check_output, check_picture, json_or_file_option, write_json
 from infinity.config.schema.quantities import parse_bytes
 
 _RESULTS = "bench_step.json"
+_PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 140
 _BUILD_DIR = Path(os.path.expanduser("~/.cache/infinity-offload/peer_extensions"))
 _AT_LEAST_ONE = click.IntRange(min=1)
@@ -254,8 +255,10 @@ def scale(
         problem = f"--limit cannot be used: {reason}; run it as root on a machine with control groups, version 1"
     if problem is not None:
         raise click.UsageError(f"{problem}.")
-    for path in filter(None, (json_file, png)):
-        check_output(path)
+    if json_file is not None:
+        check_output(json_file)
+    if png is not None:
+        check_picture(png, "--png", _PICTURES)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT))
     peer_build_dir.mkdir(parents=True, exist_ok=True)
     specs = list(peers(peer_build_dir, peer_python))[:1] if peer else []
@@ -276,8 +279,6 @@ def scale(
 
             results.append(scaling.largest(way.name, most_layers, attempt_with, tell))
     console.print(scaling.scale_table(results, limit))
-    if png is not None:
-        scaling.draw(results, limit, png)
     if json_file is not None:
         found = {
             "limit_bytes": limit,
@@ -285,6 +286,8 @@ def scale(
             "ways": [each.as_json() for each in results],
         }
         write_json(found, json_file)
+    if png is not None:
+        scaling.draw(results, limit, png)
 
 
 __all__ = ["bench"]

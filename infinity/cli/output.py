@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,11 +63,28 @@ def json_or_file_option(function: _F) -> _F:
     )(function)
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, option: str = "--json") -> None:
     """Refuses a file that could not be written, before anything is done for it."""
     folder = path.absolute().parent
-    if path != Path(STDOUT) and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise click.UsageError(f"--json {path}: {folder} is no directory that can be written to; create it first.")
+    if path == Path(STDOUT) and option == "--json":
+        return
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise click.UsageError(f"{option} {path}: {folder} is no directory that can be written to; create it first.")
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        raise click.UsageError(f"{option} {path}: it cannot be written to; name another file.")
+
+
+def check_picture(path: Path, option: str, endings: Sequence[str]) -> None:
+    """Refuses a picture that could not be drawn, before anything is measured for it.
+
+    Raises:
+        click.UsageError: its ending is none of these, it cannot be written, or matplotlib is not installed.
+    """
+    if path.suffix.lower() not in endings:
+        raise click.UsageError(f"{option} {path}: name a file that ends in {' or '.join(endings)}.")
+    check_output(path, option)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError(f"{option} {path}: matplotlib is missing; pip install 'infinity-offload[plot]'.")
 
 
 def print_json(value: Any) -> None:
@@ -83,7 +101,7 @@ def write_json(value: Any, path: Path) -> None:
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str, allow_nan=False)
+    return json.dumps(_finite(value), indent=2, default=str, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -121,6 +139,7 @@ __all__ = [
     "Console",
     "PathType",
     "check_output",
+    "check_picture",
     "first_line",
     "json_option",
     "json_or_file_option",

@@ -13,8 +13,8 @@ import click
 
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.config import loaded_for_one
-from infinity.cli.output import Console, PathType, json_option, print_facts, print_json, table
-from infinity.cli.scale import check_plot, show_scale
+from infinity.cli.output import Console, PathType, check_picture, json_option, print_facts, print_json, table
+from infinity.cli.scale import PICTURES, show_scale
 from infinity.config import InfinityConfig
 from infinity.forecast.ladder import OFFLOADS, Ladder, Outcome
 from infinity.forecast.machine import Machine, glance
@@ -128,7 +128,7 @@ def plan(
     if scale and largest:
         raise click.UsageError("--largest and --scale are two questions: ask one after the other.")
     if plot is not None:
-        check_plot(plot)
+        check_picture(plot, "--plot", PICTURES)
     if (model is None) == (params is None):
         raise click.UsageError("give a MODEL (config.json or a directory with one) or --params, and not both.")
     if model is not None and not Path(model).exists():

@@ -13,19 +13,7 @@ from infinity.forecast import scale_picture
 from infinity.forecast.scale import NUM_RANKS, STAGES, Cluster, Scale, Scaled, as_plain, beyond
 from infinity.machine.finding import size
 
-_PICTURES = (".png", ".svg")
-
-
-def check_plot(path: Path) -> None:
-    """Say at once what could be wrong with a picture that is drawn last.
-
-    Raises:
-        click.UsageError: nothing can be drawn there.
-    """
-    if path.suffix.lower() not in _PICTURES:
-        raise click.UsageError(f"--plot {path}: name a file that ends in {' or '.join(_PICTURES)}.")
-    if not path.absolute().parent.is_dir():
-        raise click.UsageError(f"--plot {path}: there is no directory {path.absolute().parent}; make it first.")
+PICTURES = (".png", ".svg")
 
 
 def show_scale(
@@ -145,4 +133,4 @@ def _print_notes(found: Sequence[Scaled], notes: Sequence[str]) -> None:
         console.print(note, markup=False)
 
 
-__all__ = ["check_plot", "show_scale"]
+__all__ = ["PICTURES", "show_scale"]

@@ -129,8 +129,11 @@ def parse_arguments(arguments: Sequence[str] | None, prog: str | None) -> argpar
             parser.error(f"--{name} {path}: no such file; give one that exists")
     if found.plot.suffix.lower() not in PICTURES:
         parser.error(f"--plot {found.plot}: name a file that ends in {', '.join(PICTURES)}")
-    if not found.plot.absolute().parent.is_dir():
-        parser.error(f"--plot {found.plot}: there is no directory {found.plot.absolute().parent}; make it first")
+    folder = found.plot.absolute().parent
+    if not folder.is_dir():
+        parser.error(f"--plot {found.plot}: there is no directory {folder}; make it first")
+    if not os.access(found.plot if found.plot.exists() else folder, os.W_OK) or found.plot.is_dir():
+        parser.error(f"--plot {found.plot}: it cannot be written; name another file")
     return found
 
 
@@ -315,7 +318,8 @@ def resident_bytes(name: str) -> int:
 
 def reset_high_water() -> None:
     """Starts `VmHWM` again, so that the peak of training is not hidden behind that of building the model."""
-    Path("/proc/self/clear_refs").write_text("5")
+    with contextlib.suppress(OSError):  # not every kernel has it
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def results_table(engine: infinity.Engine, history: History, baseline_bytes: int, peak_bytes: int) -> Table:
@@ -392,7 +396,11 @@ def draw(history: History, path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:  # what was measured is told all the same
+        console.print(f"No picture: {path}: {error.strerror or error}.", soft_wrap=True)
+        return
     console.print(f"Loss curve and breakdown: {path}")
 
 

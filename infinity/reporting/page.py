@@ -41,7 +41,7 @@ def run_report(directory: Path, out: Path | None = None) -> Path:
     page = render(run)
     path = out or run.directory / "report.html"
     with replacing(path) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="replace"))  # what a path has that is no text
     return path
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from infinity.bench import command as bench
 from infinity.cli.main import COMMANDS, commands, main
-from infinity.cli.output import print_json
+from infinity.cli.output import check_output, check_picture, print_json
 
 _NOBODY = 65534
 
@@ -202,6 +202,23 @@ def test_a_picture_that_cannot_be_drawn_at_the_end(
     assert main(["train", *options]) == _MISUSED
     assert told in _told(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_at_the_end(tmp_path: Path) -> None:
+    check_output(tmp_path / "a.json")
+    check_picture(tmp_path / "a.PNG", "--png", [".png"])
+    with pytest.raises(click.UsageError, match=r"^--json .*another file"):
+        check_output(tmp_path)
+    for name in ("a", "a.jpg", "missing/a.png"):
+        with pytest.raises(click.UsageError, match=r"^--png "):
+            check_picture(tmp_path / name, "--png", [".png"])
+
+
+def test_json_has_names_that_are_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    name = os.fsdecode(b"a\xff")
+    print_json({"path": Path(name)})
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"path": name} and out.isascii()
 
 
 def test_an_empty_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def test_the_table_says_where_there_is_no_room(capsys: pytest.CaptureFixture[str
         (["--plot", "a.svg"], "Add --scale"),
         (["--scale", "--offload", "cpu/none"], "cpu/none"),
         (["--scale", "--plot", "a.pdf"], "ends in .png or .svg"),
-        (["--scale", "--plot", "missing/a.svg"], "there is no directory"),
+        (["--scale", "--plot", "missing/a.svg"], "no directory that can be written to"),
         (["--scale", "--largest"], "two questions"),
         (["--scale", "--stage", "4"], "4"),
         (["--scale", "--gpus-per-node", "0"], "0"),
