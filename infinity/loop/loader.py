@@ -48,6 +48,8 @@ class Loader(DataLoader[Any]):
     _begun_with: Mapping[str, Any] | None = None
     """The random generators when the present epoch began: samplers draw from them."""
     _is_resumed = False
+    _loaded_epoch: int | None = None
+    """The sampler's, that the loaded position is one of."""
 
     @property
     def data_sampler(self) -> Any:
@@ -76,6 +78,7 @@ class Loader(DataLoader[Any]):
         self._begun_with = state["begun_with"]
         if state["sampler_epoch"] is not None and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(state["sampler_epoch"])
+        self._loaded_epoch = state["sampler_epoch"]
         self._is_resumed = True
 
     @property
@@ -100,6 +103,14 @@ class Loader(DataLoader[Any]):
             "begins anew",
             self._num_given,
         )
+        epoch = getattr(self.sampler, "epoch", None)
+        if self._loaded_epoch not in (None, epoch):
+            logger.warning(
+                "the loader goes on within epoch %s of its sampler, and the script has called set_epoch(%s) since, so its batches "
+                "are in another order: some samples come twice, others not at all. Begin the loop over epochs at "
+                "loader.data_sampler.epoch",
+                *(self._loaded_epoch, epoch),
+            )
         now = random_states()
         try:
             if self._begun_with is not None:

@@ -43,6 +43,24 @@ def test_a_position_is_that_of_the_newest_iterator() -> None:
     assert [batch.tolist() for batch in second] == expected
 
 
+@pytest.mark.parametrize("epoch", [1, 0, None])
+def test_a_position_in_an_epoch_of_another_order_is_told(epoch: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    first = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    first.data_sampler.set_epoch(1)
+    batches = iter(first)
+    next(batches)
+    second = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    second.load_state_dict(first.state_dict())
+    if epoch is not None:
+        second.data_sampler.set_epoch(epoch)
+    found = [batch.tolist() for batch in second]
+    assert (found == [batch.tolist() for batch in batches]) == (epoch != 0)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert ["within epoch 1 of its sampler" in each and "set_epoch(0)" in each for each in told] == [True] * (
+        epoch == 0
+    )
+
+
 def test_own_batches_go_on_after_an_exception_and_refuse_what_is_empty() -> None:
     class Data(Dataset[int]):
         def __len__(self) -> int:
