@@ -106,8 +106,8 @@ class Loader(DataLoader[Any]):
         epoch = getattr(self.sampler, "epoch", None)
         if self._loaded_epoch not in (None, epoch):
             logger.warning(
-                "the loader goes on within epoch %s of its sampler, and the script has called set_epoch(%s) since, so its batches "
-                "are in another order: some samples come twice, others not at all. Begin the loop over epochs at "
+                "the loader goes on within epoch %s of its sampler, and the script has called set_epoch(%s) since, so its "
+                "batches are in another order: some samples come twice, others not at all. Begin the loop over epochs at "
                 "loader.data_sampler.epoch",
                 *(self._loaded_epoch, epoch),
             )
