@@ -1,6 +1,7 @@
 """Ctrl-C while a command imports its libraries ends it at once and says nothing, as it ends `cat`.
 
-Imported before all else; must not import anything that takes time. Elsewhere than in a command, Ctrl-C stays what it is.
+Imported before all else, so it also says that there is no Linux; must not import anything that takes time. Elsewhere than in a
+command, Ctrl-C stays what it is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ import os
 import signal
 import sys
 import threading
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"infinity needs Linux, and this is {sys.platform}. Use a Linux machine, a container, or WSL 2 on Windows"
+    )
 
 _COMMAND = "infinity"
 

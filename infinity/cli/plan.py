@@ -142,13 +142,19 @@ def plan(
     config = None if file is None else _config(file, directories)
     written = None if config is None else dict(config)
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
-    machine = Machine.here(paths)
     is_here = ram is None and disk is None and gpu is None
     speed = tflops * 1e12 if tflops else None
     source = "as given" if tflops else ""
-    if speed is None and is_here and not no_measure:
-        speed, device = measure_flops_per_second()
-        source = f"measured: {device}"
+    try:
+        machine = Machine.here(paths, asks_gpu=ram is None and gpu is None)
+        if speed is None and is_here and not no_measure:
+            speed, device = measure_flops_per_second()
+            source = f"measured: {device}"
+    except RuntimeError as error:  # torch's: another process has all of the GPU, or has it alone
+        raise click.ClickException(
+            f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
+            "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
+        ) from error
     bandwidth = _bandwidth(drive_speed) or (machine.bandwidth if is_here else None)
     if bandwidth is None and is_here and not no_measure:
         bandwidth = glance(paths)

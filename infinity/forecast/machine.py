@@ -53,8 +53,8 @@ class Machine:
         return self.device_free_bytes is None
 
     @classmethod
-    def here(cls, directories: Sequence[Path]) -> Machine:
-        """This machine, with states in these directories.
+    def here(cls, directories: Sequence[Path], *, asks_gpu: bool = True) -> Machine:
+        """This machine, with states in these directories; without its GPU unless ``asks_gpu``.
 
         Raises:
             VolumeError: nothing can be said of a directory.
@@ -62,7 +62,7 @@ class Machine:
         return cls(
             host_free_bytes=free_bytes(),
             drive_free_bytes=_together([_Room.of(Directory(path)) for path in directories]),
-            device_free_bytes=torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None,
+            device_free_bytes=torch.cuda.mem_get_info()[0] if asks_gpu and torch.cuda.is_available() else None,
             bandwidth=measured_bandwidth(directories),
             has_its_drives=True,
         )

@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,10 +38,6 @@ def computing_findings() -> Iterator[Finding]:
         "",
         {"infinity": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
     )
-    if sys.platform != "linux":
-        yield Finding(
-            "system", Verdict.BAD, f"{platform.system()} is not Linux", "Train on Linux, or in a Linux container"
-        )
     yield _memory()
     yield from _limits()
     yield _processors()
@@ -123,7 +118,12 @@ def _quota() -> float | None:
 
 def _gpu() -> Finding:
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
+        try:
+            free, total = torch.cuda.mem_get_info()
+        except RuntimeError as error:  # another process has all of it, or has it alone
+            text = f"torch cannot use it: {str(error).strip().partition(chr(10))[0]}"
+            cure = "End what has it (`nvidia-smi`), or set CUDA_VISIBLE_DEVICES: empty, the CPU computes"
+            return Finding("GPU", Verdict.BAD, text, cure, {"names": []})
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         facts = {"names": names, "free_bytes": free, "total_bytes": total}
         return Finding(

@@ -47,19 +47,22 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
     reader.read_on()
     if once or not console.is_terminal:
         return _as_lines(reader, console, once=once)
+    is_first = True
     with Live(console=console, auto_refresh=False) as live:
         while True:
             goes_on = reader.has_writer  # asked first: what was written before its end is read
-            reader.read_on()
+            is_new = reader.read_on()
             _check(reader, goes_on=goes_on)
-            live.update(show(reader.run, goes_on=goes_on), refresh=True)
+            if is_new or is_first or not goes_on:
+                live.update(show(reader.run, goes_on=goes_on), refresh=True)
+            is_first = False
             if not goes_on:
                 return reader.run.has_ended
             _pause()
 
 
 def _as_lines(reader: RunReader, console: Console, *, once: bool) -> bool:
-    shown = 0
+    shown: list[StepReport] = []
     while True:
         goes_on = reader.has_writer
         reader.read_on()
@@ -67,11 +70,13 @@ def _as_lines(reader: RunReader, console: Console, *, once: bool) -> bool:
         if once:
             console.print(show(reader.run, goes_on=goes_on))
             return reader.run.has_ended
-        for step in reader.run.steps:
-            if step.step > shown:
-                loss = "" if step.loss is None else f" | loss {step.loss:.4f}"
-                console.print(f"{step.describe()}{loss}", markup=False, highlight=False, soft_wrap=True)
-        shown = max(shown if goes_on else 0, reader.run.steps[-1].step if reader.run.steps else 0)
+        steps = reader.run.steps
+        while shown and (len(shown) > len(steps) or shown[-1] is not steps[len(shown) - 1]):
+            shown.pop()  # the run went back
+        for step in steps[len(shown) :]:
+            loss = "" if step.loss is None else f" | loss {step.loss:.4f}"
+            console.print(f"{step.describe()}{loss}", markup=False, highlight=False, soft_wrap=True)
+            shown.append(step)
         if not goes_on:
             console.print(_state(reader.run, goes_on=False), markup=False, highlight=False)
             return reader.run.has_ended

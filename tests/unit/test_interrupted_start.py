@@ -39,3 +39,9 @@ def test_an_interrupt_during_imports(way: str, tmp_path: Path) -> None:
     _, told = started.communicate()
     assert started.returncode == -signal.SIGINT
     assert ("KeyboardInterrupt" in told) == (way == "script") and (told == "") == (way != "script")
+
+
+def test_another_system_is_told() -> None:
+    code = "import sys; sys.platform = 'win32'; import infinity"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1].startswith("ImportError: infinity needs Linux, and this is win32. Use")

@@ -108,6 +108,22 @@ def test_a_group_without_memory_prevents_a_training(monkeypatch: pytest.MonkeyPa
     assert memory.verdict is Verdict.BAD and memory.cure
 
 
+def test_a_gpu_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taken(*_: object) -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy\nand much more")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", taken)
+    gpu = computing._gpu()
+    assert gpu.verdict is Verdict.BAD and gpu.cure and "are busy" in gpu.text and "\n" not in gpu.text
+    plan = ["plan", "--params", "1m", "--no-measure", "--nvme-path", str(tmp_path)]
+    assert main(plan) == 1
+    assert "the GPU cannot be used: CUDA error: all CUDA-capable devices are busy." in capsys.readouterr().err
+    assert main([*plan, "--ram", "8GB"]) == 0
+
+
 def test_two_directories_on_one_drive(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:

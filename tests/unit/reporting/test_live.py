@@ -69,6 +69,21 @@ def test_a_run_that_goes_on_is_followed_to_its_end(log: RunLog) -> None:
     assert ended == [True] and "has ended" in _text(console)
 
 
+def test_steps_behind_a_rollback_are_shown(log: RunLog) -> None:
+    console = _console()
+    thread = threading.Thread(target=lambda: watch(log.path.parent, console))
+    thread.start()
+    for number in (1, 2, 3):
+        log.note_step(step(number), None)
+    wait_until(lambda: "step 3:" in _text(console))
+    log.note("rollback", 3, "went back", to=1)
+    log.note_step(step(2), None)
+    wait_until(lambda: _text(console).count("step 2:") == 2)
+    log.close(2)
+    thread.join(60)
+    assert [_text(console).count(f"step {number}:") for number in (1, 2, 3)] == [1, 2, 1]
+
+
 def test_a_run_whose_process_is_gone(log: RunLog) -> None:
     log.note_step(step(1, loss=float("nan")), None)
     log.release()
