@@ -293,10 +293,24 @@ class WeightsMismatchError(ModelError):
             for name, there, here in mismatched
         ]
         lines += [f"not floating-point, or only with scales: {name} is {dtype}" for name, dtype in of_another_kind]
+        lines += _on_prefixes(self.missing, self.unexpected)
         super().__init__(
             f"the weights in '{path}' are not the model's:\n  " + "\n  ".join(lines),
             fqn=[*missing, *(name for name, *_ in mismatched), *unexpected, *(name for name, _ in of_another_kind)][0],
         )
+
+
+def _on_prefixes(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """What to do if all names in the files have one prefix (those of DDP or torch.compile), or lack one of the model's."""
+    for longer, shorter, is_extra in ((unexpected, missing, True), (missing, unexpected, False)):
+        found = (name.removesuffix(each) for each in shorter[:1] for name in longer if name.endswith(f".{each}"))
+        for prefix in found:
+            if all(name.startswith(prefix) for name in longer):
+                pattern = "^" + prefix.replace(".", "\\.")
+                mapping = {pattern: ""} if is_extra else {"^": prefix}
+                lack = "all begin with" if is_extra else "lack"
+                return [f"the names in the files {lack} '{prefix}': pass key_mapping={mapping!r}"]
+    return []
 
 
 class WeightFileError(InfinityError, ValueError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 
 from infinity.config import InfinityConfig, load_config, make_directories
 from infinity.device.drive_tensors import LEAST_BYTES, DriveTensors
+from infinity.errors import WeightFileError
 from infinity.loading import hugging_face, plain_module
 from infinity.loading.weight_files import open_weights
 from infinity.torch_internals.large_results import LargeResults
@@ -53,7 +55,7 @@ def load_pretrained(
             none in it, they lie in memory.
         dtype: for a class, as in ``from_pretrained``: "auto" (the default) is the config's or else the files'. A module's
             parameters keep theirs.
-        key_mapping: for transformers, names in the files -> names in the model (regular expressions).
+        key_mapping: names in the files -> names in the model (regular expressions, each is replaced where it is found).
         ignore_missing_keys: what the files lack is not an error. A parameter on the meta device is then made anew as
             transformers does it; one that has values keeps them.
         ignore_unexpected_keys: what only the files have is not an error.
@@ -88,10 +90,9 @@ def load_pretrained(
             model, outcome = hugging_face.load_class(model_or_class, place, tensors, {**options, **extra, **mapped})
         elif hugging_face.is_ours(model_or_class):
             model, outcome = model_or_class, hugging_face.load_module(model_or_class, place, tensors, key_mapping)
-        elif key_mapping is not None:
-            raise TypeError("key_mapping is for transformers' models only")
         else:
-            model, outcome = model_or_class, plain_module.load_module(model_or_class, tensors)
+            renamed = _renamed(place, tensors, key_mapping or {})
+            model, outcome = model_or_class, plain_module.load_module(model_or_class, renamed)
     info = outcome.check(
         place,
         ignore_missing=ignore_missing_keys,
@@ -99,6 +100,20 @@ def load_pretrained(
         ignore_mismatched=ignore_mismatched_sizes,
     )
     return (model, info) if output_loading_info else model
+
+
+def _renamed(
+    path: Path, tensors: Mapping[str, torch.Tensor], key_mapping: Mapping[str, str]
+) -> Mapping[str, torch.Tensor]:
+    renamed: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        new = name
+        for pattern, replacement in key_mapping.items():
+            new = re.sub(pattern, replacement, new)
+        if new in renamed:
+            raise WeightFileError(path, f"has two tensors for '{new}' with key_mapping", cure="Change its patterns")
+        renamed[new] = value
+    return renamed
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -156,6 +157,31 @@ def test_what_is_missing_is_named_or_made_as_transformers_does(bert: Path, confi
     )
     assert_equal(model, expected)
     assert info["missing_keys"] == {"classifier.bias", "classifier.weight"}
+
+
+@pytest.mark.parametrize("in_files, of_model", [("module.", ""), ("", "module.")])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_names_with_a_prefix(in_files: str, of_model: str, is_plain: bool, tmp_path: Path) -> None:
+    """As DDP and torch.compile give them: the error says what to pass, and that loads them."""
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)) if is_plain else MODELS["llama"]()
+    torch.save({in_files + name: value for name, value in plain.state_dict().items()}, tmp_path / "saved.pt")
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    target = model
+    if of_model:
+        if not is_plain:
+            pytest.skip("transformers' models have none")
+        target = nn.ModuleDict({"module": model})
+    with pytest.raises(WeightsMismatchError, match=r"names in the files .* 'module\.': pass key_mapping=") as told:
+        infinity.load_pretrained(target, tmp_path / "saved.pt")
+    mapping = ast.literal_eval(str(told.value).split("key_mapping=")[-1])
+    infinity.load_pretrained(target, tmp_path / "saved.pt", key_mapping=mapping)
+    assert_equal(model, plain)
+    if is_plain and in_files:
+        with pytest.raises(WeightFileError, match=r"has two tensors for 'w' with key_mapping\. Change its patterns"):
+            infinity.load_pretrained(target, tmp_path / "saved.pt", key_mapping={"^.*$": "w"})
 
 
 def test_what_is_missing_stays_as_it_was_in_a_model_with_values(bert: Path, config: dict[str, Any]) -> None:
