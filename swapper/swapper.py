@@ -39,7 +39,7 @@ class Swapper(Uncopyable):
     All methods may be called from any thread. Requests return at once with a :class:`Handle`; an error whose handle
     nobody waits for is raised by the next call. In a forked child it refuses to work, and closing it there does
     nothing. A signal handler or finalizer that came into a call on its own thread gets a ``ReentryError`` where it would
-    spoil that call; :meth:`statistics` always works.
+    spoil that call; :meth:`statistics` works there.
 
     Args:
         backend: Moves the bytes; closed together with the swapper.
@@ -314,8 +314,7 @@ class Swapper(Uncopyable):
     def _check_usable(self) -> None:
         if self._is_closed:
             raise SwapperClosedError("the swapper has been closed; open a new one")
-        if os.getpid() != self._pid:
-            raise SwapperClosedError(f"this swapper belongs to process {self._pid}; a forked child must open its own")
+        self._scheduler.check_process()
 
     def _check_owned(self, extent: Extent) -> None:
         if extent.owner is not self:

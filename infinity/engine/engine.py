@@ -12,6 +12,7 @@ outside of the loop does so through `SettledAccess`.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import BoundArguments
 from pathlib import Path
@@ -50,6 +51,8 @@ from infinity.threads.turn import take_turns
 from infinity.torch_internals.foreign_writes import unwatch, watch
 from infinity.vertical.schedule import VerticalSchedule
 
+logger = logging.getLogger(__name__)
+
 
 class Engine(Relayout):
     """Trains a model whose states are paged. Made by `infinity.initialize`.
@@ -73,6 +76,7 @@ class Engine(Relayout):
             self.module, config, parts.device.torch_device, lambda *size: self._reporter.note_size(*size)
         )
         self._was_applied = False
+        self._has_warned_of_dropping = False
         self._saving = None
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
@@ -374,7 +378,15 @@ class Engine(Relayout):
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all accumulated gradients."""
+        """Forget all accumulated gradients: between the micro-batches of a step, too, where DeepSpeed keeps their sum."""
+        if self.config.managed_gradient_accumulation and self.is_in_accumulation() and not self._has_warned_of_dropping:
+            self._has_warned_of_dropping = True
+            logger.warning(
+                "engine.zero_grad between the micro-batches of a step drops the gradients of those so far (%d), and the step "
+                "divides by all %d. Call it after the engine.step() that ends a step, or not at all: that drops them itself",
+                self.micro_steps % self.gradient_accumulation_steps(),
+                self.gradient_accumulation_steps(),
+            )
         (self.optimizer or self.module).zero_grad(set_to_none)
 
     def get_global_grad_norm(self) -> float | None:

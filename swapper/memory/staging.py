@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -97,6 +98,7 @@ class Page(Uncopyable):
             raise PageReleasedError(
                 f"page {self.index} of {self.owner or 'an unnamed owner'} was released; lease another one"
             )
+        self._arena.check_process()
         return self._tensor
 
     def release(self) -> None:
@@ -138,6 +140,7 @@ class StagingArena(Uncopyable):
             raise ArgumentError(f"page_bytes must be a positive multiple of {ALIGNMENT}, got {page_bytes}")
         if num_pages <= 0:
             raise ArgumentError(f"an arena needs at least one page, got num_pages={num_pages}")
+        self._pid = os.getpid()
         self.page_bytes = page_bytes
         self.num_pages = num_pages
         self._deadline_seconds = bounded_seconds(deadline_seconds)
@@ -168,6 +171,13 @@ class StagingArena(Uncopyable):
         """Size of the arena in host memory."""
         return self._region.num_bytes
 
+    def check_process(self) -> None:
+        """Raise `ArenaClosedError` in a forked child, which does not have the memory."""
+        if os.getpid() != self._pid:
+            raise ArenaClosedError(
+                f"this staging arena belongs to process {self._pid}; a forked child must make its own"
+            )
+
     @property
     def is_pinned(self) -> bool:
         """Whether a device's driver knows the region."""
@@ -190,9 +200,10 @@ class StagingArena(Uncopyable):
 
         Raises:
             ArenaExhaustedError: No page became free in time; names who holds them.
-            ArenaClosedError: The arena has been closed.
+            ArenaClosedError: The arena has been closed, or belongs to the parent of this process.
             ReentryError: A signal handler asks, in the midst of another lease.
         """
+        self.check_process()
         refuse_owned(self._lock, "leasing a page")
         with self._lock:
             if not self._has_page():
@@ -201,6 +212,7 @@ class StagingArena(Uncopyable):
 
     def try_lease(self, *, owner: str = "") -> Page | None:
         """Return a page if one is free now."""
+        self.check_process()
         refuse_owned(self._lock, "leasing a page")
         with self._lock:
             return self._lend(owner) if self._has_page() else None
@@ -269,6 +281,7 @@ class StagingArena(Uncopyable):
 
     def statistics(self) -> ArenaStatistics:
         """Return a snapshot."""
+        self.check_process()
         with self._lock:
             self._look_again()
             return ArenaStatistics(

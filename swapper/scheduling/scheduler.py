@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -60,6 +61,7 @@ class IOScheduler(Uncopyable):
     ) -> None:
         """``give_back``: called, under the lock, with an extent that is being freed and that nothing is at work on; may be
         repeated if an interrupt cuts it off."""
+        self._pid = os.getpid()
         self._backend = backend
         self._give_back = give_back
         self._config = config
@@ -79,6 +81,11 @@ class IOScheduler(Uncopyable):
         self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
         self._hander = HandOver(self._hand_ready_over)
         self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
+
+    def check_process(self) -> None:
+        """Raise `SwapperClosedError` in a forked child: it has none of the threads, and locks may be taken for ever."""
+        if os.getpid() != self._pid:
+            raise SwapperClosedError(f"this swapper belongs to process {self._pid}; a forked child must open its own")
 
     # -- submission --------------------------------------------------------------------------------------------------
 
@@ -341,6 +348,7 @@ class IOScheduler(Uncopyable):
     def wait(self, operation: Operation, timeout_seconds: float | None) -> None:
         """Block until the operation is over and raise its error; see ``Handle.wait``."""
         if not operation.is_finished:
+            self.check_process()
             if operation.priority > Priority.DEMAND:
                 self.promote(operation, Priority.DEMAND)
             self._pump()
@@ -388,6 +396,7 @@ class IOScheduler(Uncopyable):
 
     def promote(self, operation: Operation, priority: Priority) -> None:
         """Raise the priority of an operation and of those it waits for."""
+        self.check_process()
         refuse_owned(self._lock, "raising a priority")
         with self._lock:
             self._promote(operation, priority)
@@ -403,6 +412,7 @@ class IOScheduler(Uncopyable):
 
     def add_callback(self, operation: Operation, function: Callable[[], None]) -> None:
         """Have a function called when the operation is over."""
+        self.check_process()
         refuse_owned(self._lock, "asking to be called back")
         with self._lock:
             if not operation.is_finished:
@@ -459,5 +469,6 @@ class IOScheduler(Uncopyable):
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
         """Return a snapshot that is consistent in itself; the sizes are the caller's."""
+        self.check_process()
         with self._lock:
             return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)

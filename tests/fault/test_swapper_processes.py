@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from swapper import ALIGNMENT, StagingArena, Swapper, SwapperClosedError, SwapperConfig
+from swapper import ALIGNMENT, ArenaClosedError, StagingArena, Swapper, SwapperClosedError, SwapperConfig
 from tests.forked import require_in_child
 from tests.waiting import wait_until
 
@@ -178,11 +180,16 @@ def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> 
                 lambda: swapper.allocate(1, "y"),
                 swapper.flush,
                 lambda: swapper.free(extent),
+                swapper.statistics,
+                arena.lease,
+                arena.try_lease,
+                arena.statistics,
+                lambda: page.tensor,
             ):
                 try:
                     use()
                     return False
-                except SwapperClosedError as error:
+                except (SwapperClosedError, ArenaClosedError) as error:
                     if "belongs to process" not in str(error):
                         return False
             swapper.close()
@@ -204,6 +211,30 @@ def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> 
         swapper.read(extent, copy).wait()
         assert (copy == 5).all() and (page.tensor == 5).all()
         page.release()
+
+
+def test_a_forked_child_waits_for_no_request_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go, real = threading.Event(), os.pwritev
+
+    def pwritev(*arguments: Any) -> int:
+        may_go.wait(60)
+        return real(*arguments)
+
+    with Swapper.open([tmp_path], 1 << 20, SwapperConfig(backend="threads")) as swapper:
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        handle = swapper.write(swapper.allocate(ALIGNMENT, "x"), np.ones(ALIGNMENT, dtype=np.uint8))
+
+        def child() -> bool:
+            for use in (handle.wait, handle.promote, lambda: handle.add_done_callback(print)):
+                with pytest.raises(SwapperClosedError, match="belongs to process"):
+                    use()
+            return True
+
+        try:
+            require_in_child(child)
+        finally:
+            may_go.set()
+        handle.wait()
 
 
 def test_children_that_drop_everything_harm_nobody(tmp_path: Path) -> None:
