@@ -35,7 +35,11 @@ _MOST_CHARACTERS = 2000
 
 
 class Causes:
-    """What is known of why ranks have ended."""
+    """What is known of why ranks have ended.
+
+    Attributes:
+        has_told: An error ends this one.
+    """
 
     def __init__(self, store: Any, prefix: str, index: int, num: int) -> None:
         """
@@ -50,6 +54,7 @@ class Causes:
         self._num = num
         self._pid = os.getpid()
         self._found: str | None = None
+        self.has_told = False
         self._store.set(f"{self._prefix}/process/{index}", f"{self._pid} {_host()} {_started(self._pid)}")
 
     def listen(self) -> None:
@@ -70,6 +75,7 @@ class Causes:
         """This error ends the rank. What followed from another rank's end is no cause of its own."""
         if os.getpid() != self._pid:  # a forked child, whose end is no rank's
             return
+        self.has_told = True
         text = self._found if isinstance(error, RankError) else None
         text = text or f"rank {self._index} failed with {type(error).__name__}: {error}"
         try:

@@ -353,6 +353,11 @@ class Ranks:
         """Whether what they exchange goes through has not been destroyed."""
         return self._group_reference is None or self._group_reference() is not None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error ends this process."""
+        return self._causes is not None and self._causes.has_told
+
     def meet(self, what: str, values: Sequence[int] = ()) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each."""
         if self.num == 1:

@@ -117,7 +117,7 @@ class Engine(Relayout):
         parts.upper.gradient_listener.connect(self._gradients)
         parts.upper.gradient_host.connect(self._gradients)
         parts.upper.gatherer.connect(self._settled)
-        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording)
+        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording, parts.exchange)
         self._watched = WatchedMemory(self._residency)
         watch(self._watched)
         parts.module_hooks.install(self._pager, self, self._settled.gather, self._settled.scatter)

@@ -3,6 +3,8 @@
 [Note: reaping]
 An engine that nobody closed becomes garbage at any moment and on any thread: on one that it would have to join, or that has a
 lock which it would have to take. So its finalizer only tells a thread that waits for that, and the thread shuts down.
+Where weights are divided, other ranks may still fetch from this one (an export at the end of a function): that waits until all
+ranks build another engine, or end.
 
 [Note: order at exit]
 Hooks of ``atexit`` run last in, first out. That of this module is there from the import on: a save that a script registers
@@ -22,6 +24,7 @@ import weakref
 
 from infinity.engine.resources import EngineResources
 from infinity.telemetry import Recording
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.updates.stream import UpdateStream
 
 logger = logging.getLogger(__name__)
@@ -39,10 +42,15 @@ class Shutdown:
     """
 
     def __init__(
-        self, owner: object, stream: UpdateStream, storage: EngineResources, recording: Recording | None
+        self,
+        owner: object,
+        stream: UpdateStream,
+        storage: EngineResources,
+        recording: Recording | None,
+        exchange: WeightExchange,
     ) -> None:
         """``owner``: when it is garbage, the shutdown is due."""
-        self._parts = _Parts(stream, storage, recording)
+        self._parts = _Parts(stream, storage, recording, exchange)
         self.is_over = False
         self._finalizer = weakref.finalize(owner, self._parts.tell)
         self._finalizer.atexit = False
@@ -63,10 +71,13 @@ class Shutdown:
 class _Parts:
     """What is to be shut down, and the thread that does it when the owner is garbage: see [Note: reaping]."""
 
-    def __init__(self, stream: UpdateStream, storage: EngineResources, recording: Recording | None) -> None:
+    def __init__(
+        self, stream: UpdateStream, storage: EngineResources, recording: Recording | None, exchange: WeightExchange
+    ) -> None:
         self._stream = stream
         self._storage = storage
         self._recording = recording
+        self._exchange = exchange
         self._pid = os.getpid()
         self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
         self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
@@ -76,6 +87,11 @@ class _Parts:
     def tell(self) -> None:
         """The owner is garbage. Takes no lock and waits for nothing."""
         _due.append(self)
+        if not self._exchange.is_divided:
+            self.reap()
+
+    def reap(self) -> None:
+        """What is garbage may be shut down."""
         self._told.put(True)
 
     def dismiss(self) -> None:
@@ -106,8 +122,14 @@ class _Parts:
             self._thread.join(_REAP_SECONDS)
 
     def end_at_exit(self) -> None:
-        """The interpreter ends: what lies in scratch files goes with it, so a drive that hangs is not waited for."""
+        """The interpreter ends: what lies in scratch files goes with it, so a drive that hangs is not waited for.
+
+        But ranks that still fetch the shares of this one are, unless an error ends it.
+        """
+        if os.getpid() == self._pid:
+            self._exchange.leave()
         if self in _due:
+            self.reap()
             self.settle()
         elif os.getpid() == self._pid:
             self.hurry()
@@ -139,6 +161,7 @@ _due: list[_Parts] = []
 def settle() -> None:
     """Return when engines that became garbage have given back their space, their memory and their threads."""
     for parts in list(_due):
+        parts.reap()
         parts.settle()
 
 

@@ -104,6 +104,8 @@ class InfinityTrainerMixin:
         """As the Trainer's, with an accelerator that knows the engine."""
         arguments = self.args
         _check(arguments)
+        arguments._setup_devices  # noqa: B018  # counts the GPUs; of several it would make nn.DataParallel
+        arguments._n_gpu = min(arguments._n_gpu, 1)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.infinity_config = agreed(
             self._infinity_source, _settings(arguments), drops=["managed_gradient_accumulation", "scheduler"]

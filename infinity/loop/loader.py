@@ -191,8 +191,15 @@ def make_loader(
     Without a ``sampler`` that is `Shards`, torch's `DistributedSampler`, for ``rank`` of ``num_ranks`` processes: shuffled by
     its seed, 0, and its epoch, and by no global generator. All ranks get as many samples: where the number is not whole, some
     come twice. The epoch stays 0, so each pass has the same order, unless the script says
-    ``loader.data_sampler.set_epoch(epoch)``. An `IterableDataset` has an order of its own.
+    ``loader.data_sampler.set_epoch(epoch)``. An `IterableDataset` has an order of its own, and all ranks get all of it: a
+    warning, where there are several.
     """
+    if isinstance(dataset, IterableDataset) and num_ranks > 1:
+        logger.warning(
+            "training_data is an IterableDataset, so each of %d processes gets all its samples, unless it divides them "
+            "itself: datasets.distributed.split_dataset_by_node does, or itertools.islice(..., rank, None, num_processes)",
+            num_ranks,
+        )
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = Shards(dataset, num_replicas=num_ranks, rank=rank, shuffle=shuffles)
     return Loader(

@@ -13,20 +13,27 @@ import torch
 
 def random_states() -> dict[str, Any]:
     """Copies of their states."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
+        states["cuda_index"] = torch.cuda.current_device()
     return states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Let them go on from these; of the GPUs, as many as there are."""
+    """Let them go on from these; of the GPUs, as many as there are, and the present one as the one of then."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         for index, state in enumerate(states.get("cuda", ())[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, index)
+        if states.get("cuda_index", len(states.get("cuda", ()))) < len(states.get("cuda", ())):
+            torch.cuda.set_rng_state(states["cuda"][states["cuda_index"]], torch.cuda.current_device())
 
 
 def set_random_states_of(rank: int, saved: Sequence[Mapping[str, Any]]) -> None:

@@ -71,6 +71,11 @@ class WeightExchange:
         finally:
             self._is_replacing = False
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether other ranks fetch shares of this one."""
+        return isinstance(self._weights, DividedWeights)
+
     def divides(self, unit: Unit) -> bool:
         """Whether this rank keeps no more of the unit's weights than its share."""
         return isinstance(self._weights, DividedWeights) and self._weights.holds(unit)
@@ -124,8 +129,11 @@ class WeightExchange:
             self._weights.fetch(unit, is_demand=True).wait()
 
     def leave(self) -> None:
-        """Return when no other rank needs the shares of this one any more, or one has ended: the engine is being closed."""
-        if isinstance(self._weights, DividedWeights):
+        """Return when no other rank needs the shares of this one any more, or one has ended: the engine is being closed.
+
+        At once if an error ends this process.
+        """
+        if self.is_divided and not self.ranks.has_failed:
             try:
                 self.ranks.meet("closing the engine")
             except RankError:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import re
 import signal
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +22,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.collectives import destroy_at_exit, world
+from infinity.engine.shutdown import end_all_at_exit
 from infinity.planning.cost_model import predict
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.units.unit import Arrival, Unit
@@ -237,6 +242,43 @@ def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
             infinity.comm.barrier()
 
     _require(2, look, tmp_path)
+
+
+@pytest.mark.parametrize("is_garbage", [False, True])
+def test_a_script_may_end_with_an_export(is_garbage: bool, tmp_path: Path) -> None:
+    """The first rank reads the shares of the others, whose scripts are at their ends long before."""
+
+    def export(rank: int) -> None:
+        atexit._clear()  # what belongs to the process that this one was forked from
+        atexit.register(destroy_at_exit)
+        atexit.register(end_all_at_exit)
+        engine = _engine(tmp_path)
+        _step(engine, rank, 0)
+        engine.flush()
+        if rank == 0:
+            time.sleep(0.5)
+        engine.save_16bit_model(tmp_path / "saved")
+        if is_garbage:
+            del engine
+            gc.collect()
+        atexit._run_exitfuncs()
+
+    _require(2, export, tmp_path)
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+
+
+def test_a_rank_that_fails_waits_for_nobody_at_its_end(tmp_path: Path) -> None:
+    def fail(rank: int) -> None:
+        engine = _engine(tmp_path)
+        if rank == 0:
+            sys.excepthook(ValueError, ValueError("of the script"), None)
+            start = time.monotonic()
+            engine._parts.exchange.leave()
+            assert time.monotonic() - start < 1
+        else:
+            time.sleep(2)
+
+    _require(2, fail, tmp_path)
 
 
 def _write_alone(engine: Any) -> None:

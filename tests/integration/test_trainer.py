@@ -70,6 +70,15 @@ def assert_same_weights(first: Path, second: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_one_process_takes_one_of_several_gpus(tmp_path: Path) -> None:
+    """Of several, the Trainer would make `nn.DataParallel`, whose copies of a paged model have no weights."""
+    settings = arguments(tmp_path)
+    assert settings.n_gpu == 0
+    settings._n_gpu = 2
+    model = models.llama()
+    assert InfinityTrainer(model=model, args=settings, infinity_config=on_nvme(tmp_path / "nvme")).args.n_gpu == 1
+
+
 @pytest.mark.parametrize(
     ("model", "options", "config"),
     [

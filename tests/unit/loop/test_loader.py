@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from infinity.errors import StepOrderError
 from infinity.loop.loader import OwnBatches, make_loader
@@ -80,3 +82,15 @@ def test_own_batches_go_on_after_an_exception_and_refuse_what_is_empty() -> None
     assert [next(batches).item() for _ in range(6)] == [2, 3, 0, 1, 2, 3]
     with pytest.raises(StepOrderError, match="training_data gives no batch"):
         next(OwnBatches([]))
+
+
+def test_a_stream_that_all_ranks_get_whole_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    for num_ranks in (1, 2):
+        assert ("split_dataset_by_node" in caplog.text) is False
+        loader = make_loader(Stream(), 2, collate_fn=None, drop_last=False, num_ranks=num_ranks)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert "each of 2 processes gets all its samples" in caplog.text
