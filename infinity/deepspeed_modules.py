@@ -24,12 +24,12 @@ from infinity.checkpoint.export import fp32_weights
 from infinity.compat import constants, groups, leaf_modules, messages, optimizers, small_functions
 from infinity.compat.configs import DeepSpeedConfig
 from infinity.compat.deepspeed_api import REFUSED
-from infinity.compat.monitor_master import MonitorMaster
 from infinity.compat.timers import Timers
 from infinity.config.schema.vocabulary import nearest
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.loop.loader import RepeatingLoader
+from infinity.monitors.monitor_master import MonitorMaster
 from infinity.optim import lr_schedules
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.planning import memory_needs

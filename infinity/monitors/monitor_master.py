@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infinity.config import MonitorsSection
 from infinity.distributed.collectives import world
-from infinity.monitors import Monitors
+from infinity.monitors.monitors import Monitors
 
 
 class MonitorMaster(Monitors):
