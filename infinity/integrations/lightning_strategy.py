@@ -85,10 +85,28 @@ class EngineOptimizer(Optimizer):
         return getattr(self.engine.optimizer, name)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """As the engine's optimizer has them."""
         groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
         return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Groups that came later are added, the others get the values (``BaseFinetuning`` when it resumes).
+
+        Raises:
+            UnsupportedModelError: a group has other parameters than before.
+        """
+        there = self.param_groups
+        for own, group in zip(there, groups, strict=False):
+            if list(map(id, own["params"])) != list(map(id, group["params"])):
+                raise UnsupportedModelError(
+                    "optimizer.param_groups is set to groups with other parameters than the optimizer's",
+                    cure="Leave its groups as they are, and add others with add_param_group",
+                )
+            own.update(group)
+        for group in groups[len(there) :]:
+            self.add_param_group(group)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -204,6 +222,9 @@ class InfinityStrategyMixin:
         self._config = config
         self._made_of = stage, offload, nvme_path
         self._directory: Path | None = None
+        """The checkpoint that the engine is to load, or has loaded."""
+        self._has_weights = False
+        """Whether the module has them already."""
         self._agreed: InfinityConfig | None = None
         self._has_trained = False
         self._has_loaded = False
@@ -339,7 +360,9 @@ class InfinityStrategyMixin:
         self.infinity_config()
         super().setup(trainer)  # type: ignore[misc]
         if self.engine is None:
-            self._take_over(None)
+            engine = self._take_over(None)
+            if self._directory is not None and not self._has_weights:
+                load_engine(engine, self._directory, only_module=True)
 
     def neutral_precision(self) -> Any:
         """A precision plugin that does nothing."""
@@ -364,13 +387,14 @@ class InfinityStrategyMixin:
         if self.optimizers and self.optimizers[0].param_groups:  # not Lightning's own for "no optimizer"
             self._take_over(self.optimizers[0])
 
-    def _take_over(self, optimizer: Optimizer | None) -> None:
+    def _take_over(self, optimizer: Optimizer | None) -> Engine:
         config = self.infinity_config()
         if optimizer is None:  # nothing is trained now
             config = only_evaluating(config)
-        self.engine, *_ = initialize(
+        engine, *_ = initialize(
             model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
         )
+        self.engine = engine
         if optimizer is not None:
             is_manual = not self.lightning_module.automatic_optimization
             own = EngineOptimizer.named_as(optimizer)(self.engine, averages_always=is_manual and self.is_distributed)
@@ -380,7 +404,8 @@ class InfinityStrategyMixin:
             self.optimizers = [own]
             for each in self.lr_scheduler_configs:  # callbacks tell by identity which optimizer is whose
                 vars(each.scheduler)["optimizer"] = own
-        self.model = self.engine
+        self.model = engine
+        return engine
 
     def on_train_start(self) -> None:
         """As Lightning's.
@@ -394,7 +419,7 @@ class InfinityStrategyMixin:
 
     def teardown(self) -> None:
         """As Lightning's; before, the trained weights go back into the module."""
-        self._has_loaded = False
+        self._has_loaded, self._directory = False, None
         self._has_trained |= any(isinstance(each, EngineOptimizer) for each in self.optimizers)
         self.optimizers = []
         if self.engine is not None:
@@ -438,11 +463,6 @@ class InfinityStrategyMixin:
         clip(optimizer, clip_val, gradient_clip_algorithm)
 
     # -------------------------------------------------------------------------------------------------------- checkpoints
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine loads."""
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: the engine saves weights."""
@@ -505,18 +525,20 @@ class InfinityStrategyMixin:
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Weights, and states if the engine trains."""
-        if self._directory is None or self.engine is None:
+        """What Lightning or a callback (WeightAveraging) has saved; the rest the engine loads, as soon as it is there."""
+        self._has_weights = self._directory is None or bool(checkpoint["state_dict"])
+        if self._has_weights:
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
-        else:
-            load_engine(self.engine, self._directory, only_module=self.engine.optimizer is None)
-            if checkpoint["state_dict"]:
-                super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Of a file of Lightning's own; else the states are there already."""
+        """Weights and states; callbacks have added by now which groups had been added."""
         if self._directory is None:
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        elif self.engine is not None and self.engine.optimizer is not None:
+            weights = self.lightning_module.state_dict() if self._has_weights else None
+            load_engine(self.engine, self._directory)
+            if weights is not None:
+                self.lightning_module.load_state_dict(weights)
 
 
 def strategy_for(pytorch: Any) -> Any:

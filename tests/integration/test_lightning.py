@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -152,6 +153,67 @@ def test_fit(options: dict[str, Any], package: str, tmp_path: Path) -> None:
     assert_same(trained[0][0], trained[1][0])
     assert trained[0][1:] == trained[1][1:]
     assert not list((tmp_path / "nvme").iterdir())
+
+
+@pytest.mark.parametrize("what", ["unfrozen", "averaged", "larger"])
+def test_what_changes_and_is_resumed(what: str, package: str, tmp_path: Path) -> None:
+    """Layers that were unfrozen before the kill, averaging that has begun, layers that a checkpoint makes larger."""
+    pytorch, kind = parts(package)
+    callbacks = importlib.import_module(f"{_PACKAGES[package]}.callbacks")
+
+    class Unfreezing(callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.first)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.first, optimizer)
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, width: int = 16) -> None:
+            super().__init__()
+            self._make(width)
+
+        def _make(self, width: int) -> None:
+            torch.manual_seed(0)
+            self.first = nn.Sequential(nn.Linear(8, width), nn.Tanh())
+            self.head = nn.Linear(width, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.head(self.first(batch)).square().mean()
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["width"] = self.head.in_features
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if checkpoint["width"] != self.head.in_features:
+                self._make(checkpoint["width"])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+            if what == "unfrozen":
+                return optimizer
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def run(name: str, epochs: int, width: int = 16, resumes: str | None = None) -> Any:
+        module = Module(width)
+        saver = callbacks.ModelCheckpoint(tmp_path / name, save_last=True, every_n_epochs=1)
+        strategy = kind(config=on_nvme(tmp_path / "nvme")) if name == "ours" else "auto"
+        given = [saver] + ([Unfreezing()] if what == "unfrozen" else [])
+        if what == "averaged":
+            given.append(callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
+        options = {"enable_checkpointing": True, "callbacks": given, "max_epochs": epochs}
+        trainer_for(pytorch, tmp_path, strategy, **options).fit(
+            module, data(), ckpt_path=resumes, **({"weights_only": False} if resumes and can_say else {})
+        )
+        return module, saver.last_model_path
+
+    can_say, found = "weights_only" in inspect.signature(pytorch.Trainer.fit).parameters, []
+    for name in ("plain", "ours"):
+        _, path = run(name, 3, 24 if what == "larger" else 16)
+        found.append(run(name, 5, resumes=path)[0].state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None:
