@@ -75,8 +75,8 @@ class _HooksOfModule:
         for number, unit in enumerate(self._units, start=1):
             self._pager.enter(unit)
             entered[-1] = number
-        looks = bool(self._looked_at) and not module.training and not torch.is_grad_enabled()
-        if looks and self._pager.residency.has_room(self._looked_at):
+        evaluates = not module.training and not torch.is_grad_enabled()
+        if self._looked_at and evaluates and self._pager.residency.has_room(self._looked_at):
             with self._pager.held(self._looked_at):
                 pass
 

@@ -213,7 +213,6 @@ def test_transformers(make: Callable[[], Any], use_cache: bool, tmp_path: Path) 
         _require_equal(model, losses, plain, expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def _llama() -> Any:
     torch.manual_seed(5)
     return families.llama()
@@ -247,6 +246,7 @@ def test_a_cache_that_is_not_empty(what: str, tmp_path: Path) -> None:
         _require_equal(model, losses, plain, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "compile"])
 def test_compiled_blocks(is_before: bool, wraps: bool, tmp_path: Path) -> None:

@@ -483,7 +483,7 @@ def test_answers_of_the_engine(tmp_path: Path) -> None:
         assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.amp_enabled()) == (False, False, False)
         assert (engine.gradient_clipping(), engine.optimizer_name(), engine.scheduler_name()) == (
             0.1,
-            "AdamW",
+            "adamw",
             "WarmupLR",
         )
         assert (engine.dynamic_loss_scale(), engine.initial_dynamic_scale()) == (False, 1.0)
