@@ -78,7 +78,7 @@ def _hosts(arguments: argparse.Namespace) -> Hosts:
             raise ConfigError("--include, --exclude and --num_nodes need hosts. Pass --hostfile")
         return {"localhost": list(range(arguments.num_gpus or max(torch.cuda.device_count(), 1)))}
     found = chosen(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
-    if (arguments.num_nodes or 1) > len(found) or (arguments.num_nodes or 1) < 1:
+    if arguments.num_nodes is not None and not 0 < arguments.num_nodes <= len(found):
         raise ConfigError(f"--num_nodes {arguments.num_nodes}: there are {len(found)} hosts. Take as many at most")
     found = dict(islice(found.items(), arguments.num_nodes))
     if arguments.num_gpus is None:
@@ -92,7 +92,7 @@ def _hosts(arguments: argparse.Namespace) -> Hosts:
 def commands_of(hosts: Hosts, arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, list[str]]:
     """Host -> what to start for it on this one."""
     is_local = arguments.hostfile is None
-    master = arguments.master_addr or ("127.0.0.1" if is_local else next(iter(hosts)))
+    master = arguments.master_addr or ("127.0.0.1" if is_local else next(iter(hosts)).rpartition("@")[2])
     found: dict[str, list[str]] = {}
     for rank, (host, slots) in enumerate(hosts.items()):
         torchrun = [sys.executable, "-m", "torch.distributed.run"]

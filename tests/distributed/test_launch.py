@@ -79,6 +79,21 @@ def test_torchrun_on_each_host(hostfile: Path, tmp_path: Path, monkeypatch: pyte
         ]
 
 
+def test_the_first_host_without_its_user_is_the_address(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_ssh(tmp_path, monkeypatch, "exit 0")
+    hostfile.write_text("me@worker-1 slots=1\nme@worker-2 slots=1\n")
+    assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 0
+    assert "--master-addr=worker-1" in shlex.split((tmp_path / "me@worker-2").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "3"])
+def test_numbers_of_hosts_that_are_refused(number: str, hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--hostfile", str(hostfile), "--num_nodes", number, "train.py"]) == 1
+    assert f"--num_nodes {number}: there are 2 hosts" in capsys.readouterr().err
+
+
 def test_a_host_that_fails_ends_the_others(
     hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
