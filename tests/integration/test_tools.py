@@ -127,3 +127,29 @@ def test_larger_than_ram_compares_a_whole_life(limit: str, nvme_dir: Path) -> No
     elif "No memory limit" not in output:
         assert code != 0, output
     assert not list((nvme_dir / "nvme").iterdir())
+
+
+def test_a_day_with_a_gpu_runs_to_its_end_on_the_simulated_one(nvme_dir: Path) -> None:
+    slots = ["train-3b", "synchronisations"]
+    command = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--simulated", "--out", str(nvme_dir / "day"), *slots]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=560, env=os.environ | {"PYTHON": sys.executable}, check=False
+    )
+    if "NoSimulation" in done.stdout:
+        pytest.skip(done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = (nvme_dir / "day/report.md").read_text()
+    for slot in slots:
+        assert f"## {slot}: passed" in report
+    assert "BROKEN" not in report
+    # What a step waits for in the thread that trains: the loss of the report, and gradients that it needs.
+    assert re.search(r"synchronize in MainThread", report)
+
+
+def test_a_day_with_a_gpu_names_what_it_cannot_do(nvme_dir: Path) -> None:
+    script = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--out", str(nvme_dir / "day")]
+    wrong = subprocess.run([*script, "train-9b"], capture_output=True, text=True, timeout=60, check=False)
+    assert (wrong.returncode, "train-3b" in wrong.stderr) == (2, True), wrong.stderr
+    hidden = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    without = subprocess.run([*script, "train-3b"], capture_output=True, text=True, timeout=60, env=hidden, check=False)
+    assert (without.returncode, "--simulated" in without.stderr) == (1, True), without.stderr

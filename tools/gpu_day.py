@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""The parts of gpu_day.sh that measure: a machine's copies, training within budgets, and what waits for the GPU.
+
+python tools/gpu_day.py train --size 3b --host-budget 8GB --device-budget 6GB --nvme-path /mnt/nvme
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.demo.train import SIZES, RandomWindows, Size, build_model, read_text, reset_high_water, resident_bytes
+
+_SIZES = SIZES | {"8b": Size(4096, 32, 14336, 32, 8, vocabulary=128256, seq_len=1024, batch_size=1, learning_rate=6e-5)}
+_SIMULATED_SIZE = dataclasses.replace(SIZES["tiny"], batch_size=2)
+_WARM = 2
+"""Steps until what is read and updated when repeats itself."""
+_BYTES_SHARE = 0.01
+"""How far bytes may be off the plan's, beside those of one unit: an update that still runs when a step ends counts later."""
+_BESIDE_BYTES = 3 << 30
+"""What CUDA's libraries and the data take of host memory beside the engine, and nobody has measured yet."""
+
+
+def _device(simulated: bool) -> tuple[str, Any]:
+    """The device to build on, and the simulated GPU (None: a real one)."""
+    if not simulated:
+        return "cuda", None
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.simulated_gpu import backend
+    from tests.simulated_gpu.device import SimulatedGpu
+
+    backend.register()
+    gpu = SimulatedGpu()
+    # The function of the same name hides the module in the package's namespace.
+    importlib.import_module("infinity.initialize").device_for = lambda torch_device: gpu  # type: ignore[attr-defined]
+    return backend.NAME, gpu
+
+
+def machine(arguments: argparse.Namespace) -> int:
+    """What it is, and how fast copies are, from pinned and from pageable memory."""
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    if arguments.simulated:
+        print("the simulated GPU: there are no copies to be measured")
+        return 0
+    from infinity.device.compute import CudaDevice
+
+    properties = torch.cuda.get_device_properties(0)
+    print(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB, CUDA {torch.version.cuda}")
+    device, num_bytes = CudaDevice(torch.device("cuda", torch.cuda.current_device())), 1 << 30
+    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    pageable = torch.zeros(num_bytes, dtype=torch.uint8)
+    for name, here in (("pageable", pageable), ("pinned", pageable.pin_memory())):
+        for way in ("upload", "download"):
+            target, source = (there, here) if way == "upload" else (here, there)
+            taken = []
+            for _ in range(5):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                device.synchronize(getattr(device, way)(target, source, None))
+                taken.append(time.perf_counter() - began)
+            print(f"{way} of {name} memory: {num_bytes / statistics.median(taken) / 1e9:.1f} GB/s")
+    began = time.perf_counter()
+    with_driver = torch.zeros(8 << 30, dtype=torch.uint8).numpy()
+    touched = time.perf_counter()
+    cudart: Any = torch.cuda.cudart()
+    code = cudart.cudaHostRegister(with_driver.ctypes.data, with_driver.nbytes, 0)
+    print(
+        f"registering 8 GiB: {time.perf_counter() - touched:.2f} s ({touched - began:.2f} s to touch it), code {int(code)}"
+    )
+    if int(code) == 0:
+        cudart.cudaHostUnregister(with_driver.ctypes.data)
+    return 0
+
+
+def _engine(arguments: argparse.Namespace, size: Size, device: str, num_steps: int) -> tuple[Any, Any]:
+    """An engine, and the batches of the micro-batches in their order."""
+    nvme = {"device": "nvme", "nvme_path": arguments.nvme_path}
+    own = {"host_memory_budget": arguments.host_budget, "device_memory_budget": arguments.device_budget}
+    config = {
+        "train_micro_batch_size_per_gpu": size.batch_size,
+        "gradient_accumulation_steps": arguments.micro_batches,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": size.learning_rate / 10}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": nvme,
+            "offload_optimizer": {"device": "none"} if arguments.updates_on_device else nvme,
+        },
+        "infinity": own | ({"timeline": str(arguments.timeline)} if arguments.timeline else {}),
+    }
+    torch.manual_seed(0)
+    # A parameter of the CPU cannot be moved to the simulated device.
+    with torch.device(device if arguments.simulated else "cpu"):
+        model = build_model(size, size.seq_len, torch.bfloat16, "non-reentrant")
+    samples = num_steps * arguments.micro_batches * size.batch_size
+    windows = RandomWindows(read_text(None), size.seq_len, samples, seed=0)
+    loader = torch.utils.data.DataLoader(windows, batch_size=size.batch_size)
+    batches = ({name: value.to(device) for name, value in batch.items()} for batch in loader)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    return engine, batches
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Trains, and compares losses, peaks and bytes with what was promised. Returns 1 where one is broken."""
+    device, simulated = _device(arguments.simulated)
+    size = _SIZES[arguments.size]
+    if simulated is not None:
+        size, arguments.host_budget, arguments.device_budget = _SIMULATED_SIZE, "4MB", "auto"
+    before = resident_bytes("VmRSS")
+    engine, batches = _engine(arguments, size, device, arguments.steps + _WARM)
+    reset_high_water()  # what building the model took
+    reports = []
+    with engine:
+        print(engine.plan)
+        for _ in range(arguments.steps + _WARM):
+            engine.train_batch(batches)
+            reports.append(engine.report)
+        if simulated is None:
+            torch.cuda.synchronize()
+    timed = reports[_WARM:]
+    losses = [report.loss for report in reports]
+    print(f"losses {' '.join(f'{loss:.4f}' for loss in losses)}")
+    print(f"step {statistics.median(report.seconds for report in timed):.3f} s, schedule {timed[-1].schedule}")
+    broken = []
+    if not losses[-1] < losses[0]:
+        broken.append("the loss does not fall")
+    for name in ("read", "write"):
+        moved = sum(getattr(report, f"{name}_bytes") for report in timed)
+        predicted = sum(getattr(report, f"predicted_{name}_bytes") for report in timed)
+        print(f"{name} {moved / len(timed) / 1e9:.4f} GB a step, predicted {predicted / len(timed) / 1e9:.4f}")
+        if abs(moved - predicted) > predicted * (_BYTES_SHARE + 1 / (len(engine.plan.units) * len(timed))):
+            broken.append(f"bytes {name} are off the prediction")
+    if simulated is None:  # whose memory is host memory
+        budget, taken = engine.plan.host_budget_bytes, resident_bytes("VmHWM") - before
+        print(f"host memory {taken / 1e9:.3f} GB more than before the model, budget {budget / 1e9:.3f}")
+        if taken > budget + _BESIDE_BYTES:
+            broken.append("host memory is above its budget")
+    on_device = [report.device_peak_bytes for report in reports if report.device_peak_bytes is not None]
+    if on_device:
+        print(f"device memory at most {max(on_device) / 1e9:.3f} GB, activations included")
+    for each in broken:
+        print(f"BROKEN: {each}")
+    return 1 if broken else 0
+
+
+def synchronisations(arguments: argparse.Namespace) -> int:
+    """Lists what makes the host wait in one step of a small model, with how often."""
+    device, simulated = _device(arguments.simulated)
+    size = _SIMULATED_SIZE if simulated is not None else dataclasses.replace(SIZES["demo"], batch_size=2)
+    arguments.host_budget, arguments.device_budget = "4MB" if simulated else "64MB", "auto"
+    engine, batches = _engine(arguments, size, device, _WARM + 1)
+    found: Counter[str] = Counter()
+    with engine:
+        for _ in range(_WARM):
+            engine.train_batch(batches)
+        if simulated is not None:
+            before = len(simulated.synchronisations)
+            engine.train_batch(batches)
+            found.update(simulated.synchronisations[before:])
+        else:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                engine.train_batch(batches)
+                torch.cuda.set_sync_debug_mode("default")
+            found.update(
+                f"{warning.filename}:{warning.lineno}" for warning in told if "synchron" in str(warning.message)
+            )
+    for where, times in found.most_common():
+        print(f"{times:5d}  {where}")
+    print(f"{found.total()} in one step")
+    return 0
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--simulated", action="store_true", help="on the simulated GPU of the tests, with a small model"
+    )
+    parser.add_argument("--nvme-path", required=True, help="directory for the states")
+    parts = parser.add_subparsers(dest="part", required=True)
+    parts.add_parser("machine", help="copies to and from the GPU")
+    parts.add_parser("synchronisations", help="what waits for the GPU in a step")
+    training = parts.add_parser("train", help="losses, peaks, bytes and times of a training")
+    training.add_argument("--size", choices=_SIZES, required=True)
+    training.add_argument("--host-budget", required=True)
+    training.add_argument("--device-budget", default="auto")
+    training.add_argument("--micro-batches", type=int, default=1)
+    training.add_argument("--steps", type=int, default=5, help=f"that are measured, after {_WARM}")
+    training.add_argument("--updates-on-device", action="store_true")
+    training.add_argument("--timeline", type=Path)
+    parser.set_defaults(micro_batches=1, updates_on_device=False, timeline=None)
+    arguments = parser.parse_args()
+    return {"machine": machine, "train": train, "synchronisations": synchronisations}[arguments.part](arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

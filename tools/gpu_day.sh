@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# The day a GPU is there: proves exactness, bounds and bytes on it, measures steps, lists what waits for it, writes a report.
+#
+#   bash tools/gpu_day.sh [--simulated] [--nvme-path DIR] [--out DIR] [SLOT ...]
+#
+# Each slot ends within ten minutes and can be run alone; without a name all of them run. A slot that fails does not keep the
+# others from running; the exit code then is 1. OUT/report.md gathers what all slots so far have printed.
+#
+#   machine           the machine and its drive, copies to and from the GPU, updates on 1 and more cores
+#   tests             tests/gpu, with all kernels loaded before
+#   blocking          the exactness rows again, where each launch waits for its kernel
+#   slow-copies       the exactness rows again, where each copy begins late
+#   sanitizer         five exactness rows under torch's CUDA sanitizer, which finds accesses in no order
+#   train-3b          3B parameters on NVMe, 8 GB of host memory, 6 GB of the GPU's: loss, peaks, bytes, time, a timeline
+#   train-8b          8B parameters, 60 GB of host memory, 1 and 8 micro-batches
+#   update-on-gpu     1B parameters, the optimizer on the GPU
+#   synchronisations  every place at which a step makes the host wait for the GPU
+#
+# --simulated: the same slots on the simulated GPU of the tests, with small models. Times mean nothing there.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+all=(machine tests blocking slow-copies sanitizer train-3b train-8b update-on-gpu synchronisations)
+simulated='' out=gpu_day nvme_path='' slots=()
+usage() {
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
+}
+while [ $# -gt 0 ]; do
+    case $1 in
+        --simulated) simulated=--simulated ;;
+        --nvme-path | --out)
+            [ $# -gt 1 ] || { printf '%s wants a directory\n' "$1" >&2; exit 2; }
+            if [ "$1" = --out ]; then out=$2; else nvme_path=$2; fi
+            shift
+            ;;
+        -h | --help) usage; exit 0 ;;
+        *)
+            [[ " ${all[*]} " == *" $1 "* ]] || { printf 'No slot %s: there are %s\n' "$1" "${all[*]}" >&2; exit 2; }
+            slots+=("$1")
+            ;;
+    esac
+    shift
+done
+[ ${#slots[@]} -gt 0 ] || slots=("${all[@]}")
+mkdir -p "$out" || exit 1
+nvme_path=${nvme_path:-$out/states}
+mkdir -p "$nvme_path" || exit 1
+
+python=${PYTHON:-.venv/bin/python}
+[ -x "$python" ] || python=$(command -v python3) || { printf 'No python3: name one, PYTHON=/path/to/python\n' >&2; exit 1; }
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+day=("$python" tools/gpu_day.py $simulated --nvme-path "$nvme_path")
+if [ -z "$simulated" ]; then
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+        printf 'torch sees no GPU here (infinity doctor says more). Without one: bash tools/gpu_day.sh --simulated\n' >&2
+        exit 1
+    }
+    tests=tests/gpu
+else
+    tests=tests/simulated_gpu
+fi
+pytest=("$python" -m pytest -q -p no:cacheprovider -rfE)
+rows=("$tests/test_training.py" -k bits_of_plain_torch)
+
+slot() {
+    case $1 in
+        machine)
+            "$python" -m infinity doctor --nvme-path "$nvme_path" # what it advises against is no failure of this slot
+            "${day[@]}" machine && "$python" tools/bench_update.py "${updates[@]}"
+            ;;
+        tests) CUDA_MODULE_LOADING=EAGER "${pytest[@]}" "$tests" ;;
+        blocking) CUDA_LAUNCH_BLOCKING=1 "${pytest[@]}" "${rows[@]}" ;;
+        slow-copies) INFINITY_SLOW_COPIES=1 "${pytest[@]}" "${rows[@]}" ;;
+        sanitizer)
+            mapfile -t five < <("${pytest[@]}" --collect-only "${rows[@]}" | grep :: | head -5)
+            [ ${#five[@]} -eq 5 ] || return 1
+            # The simulated GPU judges every access by itself, and torch's sanitizer wants a real one.
+            if [ -z "$simulated" ]; then export TORCH_CUDA_SANITIZER=1; fi
+            "${pytest[@]}" "${five[@]}"
+            ;;
+        train-3b) "${day[@]}" train --size 3b --host-budget 8GB --device-budget 6GB --timeline "$out/timeline.json" ;;
+        train-8b)
+            "${day[@]}" train --size 8b --host-budget 60GB --steps 3 \
+                && "${day[@]}" train --size 8b --host-budget 60GB --steps 3 --micro-batches 8
+            ;;
+        update-on-gpu) "${day[@]}" train --size 1b --host-budget 8GB --updates-on-device ;;
+        synchronisations) "${day[@]}" synchronisations ;;
+    esac
+}
+
+updates=(--workers 1,2,4,8)
+[ -z "$simulated" ] || updates=(--workers 1,2 --parameters 2e6 --turns 3)
+failed=()
+for name in "${slots[@]}"; do
+    printf '\n== %s\n' "$name"
+    began=$SECONDS
+    (slot "$name") 2>&1 | tee "$out/$name.txt"
+    if [ "${PIPESTATUS[0]}" -eq 0 ]; then end=passed; else end=FAILED failed+=("$name"); fi
+    printf '%s, %s, %d s\n' "$end" "$(date -u +%F)" $((SECONDS - began)) | tee "$out/$name.end"
+done
+{
+    printf '# A day with a GPU\n'
+    [ -z "$simulated" ] || printf '\nOn the simulated GPU: no time in here means anything.\n'
+    for name in "${all[@]}"; do
+        [ -f "$out/$name.end" ] || continue
+        printf '\n## %s: %s\n\n```text\n' "$name" "$(<"$out/$name.end")"
+        cat "$out/$name.txt"
+        printf '```\n'
+    done
+} >"$out/report.md"
+printf '\nReport: %s\n' "$out/report.md"
+[ ${#failed[@]} -eq 0 ] || { printf 'Failed: %s\n' "${failed[*]}"; exit 1; }
