@@ -1,4 +1,4 @@
-"""``infinity import-deepspeed SOURCE TARGET``: go on from a checkpoint that DeepSpeed wrote."""
+"""``infinity import-deepspeed SOURCE [TARGET]``: go on from a checkpoint that DeepSpeed wrote."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from infinity.errors import format_bytes
 @click.command(
     epilog="""\b
 Examples:
+  infinity import-deepspeed out/checkpoint-500
   infinity import-deepspeed out/checkpoint-500 ours
   infinity import-deepspeed out ours --tag global_step500 --json"""
 )
 @click.argument("source", type=PathType())
-@click.argument("target", type=PathType())
+@click.argument("target", type=PathType(), required=False)
 @click.option("--tag", help="Which checkpoint of the source; by default the one that 'latest' names.")
 @click.option(
     "--skip-unknown",
@@ -27,12 +28,16 @@ Examples:
     help="Leave out what the script had added, where it is of classes that are neither torch's nor DeepSpeed's.",
 )
 @json_option
-def import_deepspeed(source: Path, target: Path, tag: str | None, skip_unknown: bool, as_json: bool) -> None:
+def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_unknown: bool, as_json: bool) -> None:
     """Turn a checkpoint of DeepSpeed (ZeRO stage 1 to 3, or universal) into one for engine.load_checkpoint.
 
-    SOURCE is a directory that DeepSpeed's save_checkpoint wrote to, or one tag's. TARGET is made if it is missing. DeepSpeed
-    need not be installed, and no object in the source is run. Memory: a few MiB besides the page cache.
+    SOURCE is a directory that DeepSpeed's save_checkpoint wrote to, or one tag's. TARGET is made if it is missing; by
+    default it stands beside SOURCE, with "-infinity" behind its name. DeepSpeed need not be installed, and no object in
+    the source is run. Memory: a few MiB besides the page cache.
     """
+    if target is None:
+        whole = source.absolute()
+        target = whole.with_name(f"{whole.name}-infinity")
     console = Console(soft_wrap=True, highlight=False)
     with bars(Console(stderr=True)) as progress:
         done = convert(source, target, tag=tag, skips_unknown=skip_unknown, progress=progress)

@@ -65,7 +65,15 @@ class ExportCalls(DeepSpeedNames):
         self._num_saved_steps = self.global_steps
         return True
 
-    def save_pretrained(self, save_directory: str | Path, max_shard_size: int | str = "50GB") -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        max_shard_size: int | str = "50GB",
+        *,
+        safe_serialization: bool = True,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+    ) -> None:
         """Write the weights (compute dtype) as transformers' ``model.save_pretrained`` does, in bounded memory.
 
         The same files with the same names of tensors, so that conversions of names and layouts are taken back: configs,
@@ -74,13 +82,25 @@ class ExportCalls(DeepSpeedNames):
         Args:
             save_directory: where to.
             max_shard_size: bytes of a file, or a text ("5GB" is 5e9). A larger tensor has a file of its own.
+            safe_serialization: True: the files are safetensors.
+            is_main_process: without effect: every process calls this, and one of them writes.
+            push_to_hub: False: nothing is sent anywhere.
 
         Raises:
             CheckpointError: a load has failed midway, so that weights are of two trainings.
             StorageError: the directory cannot take them; what was there before is still there.
             UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
-            ValueError: ``save_directory`` is empty, or an address; or ``max_shard_size`` is no size.
+            ValueError: ``save_directory`` is empty, or an address; or ``max_shard_size`` is no size; or pickles or an upload
+                are asked for.
         """
+        if not safe_serialization:
+            raise ValueError(
+                "safe_serialization=False: pickles are not written. engine.save_16bit_model writes one file"
+            )
+        if push_to_hub:
+            raise ValueError(
+                "push_to_hub=True: nothing is sent. Afterwards: huggingface_hub.upload_folder(folder_path=...)"
+            )
         self._save_pretrained(save_directory, max_shard_size, None)
 
     def save_fp32_model(self, save_directory: str | Path, max_shard_size: int | str = "50GB") -> None:

@@ -60,6 +60,9 @@ def load_class(
             cure="Load it with transformers, dequantize it and save it",
         )
     chosen = _choose(model_class, model_config, path)
+    of_text = model_config.sub_configs.get("text_config")
+    if of_text is not None and model_class is not chosen and getattr(chosen, "config_class", None) == of_text:
+        model_config = model_config.get_text_config()  # as the Auto classes do
     with one_after_the_other(), _told_of(path):
         model, info = chosen.from_pretrained(
             None,

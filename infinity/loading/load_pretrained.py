@@ -72,6 +72,7 @@ def load_pretrained(
         UnsupportedModelError: it is quantized, or no class for it is known.
         StorageError: there is no room on the drives.
     """
+    dtype = options.pop("torch_dtype", None) if dtype is None else dtype  # its name in transformers 4
     place = Path(os.path.expanduser(path))
     is_module = isinstance(model_or_class, nn.Module)
     if not is_module and not hugging_face.is_ours(model_or_class):

@@ -78,7 +78,10 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
 def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     """Files, and the names that are known to be in each."""
     if path.is_file():
-        yield path, ()
+        if path.name.endswith(".index.json"):
+            yield from _sharded(path)
+        else:
+            yield path, ()
         return
     if not path.is_dir():
         raise WeightFileError(path, "is not there", cure="Name a directory on this machine, or a file, with weights")

@@ -155,6 +155,8 @@ class _BoundHook:
         self._name = name
 
     def __call__(self, *args: Any) -> None:
+        if isinstance(self._hooks, _NoHooks):
+            return  # a copy: nothing keeps it from being compiled or exported
         if torch.compiler.is_compiling() and self._name == "before":
             refuse_tracing(args[0])
         self._run(*args)

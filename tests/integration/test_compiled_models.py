@@ -224,6 +224,18 @@ def test_the_vertical_schedule_takes_compiled_blocks(tmp_path: Path) -> None:
             assert torch.equal(weight, expected), name
 
 
+def test_a_copy_of_a_paged_model_can_be_compiled_whole_and_exported(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    with _engine(model, tmp_path) as engine:
+        twin = copy.deepcopy(engine.module)
+        wanted = twin(x)
+        compiled = torch.compile(twin, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), wanted)
+        exported = torch.export.export(twin, (x,)).module()
+        assert torch.equal(exported(x), wanted)
+
+
 def test_a_copy_of_a_compiled_model_is_a_model_of_its_own(tmp_path: Path) -> None:
     model = Model()
     _each_block(model, "eager")

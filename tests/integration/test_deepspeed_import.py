@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -335,6 +336,15 @@ def test_a_state_that_is_none_is_left_out(tmp_path: Path) -> None:
     _rewritten(file, _set(*_STATE, "momentum_buffer", to=None))
     convert(source, tmp_path / "ours")
     assert not any(kind == "momentum_buffer" for *_, kind in _tensors(Checkpoint.open(tmp_path / "ours")))
+
+
+def test_without_a_target_it_stands_beside_the_source(tmp_path: Path) -> None:
+    source = _unpacked("stage3", tmp_path) / "checkpoint"
+    command = [sys.executable, "-m", "infinity", "import-deepspeed", "checkpoint"]
+    done = subprocess.run(command, cwd=source.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint-infinity" in done.stdout
+    assert Checkpoint.open(source.parent / "checkpoint-infinity")
 
 
 def test_directories_that_hold_none(tmp_path: Path) -> None:

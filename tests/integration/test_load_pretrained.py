@@ -54,6 +54,37 @@ def _mapped(model: nn.Module) -> dict[str, str]:
     }
 
 
+def test_dtype_by_its_name_in_transformers_4_and_an_index_for_a_path(llama: Path, config: dict[str, Any]) -> None:
+    wanted = transformers.LlamaForCausalLM.from_pretrained(llama, dtype="auto")
+    for dtype in ("auto", torch.bfloat16):
+        model = infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config, torch_dtype=dtype)
+        assert model.dtype == (wanted.dtype if dtype == "auto" else dtype)
+    model = transformers.LlamaForCausalLM(wanted.config)
+    assert_equal(infinity.load_pretrained(model, llama / "model.safetensors.index.json", config=config), wanted)
+
+
+def test_the_text_part_of_a_composite_model(config: dict[str, Any], tmp_path: Path) -> None:
+    """Auto classes give the text's class the text's config."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "layer_types": ["full_attention", "full_attention"],
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+    whole = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    transformers.Qwen3_5ForConditionalGeneration(whole).save_pretrained(tmp_path / "model")
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    found = infinity.load_pretrained(transformers.AutoModelForCausalLM, tmp_path / "model", config=config)
+    assert type(found) is type(wanted)
+    assert_equal(found, wanted)
+
+
 @pytest.mark.usefixtures("large_is_small")
 @pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)

@@ -150,6 +150,11 @@ def test_bad_sizes_and_places_are_refused(
         for size in (0, "many", -3):
             with pytest.raises(ValueError, match="max_shard_size must be"):
                 engine.save_pretrained(tmp_path / "out", max_shard_size=size)
+        engine.save_pretrained(tmp_path / "as there", safe_serialization=True, is_main_process=True, push_to_hub=False)
+        for cannot in ({"safe_serialization": False}, {"push_to_hub": True}):
+            with pytest.raises(ValueError, match=next(iter(cannot))):
+                engine.save_pretrained(tmp_path / "out", **cannot)
+        assert not (tmp_path / "out").exists()
         (tmp_path / "file").write_text("")
         with pytest.raises(StorageError, match="file"):
             engine.save_pretrained(tmp_path / "file")
