@@ -136,7 +136,12 @@ def _problem(command: list[str]) -> str:
     match command:
         case ["bash", script, *rest]:
             demo = "larger_than_ram.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
-            tool = {"tools/demo.sh": f"tools/{demo}", "tools/test.sh": "pytest"}.get(script, "")
+            tools = {
+                "tools/demo.sh": f"tools/{demo}",
+                "tools/test.sh": "pytest",
+                "tools/gpu_day.sh": "tools/gpu_day.py",
+            }
+            tool = tools.get(script, "")
             known_options = _help(tool) if rest and tool else ""
             exists = (_ROOT / script).is_file()
         case [_, "-m", "pytest", *rest]:
