@@ -56,7 +56,9 @@ class Template:
         self._taken: dict[Parameter, dict[str, torch.dtype]] = {}
         self._taken_mains: dict[Parameter, Tensor] = {}
         self._untouched: dict[Any, Any] = {}
-        if all(_is_untouched(state) for state in optimizer.state.values()):
+        initial = {0.0, *(group.get("initial_accumulator_value", 0.0) for group in optimizer.param_groups)}
+        self._initial = initial if is_known(type(optimizer)) else None
+        if all(self._is_untouched(state) for state in optimizer.state.values()):
             # What a constructor filled in: each piece's first step does it again, exactly.
             self._untouched = dict(optimizer.state)
             optimizer.state.clear()
@@ -167,7 +169,7 @@ class Template:
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
             if main is not None:
                 self._taken_mains[param] = main
-            if main is not None or not _is_untouched(state):
+            if main is not None or not self._is_untouched(state):
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
@@ -178,6 +180,20 @@ class Template:
             elif state:
                 self._untouched[param] = state
         self.optimizer.state.clear()
+
+    def _is_untouched(self, state: Mapping[str, Any]) -> bool:
+        """Whether a constructor started it: no step has been made with it, and nobody has written numbers of its own into it."""
+        step = state.get("step")
+        if state and not (isinstance(step, Tensor | int | float) and float(step) == 0):
+            return False
+        return self._initial is None or all(
+            any(
+                bool((value == torch.tensor(each, dtype=value.dtype, device=value.device)).all())
+                for each in self._initial
+            )
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        )
 
     def give_back_states(self, read: Callable[[Parameter], Mapping[str, Any]]) -> None:
         """Undo `take_initial_states`: the optimizer has its states again, in the dtypes that they had.
@@ -381,12 +397,6 @@ def _compact(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() > 0:
         return float(value.reshape(-1)[0]) if value.numel() else 0.0
     return value
-
-
-def _is_untouched(state: Mapping[str, Any]) -> bool:
-    """Whether no step has been made with this state: a constructor started it."""
-    step = state.get("step")
-    return not state or (isinstance(step, Tensor | int | float) and float(step) == 0)
 
 
 def _as_main(value: Any) -> Any:

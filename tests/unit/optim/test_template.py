@@ -260,6 +260,22 @@ def test_state_from_a_constructor_is_dropped(model: torch.nn.Module) -> None:
     assert list(template.take_initial_states()) == []
 
 
+@pytest.mark.parametrize("optimizer_class", [AdamW, Adagrad])
+def test_numbers_written_into_states_are_kept_though_their_step_is_0(
+    optimizer_class: type[torch.optim.Optimizer], model: torch.nn.Module
+) -> None:
+    optimizer = optimizer_class(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    expected = {param: dict(state) for param, state in optimizer.state.items()}
+    taken = dict(_build(optimizer, model).take_initial_states())
+    assert list(taken) == list(model.parameters())
+    assert all(torch.equal(taken[param][name], value) for param in taken for name, value in expected[param].items())
+
+
 def test_snapshots_hold_no_parameters_and_no_live_tensors(model: torch.nn.Module) -> None:
     lr = torch.tensor(0.5)
     template = _build(AdamW(model.named_parameters(), lr=lr), model)
