@@ -11,57 +11,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
 from infinity.errors import ModelError, UnsupportedModelError
 from infinity.integrations.transformers import InfinityTrainer, InfinityTrainerMixin
 from tests.integration.test_trainer import arguments, log_of, on_nvme, trained
 from tests.stand_in import models
-from tests.stand_in.text import rows
+from tests.stand_in.text import rows, sentences, tokenizer
 
 _QUIET: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 _QUIET |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "logging_steps": 1}
 _QUIET |= {"save_strategy": "no", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
 
 
-def test_sequences_to_sequences(tmp_path: Path) -> None:
-    """With predictions by ``generate``."""
-    found = []
-    for kind in (Seq2SeqTrainer, type("OwnTrainer", (InfinityTrainerMixin, Seq2SeqTrainer), {})):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 256, "d_model": 24, "d_kv": 12, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-        more = {} if kind is Seq2SeqTrainer else {"infinity_config": on_nvme(tmp_path / "nvme")}
-        options = {"predict_with_generate": True, "generation_max_length": 6, **_QUIET}
-        trainer = kind(
-            T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes)),
-            Seq2SeqTrainingArguments(output_dir=str(tmp_path), **options),
-            train_dataset=rows(16, 16),
-            **more,
-        )
-        trainer.train()
-        predicted = trainer.predict(rows(4, 16, first=80))
-        found.append(
-            (log_of(trainer.state.log_history), predicted.predictions.tolist(), predicted.metrics["test_loss"])
-        )
-    assert found[0] == found[1]
-    trainer.engine.close()
-
-
-def adapted() -> Any:
-    model = models.llama()
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, lora_dropout=0.1))
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_adapters(tmp_path: Path) -> None:
     """Trained, saved as PEFT does it, resumed from the middle, merged."""
     options = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    plain = trained(tmp_path / "plain", None, adapted(), **options)
-    ours = trained(tmp_path / "ours", on_nvme(tmp_path / "nvme"), adapted(), **options)
+    plain = trained(tmp_path / "plain", None, models.lora(), **options)
+    ours = trained(tmp_path / "ours", on_nvme(tmp_path / "nvme"), models.lora(), **options)
     ours.engine.close()
     resumed = InfinityTrainer(
-        adapted(),
+        models.lora(),
         arguments(tmp_path / "ours", **options),
         train_dataset=rows(16, 32),
         infinity_config=on_nvme(tmp_path / "nvme"),
@@ -83,19 +53,8 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["SFT", "DPO"])
 def test_trl(what: str, is_adapted: bool, tmp_path: Path) -> None:
     """Micro-batches of a step together, but where the loss calls the model without its adapters as well."""
-    import datasets
     import trl
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", "<unk>", "def", "return", "if", "else", "for", "in", "import", "self", "print", "class"]
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    texts = ["def self return class print", "for self in import", "if self else return print"] * 6
-    columns = {"prompt": [text[:4] for text in texts], "chosen": texts, "rejected": [text[4:] for text in texts]}
-    data = datasets.Dataset.from_dict({"text": texts} if what == "SFT" else columns)
     base, kind_of_arguments = getattr(trl, f"{what}Trainer"), getattr(trl, f"{what}Config")
     found = []
     for is_ours in (False, True):
@@ -110,8 +69,8 @@ def test_trl(what: str, is_adapted: bool, tmp_path: Path) -> None:
         trainer = (type("OwnTrainer", (InfinityTrainerMixin, base), {}) if is_ours else base)(
             model=models.llama(),
             args=kind_of_arguments(output_dir=str(tmp_path), **options),
-            train_dataset=data,
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
+            train_dataset=sentences(18, has_pairs=what == "DPO"),
+            processing_class=tokenizer(),
             **more,
         )
         torch.manual_seed(2)
@@ -140,7 +99,7 @@ class Params4bit(nn.Parameter):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
-    model = adapted()
+    model = models.lora()
     model.base_model.model.model.layers[0].mlp.up_proj.weight = Params4bit(torch.zeros(576, dtype=torch.uint8))
     with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight' is a Params4bit.*dequantize"):
         trained(tmp_path, on_nvme(tmp_path / "nvme"), model)

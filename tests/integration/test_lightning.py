@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -260,17 +258,9 @@ def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str
     assert_same(*trained)
 
 
-def fitted(
-    package: str, directory: Path, *, is_ours: bool, dies_in: int | None = None, resumes: str | None = None
-) -> Any:
+def fitted(package: str, directory: Path, *, is_ours: bool, resumes: str | None = None) -> Any:
     """A run with checkpoints; the module, the callback, what was monitored."""
     pytorch, strategy = parts(package)
-
-    class Dying(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == dies_in:
-                os.kill(os.getpid(), 9)
-
     saver = pytorch.callbacks.ModelCheckpoint(
         directory / "checkpoints", save_last=True, every_n_train_steps=4, save_top_k=2, monitor="loss"
     )
@@ -281,7 +271,7 @@ def fitted(
         pytorch,
         directory,
         strategy(config=on_nvme(directory / "nvme")) if is_ours else "auto",
-        callbacks=[saver, monitor, *([Dying()] if dies_in else [])],
+        callbacks=[saver, monitor],
         enable_checkpointing=True,
         logger=pytorch.loggers.CSVLogger(str(directory)),
         log_every_n_steps=1,
@@ -473,22 +463,6 @@ def test_no_optimizer(tmp_path: Path) -> None:
     trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1).fit(module, data(4))
     assert len(module.losses) == 3
     assert all(torch.equal(value, before[name]) for name, value in module.first.state_dict().items())
-
-
-@pytest.mark.slow
-def test_killed_and_resumed(tmp_path: Path) -> None:
-    package = _FOUND[0]
-    code = f"from pathlib import Path; from tests.integration.test_lightning import fitted; fitted({package!r}, "
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-    for kind in ("plain", "ours"):
-        words = f"Path({str(tmp_path / kind)!r}), is_ours={kind == 'ours'}, dies_in=11)"
-        done = subprocess.run([sys.executable, "-c", code + words], cwd=_ROOT, env=environment, capture_output=True)
-        assert done.returncode == -9, done.stderr.decode()[-2000:]
-    resumed = [
-        fitted(package, tmp_path / kind, is_ours=kind == "ours", resumes="last")[0] for kind in ("plain", "ours")
-    ]
-    assert resumed[0].losses
-    assert_same(*resumed)
 
 
 def test_names_and_placement(package: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What somebody writes who trains with accelerate and DeepSpeed. Leaves what happened in files.
 
-    accelerate_script.py OUT [--infinity CONFIG] [--die-after STEPS] [--resume]
+    accelerate_script.py OUT [--infinity CONFIG] [--bf16] [--die-after STEPS] [--resume]
 
 Whether DeepSpeed is used is up to ``accelerate launch``.
 """
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.stand_in import models
+from tests.stand_in.reference import with_main_weights
 from tests.stand_in.text import rows
 
 NUM_STEPS, ACCUMULATION = 30, 2
@@ -27,6 +28,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--infinity")
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--die-after", type=int)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(words)
@@ -40,6 +42,8 @@ def main(words: list[str] | None = None) -> None:
     model = models.llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
+    if args.bf16 and not args.infinity:  # else the config says so
+        with_main_weights(model, optimizer)
     loader = torch.utils.data.DataLoader(rows(2 * ACCUMULATION * NUM_STEPS, 32), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     losses: list[float] = []

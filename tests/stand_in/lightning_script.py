@@ -1,9 +1,10 @@
 """What somebody writes who trains a text classifier with Lightning and its DeepSpeed strategy. Leaves what happened in files.
 
-    lightning_script.py OUT STRATEGY [--config CONFIG] [--clip X] [--accumulate N] [--die-after STEPS] [--resume]
+    lightning_script.py OUT STRATEGY [--config CONFIG] [--bf16] [--clip X] [--accumulate N] [--die-after STEPS]
+                        [--resume]
 
-STRATEGY is "auto" for plain Lightning, or "deepspeed_stage_2" and the like; with a config, that is the strategy's. Several
-trainings in one process are separated by the word ``then``.
+STRATEGY is "auto" for plain Lightning, "deepspeed_stage_2" and the like, or "infinity"; with a config, that is the
+strategy's. Several trainings in one process are separated by the word ``then``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy, StrategyRegistry
 from torch import nn
 
+from tests.stand_in.reference import with_main_weights
 from tests.stand_in.text import rows
 
 NUM_STEPS, STEPS_PER_EPOCH, BATCH = 30, 10, 4
@@ -39,8 +41,9 @@ class OnCPU(DeepSpeedStrategy):
 class Classifier(lightning.LightningModule):
     """Of bytes: is there a "self" among them?"""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, *, has_main_weights: bool = False) -> None:
         super().__init__()
+        self._has_main_weights = has_main_weights
         self.embedding = nn.EmbeddingBag(256, width)
         self.blocks = nn.Sequential(
             *(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3))
@@ -72,6 +75,8 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        if self._has_main_weights:
+            with_main_weights(self, optimizer)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
 
@@ -98,6 +103,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("strategy")
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--clip", type=float)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--die-after", type=int)
@@ -105,9 +111,13 @@ def main(words: list[str]) -> None:
     args = parser.parse_args(words)
 
     lightning.seed_everything(0)
-    model = Classifier()
+    model = Classifier(has_main_weights=args.bf16 and args.strategy == "auto")
     strategy: Any = args.strategy
-    if strategy != "auto" and not torch.cuda.is_available():
+    if strategy == "infinity":
+        from infinity.integrations.lightning import InfinityStrategy
+
+        strategy = InfinityStrategy(config=args.config)
+    elif strategy != "auto" and not torch.cuda.is_available():
         strategy = OnCPU(**({"config": args.config} if args.config else StrategyRegistry[strategy]["init_params"]))
     elif args.config:
         strategy = DeepSpeedStrategy(config=args.config)

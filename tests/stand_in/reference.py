@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 
-class MainWeightAdamW(torch.optim.AdamW):
-    """AdamW over fp32 copies of 16-bit weights, fed with fp32 copies of their gradients, clipped to a global norm.
+def with_main_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make the model's weights bf16, with fp32 gradients, and have its optimizer, not used yet, update fp32 copies of them.
 
-    Makes the model's weights 16-bit; its buffers keep their dtype.
+    Its buffers keep their dtype. Whoever clips, or looks at gradients, finds them where they always are.
     """
-
-    def __init__(self, model: nn.Module, decayed: Collection[str], arguments: Any, clip: float) -> None:
-        self._pairs = [(p, nn.Parameter(p.detach().clone())) for p in model.parameters()]
-        for parameter, _ in self._pairs:
-            parameter.data = parameter.data.bfloat16()
-        self._clip = clip
-        main = {name: pair[1] for (name, _), pair in zip(model.named_parameters(), self._pairs, strict=True)}
-        groups = [
-            {"params": [p for name, p in main.items() if name in decayed], "weight_decay": arguments.weight_decay},
-            {"params": [p for name, p in main.items() if name not in decayed], "weight_decay": 0.0},
-        ]
-        super().__init__(groups, lr=arguments.learning_rate, fused=True)
+    pairs = {parameter: nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()}
+    for parameter, main in pairs.items():
+        parameter.data = parameter.data.bfloat16()
+        if parameter.requires_grad:
+            parameter.grad_dtype = None  # whatever dtype it gets: fp32 by the hook, and then 16 bits are added to that
+            parameter.register_post_accumulate_grad_hook(partial(_widen, main=main))
+    for group in optimizer.param_groups:
+        group["params"] = [pairs[parameter] for parameter in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for parameter, main in self._pairs:
-            main.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        if self._clip:
-            nn.utils.clip_grad_norm_([main for _, main in self._pairs], self._clip)
-        super().step(closure)
-        for parameter, main in self._pairs:
+    def end(*_: Any) -> None:
+        for parameter, main in pairs.items():
             parameter.copy_(main)
+            parameter.grad = None
+
+    optimizer.register_step_post_hook(end)
+
+
+def _widen(parameter: torch.Tensor, *, main: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = main.grad = parameter.grad.float()

@@ -1,9 +1,10 @@
 """What somebody writes who trains with transformers' Trainer and DeepSpeed. Leaves what happened in files.
 
-    trainer_script.py OUT MODEL [--deepspeed CONFIG | --infinity CONFIG] [--bf16] [--accumulate N] [--clip X]
+    trainer_script.py OUT WHAT [--deepspeed CONFIG | --infinity CONFIG] [--bf16] [--accumulate N] [--clip X] [--best]
                       [--die-after STEPS] [--resume]
 
-Several trainings in one process are separated by the word ``then``.
+WHAT is a model, a trainer for it, or the directory of a saved one. Several trainings in one process are separated by the
+word ``then``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import TrainingArguments as Arguments
 
 from tests.stand_in import models
-from tests.stand_in.reference import MainWeightAdamW
-from tests.stand_in.text import rows
+from tests.stand_in.reference import with_main_weights
+from tests.stand_in.text import rows, sentences, tokenizer
 
 NUM_STEPS = 30
+MODELS = {"llama": models.llama, "gpt2": models.gpt2, "lora": models.lora, "t5": models.t5}
 
 
 class Recording:
@@ -48,22 +51,61 @@ class Dying(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(words: list[str]) -> None:
+def kinds_for(what: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Trainer, arguments of it, and values of those that are not for all."""
+    if what == "t5":
+        return Seq2SeqTrainer, Seq2SeqTrainingArguments, {"predict_with_generate": True, "generation_max_length": 6}
+    if what in ("sft", "dpo"):
+        import trl
+
+        name = what.upper()
+        values = {"max_length": 16, "gradient_checkpointing": False, "average_tokens_across_devices": True}
+        return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), values
+    return Trainer, Arguments, {}
+
+
+def model_for(what: str) -> Any:
+    """Drawn, built from its configuration alone, or loaded. Made after the arguments, of which it may have to know."""
+    if Path(what).is_dir():
+        return AutoModelForCausalLM.from_pretrained(what)
+    if what == "from_config":
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(models.llama_config())
+        model.resize_token_embeddings(260)
+        return model
+    return MODELS.get(what, models.llama)()
+
+
+def data_for(what: str) -> dict[str, Any]:
+    """What a Trainer gets beside model and arguments."""
+    if what in ("sft", "dpo"):
+        num, has_pairs = 80, what == "dpo"
+        more = {"ref_model": models.llama()} if has_pairs else {}
+        data = {"train_dataset": sentences(num, has_pairs=has_pairs), "eval_dataset": sentences(4, has_pairs=has_pairs)}
+        return {**data, **more, "processing_class": tokenizer()}
+    return {"train_dataset": rows(80, 32), "eval_dataset": rows(4, 32, first=80)}
+
+
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("model", choices=["llama", "gpt2"])
+    parser.add_argument("what")
     parser.add_argument("--deepspeed")
     parser.add_argument("--infinity")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--best", action="store_true")
     parser.add_argument("--die-after", type=int)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(words)
 
-    model = getattr(models, args.model)()
     is_reference = args.bf16 and not (args.deepspeed or args.infinity)
-    arguments = TrainingArguments(
+    base, kind_of_arguments, values = kinds_for(args.what)
+    if args.best:  # the first one is the best
+        values |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 10}
+        values |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    arguments = kind_of_arguments(
         output_dir=str(args.out),
         deepspeed=args.deepspeed,
         max_steps=NUM_STEPS,
@@ -74,7 +116,7 @@ def main(words: list[str]) -> None:
         weight_decay=0.01,
         warmup_steps=5,
         lr_scheduler_type="cosine",
-        max_grad_norm=0.0 if is_reference else args.clip,
+        max_grad_norm=args.clip,
         bf16=args.bf16 and not is_reference,
         logging_steps=1,
         save_steps=10,
@@ -82,29 +124,31 @@ def main(words: list[str]) -> None:
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **values,
     )
     more: dict[str, Any] = {}
-    if is_reference:  # what DeepSpeed means by bf16: 16-bit weights, fp32 main weights in the optimizer
-        decayed = Trainer(model, arguments).get_decay_parameter_names(model)
-        more["optimizers"] = (MainWeightAdamW(model, decayed, arguments, clip=args.clip), None)
-    base: Any = Trainer
     if args.infinity:
-        from infinity.integrations.transformers import InfinityTrainer
+        from infinity.integrations.transformers import InfinityTrainerMixin
 
-        base, more["infinity_config"] = InfinityTrainer, args.infinity
+        base, more = type("OwnTrainer", (InfinityTrainerMixin, base), {}), {"infinity_config": args.infinity}
     trainer = type("RecordingTrainer", (Recording, base), {})(
-        model=model,
+        model=model_for(args.what),
         args=arguments,
-        train_dataset=rows(80, 32),
-        eval_dataset=rows(4, 32, first=80),
         callbacks=[Dying(args.die_after)] if args.die_after else [],
+        **data_for(args.what),
         **more,
     )
     trainer.losses = []
+    if is_reference:  # what DeepSpeed means by bf16: 16-bit weights, fp32 main weights in the optimizer
+        with_main_weights(trainer.model, trainer.create_optimizer())
     trainer.train(resume_from_checkpoint=args.resume)
     found = {"losses": trainer.losses, "log": trainer.state.log_history, "eval": trainer.evaluate()["eval_loss"]}
+    if args.what == "t5":
+        found["predicted"] = trainer.predict(rows(4, 16, first=80)).predictions.tolist()
     (args.out / "found.json").write_text(json.dumps(found))
     trainer.save_model(str(args.out / "model"))
+    if args.infinity:
+        trainer.engine.close()
 
 
 if __name__ == "__main__":
