@@ -66,7 +66,8 @@ def initialize(
         model: the model, with its weights, in any floating dtype, in memory or built in `Init`. Its parameters stay the
             same objects.
             One that an engine has already is refused; but that engine comes back where ``model_parameters`` is empty and
-            there is no optimizer, since it evaluates, too (Lightning asks for that after training).
+            there is no optimizer, since it evaluates, too (Lightning asks for that after training). And one that only
+            evaluates is closed for one that trains (TRL asks for that before training).
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, a class, or a callable that takes parameters
             or groups and returns one. None: the config's. Without either, or with nothing to train, the engine
             evaluates only, and the second result is None.
@@ -110,10 +111,14 @@ def initialize(
             "to infinity.initialize, or world_size= to infinity.load_config"
         )
     check_same_config(resolved, mesh.everyone if mesh.is_divided else mesh.data)
-    if optimizer is None and resolved.optimizer is None and _is_empty(model_parameters):
-        earlier = engine_of(model)
-        if earlier is not None and earlier.module is model:
-            return earlier, None, None, None
+    earlier = engine_of(model)
+    if earlier is not None and earlier.module is model:
+        if optimizer is None and resolved.optimizer is None:
+            if _is_empty(model_parameters):
+                return earlier, None, None, None
+        elif earlier.optimizer is None:
+            logger.info("the engine that has evaluated this model is closed: the one that trains it takes over")
+            earlier.hand_over()
     check_model(model)
     if resolved.compute_dtype == torch.float32:
         warn_of_other_dtypes(model)
@@ -130,7 +135,10 @@ def initialize(
         members = tiling.groups.with_tiles(model_parameters)
         template = _template(optimizer, resolved, named, members, torch_device, tiling.groups)
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
-        notes = RunNotes(resolved.infinity.run_log if world().index == 0 else None)
+        writes_log = world().index == 0 and bool(
+            template.param_groups
+        )  # not an engine that evaluates beside one that trains
+        notes = RunNotes(resolved.infinity.run_log if writes_log else None)
         undo.callback(notes.abandon)
         monitors = Monitors(resolved.monitors, is_first=world().index == 0)
         undo.callback(monitors.close)

@@ -462,10 +462,17 @@ class StateAccess:
                 workspace.read_main(span, main)
                 workspace.write_main(span, torch.where(is_kept, main, new.float()))
 
-    def restore(self) -> None:
-        """Make the parameters ordinary again, with their weights in memory of their own."""
+    def restore(self, *, on_drives: bool = False) -> None:
+        """Make the parameters ordinary again, with their weights in memory of their own: on a drive, if large ones are to be."""
         units = self._module_hooks.units
-        copies = [[self._pager.copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
+
+        def copy_of(unit: Unit, slot: Slot) -> torch.Tensor:
+            if not on_drives:
+                return self._pager.copy_of(unit, slot)
+            with self._pager.opened(unit):
+                return self.copies.copy(unit.weight(slot).cpu())
+
+        copies = [[copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
 
         def give_back() -> None:
             for unit, values in zip(units, copies, strict=True):

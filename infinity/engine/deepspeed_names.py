@@ -223,7 +223,11 @@ class DeepSpeedNames(ModuleFacade):
     def _check_optimizer(self, call: str) -> None:
         if self.optimizer is None:
             problem = "the engine has no optimizer: it evaluates only"
-            raise StepOrderError(call, problem, cure='Add "optimizer" to the config, or pass optimizer= to initialize')
+            cure = (
+                'Add "optimizer" to the config, or pass optimizer= to initialize. Where a Trainer has made it, as '
+                "DeepSpeed, to evaluate: pass eval_on_start=True in place of evaluate() before train()"
+            )
+            raise StepOrderError(call, problem, cure=cure)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ outside of the loop does so through `SettledAccess`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import BoundArguments
@@ -125,7 +126,7 @@ class Engine(Relayout):
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         """At the end of ``rest``, in reverse, and each even if the one before fails."""
         rest.callback(self._shutdown.now)
-        rest.callback(self._stepper.gradients.close)
+        rest.callback(self._stepper.close)
         rest.callback(self._pager.close)
         rest.callback(self._parts.exchange.stop)
         rest.callback(unwatch, self._watched)
@@ -554,7 +555,12 @@ class Engine(Relayout):
     def resume(self) -> None:
         """In a durable run, go on from its newest commit, if there is one. `infinity.initialize` does that."""
         if self._parts.durable is not None:
-            self._check_optimizer("a durable run")
+            if self.optimizer is None:
+                problem = "the engine has no optimizer: it evaluates only"
+                cure = (
+                    'Add "optimizer", or, for a model that is not trained (a reference), set infinity.durable to false'
+                )
+                raise StepOrderError("a durable run", problem, cure=cure)
             self._parts.durable.resume(self)
 
     def rollback(self, steps: int) -> None:
@@ -620,6 +626,13 @@ class Engine(Relayout):
                 compute dtype. None: if they take half of the free memory at most, and no step was cut off. False: never;
                 touching a parameter raises then.
         """
+        self._close(restore_weights, self._restore)
+
+    def hand_over(self) -> None:
+        """Close, and leave the model to the next engine: its large weights lie on the config's drives, if that names any."""
+        self._close(True, functools.partial(self._restore, on_drives=True))
+
+    def _close(self, restores: bool | None, restore: Callable[[], None]) -> None:
         if self.is_closed:
             return
         refuse_in_between("engine.close()")
@@ -637,13 +650,13 @@ class Engine(Relayout):
                 self.flush()  # whoever closes has to hear of a commit that fails
             if self._guard.phase is Phase.CLOSED:
                 rest.callback(self._shutdown.hurry)  # an interrupt has cut off an attempt to close
-            elif restore_weights or self._guard.is_settled:
+            elif restores or self._guard.is_settled:
                 leave(
                     self._parts.module_hooks.units,
                     self.device,
                     self.flush,
-                    self._restore,
-                    is_wanted=restore_weights,
+                    restore,
+                    is_wanted=restores,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
                 self._parts.exchange.leave()
@@ -651,8 +664,8 @@ class Engine(Relayout):
                 rest.callback(self._shutdown.hurry)
                 rest.callback(self._finish_saving)  # before it gets no page any more
 
-    def _restore(self) -> None:
-        self._parts.access.restore()
+    def _restore(self, *, on_drives: bool = False) -> None:
+        self._parts.access.restore(on_drives=on_drives)
         self._untile()
 
     def __reduce__(self) -> NoReturn:
@@ -687,6 +700,6 @@ take_turns(
     reading=("save_16bit_model", "save_checkpoint"),
     others=(
         *("backward", "step", "optimizer_step", "optimizer_zero_grad"),
-        *("load_checkpoint", "reset", "close"),
+        *("load_checkpoint", "reset", "close", "hand_over"),
     ),
 )

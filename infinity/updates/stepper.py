@@ -417,6 +417,11 @@ class Stepper:
         self._forget()
         self.gradients.clear(kept)
 
+    def close(self) -> None:
+        """There is no step any more, nor gradients: give their memory back."""
+        self._forget()
+        self.gradients.close()
+
     def not_held(self) -> list[torch.Tensor]:
         """Parameters in the model or in a group that are ordinary ones."""
         return self._step_groups.not_held()

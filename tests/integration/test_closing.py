@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import EngineClosedError, InfinityError
+from infinity.errors import EngineClosedError, InfinityError, StepOrderError
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.states import state_of
 
@@ -42,6 +42,37 @@ def test_leaving_the_with_block_closes(tmp_path: Path) -> None:
             call()
     engine.close()
     assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_only_evaluates_makes_way_for_one_that_trains(tmp_path: Path) -> None:
+    """TRL takes reference values by one that it never closes. Weights go from drive to drive."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 8))
+    inputs = torch.randn(4, 512)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    output = model(inputs).detach()
+    evaluating, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"optimizer": None}))
+    with torch.no_grad():
+        assert torch.equal(evaluating(inputs), output)
+    with pytest.raises(StepOrderError, match="eval_on_start=True"):
+        evaluating.backward(evaluating(inputs).sum())
+    evaluating.hand_over()
+    assert evaluating.is_closed
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert not model[0].weight.untyped_storage().resizable(), "it is the memory of a file"
+    evaluating, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"optimizer": None}))
+    config = everything_on_nvme(tmp_path, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    engine, *_ = infinity.initialize(model=model, config=config)
+    plain = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 8))
+    plain.load_state_dict(expected)
+    with engine:
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        plain(inputs).square().mean().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        assert torch.equal(engine(inputs), plain(inputs))
+    assert evaluating.is_closed
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_exception_in_the_with_block_closes_and_is_passed_on(tmp_path: Path) -> None:

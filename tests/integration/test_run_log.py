@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigValueError, StepOrderError
 from infinity.planning.workload import of_record
 from infinity.run_log import RunLog, read_run
 from tests.exactness.lockstep import BF16, everything_on_nvme
@@ -165,6 +165,19 @@ def test_a_second_engine_is_refused_and_leaves_the_model_alone(tmp_path: Path) -
     assert len(read_run(tmp_path / "run").steps) == 2
     with training(tmp_path) as engine:  # which is the first one now
         train(engine, 1)
+
+
+def test_an_engine_that_evaluates_leaves_the_log_to_the_one_that_trains(tmp_path: Path) -> None:
+    """One config for both: that of a reference model is a copy of the policy's, without the optimizer."""
+    config = everything_on_nvme(tmp_path, {**BF16, "infinity": {"run_log": str(tmp_path / "run")}, "optimizer": None})
+    reference, *_ = infinity.initialize(model=Model(), config=config)
+    with reference, training(tmp_path) as engine:
+        assert reference(_TOKENS).item() == engine(_TOKENS).item()
+        train(engine, 2)
+    assert len(read_run(tmp_path / "run").steps) == 2
+    config["infinity"] |= {"durable": True}
+    with pytest.raises(StepOrderError, match=r"that is not trained .*infinity\.durable to false"):
+        infinity.initialize(model=Model(), config=config)
 
 
 def test_the_first_rank_writes(tmp_path: Path) -> None:
