@@ -12,6 +12,7 @@ model over or it is gone.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
+from infinity.distributed.collectives import init_distributed
 from infinity.errors import BatchSizeError, ConfigError
 from infinity.loading.hugging_face import one_after_the_other
 from infinity.torch_internals.module_tensors import announce_made_tensors, announce_nothing
@@ -42,6 +44,8 @@ class Init:
     The config's ``nvme_path`` says where. Parameters that are on another device (``meta``, a GPU) stay there, and so do
     buffers, small parameters and those of classes of their own. Without a drive in the config, or without a config, the
     model is built in memory, which a message says once.
+
+    Where a launcher or `infinity.as_deepspeed` has set RANK and WORLD_SIZE, there is a process group afterwards.
     """
 
     def __init__(
@@ -110,6 +114,8 @@ class Init:
         named = [name for name, value in without_effect.items() if value]
         if named:
             logger.info("zero.Init: without effect: %s", ", ".join(named))
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # as DeepSpeed does: transformers asks the group for its rank
+            init_distributed()
         self._tensors = _tensors_for(config if config is not None else config_dict_or_path, remote_device)
         if module is not None:
             self._move_all(module)

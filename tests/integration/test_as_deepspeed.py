@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.stand_in import models
+
 _ROOT = Path(__file__).resolve().parents[2]
 _OF_TIME = ("runtime", "per_second")
 
@@ -232,6 +234,48 @@ def test_a_step_of_accelerate_that_overflows(tmp_path: Path) -> None:
         assert found == OVERFLOWING, found
     """
     run(["-c", "if 1:" + code])
+
+
+def test_a_loop_with_a_model_of_files(tmp_path: Path) -> None:
+    """transformers' way without a Trainer: `HfDeepSpeedConfig`, then ``from_pretrained``, then ``deepspeed.initialize``."""
+    models.llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    config = offloading(tmp_path / "nvme") | {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    config["optimizer"]["params"]["weight_decay"] = 0.01
+    config = {key: value for key, value in config.items() if value != "auto" and key != "bf16"}
+    zero = config["zero_optimization"]
+    config["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
+    code = f"""
+        import infinity.as_deepspeed
+        import deepspeed, torch
+        from transformers import AutoModelForCausalLM
+        from transformers.integrations import HfDeepSpeedConfig
+        kept = HfDeepSpeedConfig({config!r})
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+        torch.manual_seed(1)
+        model.resize_token_embeddings(260)
+        engine, *_ = deepspeed.initialize(model=model, config=kept.config)
+        tokens = torch.arange(64).view(2, 32)
+        for _ in range(3):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            print("loss", repr(loss.item()))
+            engine.backward(loss)
+            engine.step()
+    """
+    found = run(["-c", "if 1:" + code])
+    model = models.llama()
+    torch.manual_seed(1)
+    model.resize_token_embeddings(260)
+    optimizer, tokens, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.arange(64).view(2, 32), []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        losses.append(f"loss {loss.item()!r}")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [line for line in found.splitlines() if line.startswith("loss")] == losses
 
 
 @pytest.mark.slow
