@@ -28,8 +28,15 @@ from infinity.distributed.collectives import num_processes
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.initialize import initialize
-from infinity.integrations.engine_files import checkpoint_in, has_gone_on, load_engine, refuse_to_begin, save_engine
-from infinity.integrations.settings import Setting, agreed
+from infinity.integrations.engine_files import (
+    checkpoint_in,
+    config_of,
+    has_gone_on,
+    load_engine,
+    refuse_to_begin,
+    save_engine,
+)
+from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +169,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     A model whose engine was closed is an ordinary one again.
     """
 
+    _accumulates = True
+    """Whether accelerate counts micro-batches; a Trainer does it itself."""
     _models: list[Any]
     _optimizers: list[Any]
     _all: tuple[Sequence[Any], Sequence[Any]] = (), ()
@@ -186,6 +195,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             )
         self._engines: list[Engine] = []
         self._made: list[Engine] = []
+        self._num_made = 0
         self._unloaded: list[Engine] = []
         """Of those, which have gone on with a durable run while the script has loaded nothing."""
         self._candidates: list[nn.Module] = []
@@ -193,7 +203,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         settings = [
             Setting("gradient_clipping", 0.0, "clip_grad_norm_", True, must_match=False),
             Setting("train_micro_batch_size_per_gpu", "auto", "the loader", True, must_match=False),
-            Setting("gradient_accumulation_steps", steps, "gradient_accumulation_steps", True, must_match=steps > 1),
+            Setting("gradient_accumulation_steps", steps, "gradient_accumulation_steps", True, self._accumulates),
+            GRADIENTS_STAY,
             *(
                 Setting(f"{name}.enabled", self.mixed_precision == name, "mixed_precision", must_match=False)
                 for name in ("bf16", "fp16")
@@ -304,10 +315,10 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                         f"prepare got a {type(optimizer).__name__} with parameters of several models, and an engine has one",
                         cure="Put the models into one (nn.ModuleList) before prepare, or make an optimizer for each",
                     )
-                engine, *_ = initialize(
-                    model=model, optimizer=optimizer, config=self.infinity_config, device=self.device
-                )
+                config = config_of(self.infinity_config, self._num_made)
+                engine, *_ = initialize(model=model, optimizer=optimizer, config=config, device=self.device)
                 self._made.append(engine)
+                self._num_made += 1
                 self._unloaded += [engine] if has_gone_on(engine) else []
                 return self.adopt(engine)
         raise UnsupportedModelError(

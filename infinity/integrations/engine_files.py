@@ -6,6 +6,7 @@ Knows the engine's calls; must not know the libraries.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from infinity.config import InfinityConfig, load_config
 from infinity.engine.engine import Engine
@@ -62,6 +63,21 @@ def refuse_to_begin(engine: Engine, call: str, *, loading: str) -> None:
         "batches and a new scheduler",
         cure=f"{loading}; or set infinity.durable to false; or, to begin anew, name another infinity.durable_path",
     )
+
+
+def config_of(config: InfinityConfig, index: int) -> InfinityConfig:
+    """That of the so-many-th engine of a script: what it keeps for itself lies beside that of the first."""
+    if not index:
+        return config
+    infinity = config.infinity
+    changes: dict[str, Any] = {}
+    if infinity.run_log is not None:
+        changes["infinity.run_log"] = f"{infinity.run_log}_{index}"
+    if infinity.durable is not None:
+        changes["infinity.durable_path"] = [f"{each.path}_{index}" for each in infinity.durable.directories]
+    if infinity.timeline is not None:
+        changes["infinity.timeline"] = str(infinity.timeline.with_stem(f"{infinity.timeline.stem}_{index}"))
+    return load_config(dict(config), overrides=changes) if changes else config
 
 
 def only_evaluating(config: InfinityConfig) -> InfinityConfig:

@@ -17,14 +17,23 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from infinity.checkpoint.export.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
 from infinity.config import ConfigSource, InfinityConfig, load_config
 from infinity.distributed.agreement import on_first
 from infinity.distributed.collectives import num_processes, world
 from infinity.engine.engine import Engine
-from infinity.errors import CheckpointError, ConfigError, UnsupportedModelError
+from infinity.errors import CheckpointError, ConfigError, StepError, UnsupportedModelError
 from infinity.initialize import initialize
-from infinity.integrations.engine_files import has_gone_on, load_engine, only_evaluating, refuse_to_begin, save_engine
-from infinity.integrations.settings import Setting, agreed
+from infinity.integrations.engine_files import (
+    checkpoint_in,
+    has_gone_on,
+    load_engine,
+    only_evaluating,
+    refuse_to_begin,
+    save_engine,
+)
+from infinity.integrations.lightning_optimizer import EngineOptimizer
+from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed
 from infinity.loading.init import Init
 from swapper.volumes.publish import exchange, make_directory, put_back, remove_tree, sync_tree
 
@@ -55,115 +64,6 @@ _AS_DDP = (
 )
 """What Lightning's ``DDPStrategy`` does between processes, and this one as well. Not a base: the loader of one process would be
 shuffled in another way."""
-
-
-class EngineOptimizer(Optimizer):
-    """The optimizer that Lightning gets: its step is the engine's.
-
-    Attributes:
-        engine: whose optimizer it is.
-        is_stepping: whether `step` has begun: a backward in its closure is the last one of the step.
-    """
-
-    def __init__(self, engine: Engine, *, averages_always: bool = False) -> None:
-        """``engine`` trains: it has an optimizer. ``averages_always``: each backward may be the last one of a step."""
-        # Not Optimizer.__init__: groups, states and hooks are those of the engine's.
-        self.engine = engine
-        self.is_stepping = False
-        self._averages_always = averages_always
-        self._has_backward = False
-        self._opt_called = True  # schedulers ask for it
-
-    @classmethod
-    def named_as(cls, optimizer: Optimizer) -> type[EngineOptimizer]:
-        """A class with the name of the user's: loggers show it."""
-        return type(type(optimizer).__name__, (cls,), {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("engine", "optimizer"):  # not made yet, as in a copy; and who unwraps has come to the end
-            raise AttributeError(name)
-        return getattr(self.engine.optimizer, name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """As the engine's optimizer has them."""
-        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Groups that came later are added, the others get the values (``BaseFinetuning`` when it resumes).
-
-        Raises:
-            UnsupportedModelError: a group has other parameters than before.
-        """
-        there = self.param_groups
-        for own, group in zip(there, groups, strict=False):
-            if list(map(id, own["params"])) != list(map(id, group["params"])):
-                raise UnsupportedModelError(
-                    "optimizer.param_groups is set to groups with other parameters than the optimizer's",
-                    cure="Leave its groups as they are, and add others with add_param_group",
-                )
-            own.update(group)
-        for group in groups[len(there) :]:
-            self.add_param_group(group)
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """As the engine's optimizer has them."""
-        return self.engine.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """As the engine's optimizer has them."""
-        defaults: dict[str, Any] = self.engine.optimizer.defaults
-        return defaults
-
-    def __repr__(self) -> str:
-        return repr(self.engine.optimizer)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        self.engine.optimizer.zero_grad(set_to_none)
-        self._has_backward = False
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the engine's optimizer does: what was frozen gets room (``BaseFinetuning``)."""
-        self.engine.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the engine's optimizer has it."""
-        found: dict[str, Any] = self.engine.optimizer.state_dict()
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the engine's optimizer does."""
-        self.engine.optimizer.load_state_dict(state_dict)
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of a micro-batch, whose loss is divided already."""
-        self.engine.set_gradient_accumulation_boundary(self.is_stepping or self._averages_always)
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._has_backward = True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, with the last backward of the step, then the step; returns what the closure returns."""
-        self.is_stepping = True
-        try:
-            with torch.enable_grad():
-                found = None if closure is None else closure()
-        finally:
-            self.is_stepping = False
-        if self._has_backward:
-            self._has_backward = False
-            self.engine.set_gradient_accumulation_boundary(True)
-            self.engine.step()
-            self.engine.set_gradient_accumulation_boundary(None)
-        else:  # of a backward of the module's own, or none
-            self.engine.optimizer.step()
-        return found
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers take it for the one that they know
 
 
 class InfinityStrategyMixin:
@@ -287,22 +187,26 @@ class InfinityStrategyMixin:
         steps, precision = trainer.accumulate_grad_batches, str(self.precision_plugin.precision)
         narrow = {name: precision.startswith(prefix) for name, prefix in (("bf16", "bf16"), ("fp16", "16"))}
         clip_val, is_by_value = float(trainer.gradient_clip_val or 0), trainer.gradient_clip_algorithm == "value"
-        # One of several processes may not have whole gradients.
-        clipped = clip_val if self.is_distributed and not is_by_value else 0.0
+        by_norm, told = clip_val, "gradient_clip_val"
+        if is_by_value:
+            by_norm, told = 0.0, 'clipping by norm, with gradient_clip_algorithm="value",'
         settings = [
             Setting("train_micro_batch_size_per_gpu", "auto", "the loader", True, must_match=False),
-            Setting("gradient_accumulation_steps", steps, "accumulate_grad_batches", True, must_match=steps > 1),
-            Setting("gradient_clipping", clipped, "gradient_clip_val", True, must_match=bool(clip_val)),
+            Setting("gradient_accumulation_steps", steps, "accumulate_grad_batches", is_always=True),
+            GRADIENTS_STAY,
+            Setting("gradient_clipping", by_norm, told, is_always=True, must_match=bool(clip_val)),
             *(Setting(f"{name}.enabled", on, "precision", must_match=False) for name, on in narrow.items()),
         ]
         config = agreed(source, settings, drops=["managed_gradient_accumulation"])
+        if clip_val and (is_by_value or not self.is_distributed):  # Lightning clips, where it has whole gradients
+            config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
         if self.is_distributed:
             self._check_several(config, is_clipped_by_value=bool(clip_val) and is_by_value)
         if config.compute_dtype is torch.float32:
             if precision not in ("32-true", "bf16-mixed"):
                 raise ConfigError(
-                    f'Trainer(precision="{precision}") would be Lightning\'s own work beside the engine. Put "bf16" or "fp16": '
-                    '{"enabled": true} into the config, or take "bf16-mixed"',
+                    f'Trainer(precision="{precision}") would be Lightning\'s own work beside the engine. Take '
+                    '"bf16-mixed"; or 16-bit weights, by "bf16" or "fp16": {"enabled": true} in InfinityStrategy(config=...)',
                     key="bf16.enabled",
                 )
             return config
@@ -330,7 +234,8 @@ class InfinityStrategyMixin:
             if offload == "nvme":
                 place["nvme_path"] = os.fspath(nvme_path if nvme_path is not None else root / "infinity")
             zero |= {"offload_param": place, "offload_optimizer": dict(place)}
-        return {"zero_optimization": zero}
+        block = {"bf16-true": "bf16", "16-true": "fp16"}.get(str(self.precision_plugin.precision))
+        return {"zero_optimization": zero, **({block: {"enabled": True}} if block else {})}
 
     # ------------------------------------------------------------------------------------------------- building and taking
 
@@ -503,11 +408,21 @@ class InfinityStrategyMixin:
             exchange(new, path)
             remove_tree(part)
 
+        is_interrupted = self.lightning_module.trainer.interrupted
+        if is_interrupted:
+            self.engine.forget_step()  # what the exception has cut off
         on_first(world(), f"saving {path}", begin)
         if checkpoint["state_dict"] is not self._left_out:  # there are others, and these elsewhere (WeightAveraging)
             for key in [key for key, value in checkpoint.items() if value is self._left_out]:
                 checkpoint[key] = self.lightning_module.state_dict()
-        save_engine(self.engine, new)
+        try:
+            save_engine(self.engine, new)
+        except StepError as error:
+            if not is_interrupted:
+                raise
+            logger.warning("'%s' is not saved: %s", path, error)  # the exception itself is what is to be seen
+            on_first(world(), f"leaving out {path}", functools.partial(remove_tree, part))
+            return
         on_first(world(), f"publishing {path}", publish)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -558,9 +473,22 @@ def strategy_for(pytorch: Any) -> Any:
     methods |= {"__doc__": InfinityStrategyMixin.__doc__}
     bases = (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy)
     made = type("InfinityStrategy", bases, {**methods, "strategy_name": "infinity"})
+    saving = pytorch.core.saving
+    vars(saving)["pl_load"] = functools.partial(_load_for_module, saving.pl_load)
     for name, options in NAMES.items():
         pytorch.strategies.StrategyRegistry.register(name, made, description=str(options), override=True, **options)
     return made
+
+
+def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``Module.load_from_checkpoint`` reads: of a directory of ours, with fp32 weights in memory."""
+    if not isinstance(path, str | os.PathLike) or not (Path(path) / _REST).is_file():
+        return load(path, *args, **kwargs)
+    found = load(Path(path) / _REST, *args, **kwargs)
+    if not found["state_dict"]:
+        engine = checkpoint_in(Path(path))
+        found["state_dict"] = get_fp32_state_dict_from_zero_checkpoint(engine.parent, engine.name)
+    return found
 
 
 def _part_of(path: Path) -> Path:

@@ -36,6 +36,10 @@ class Setting:
     must_match: bool = True
 
 
+GRADIENTS_STAY = Setting("infinity.update", "deferred", "update", is_always=True, must_match=False)
+"""For loops whose hooks may look at gradients in any step: none is used up by an update in backward."""
+
+
 def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable[str] = ()) -> InfinityConfig:
     """The config with what the library says in place of each "auto".
 

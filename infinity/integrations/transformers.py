@@ -40,11 +40,15 @@ from infinity.integrations.engine_files import (
     save_engine,
 )
 from infinity.integrations.micro_batches import MicroBatches
-from infinity.integrations.settings import Setting, agreed, has_block
+from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, has_block
 from infinity.optim.lr_schedules import build_scheduler
 from swapper.volumes.publish import Staging, make_directory, remove, rename
 
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+
+
+class _TrainersAccelerator(InfinityAccelerator):
+    _accumulates = False
 
 
 class InfinityTrainerMixin:
@@ -110,7 +114,7 @@ class InfinityTrainerMixin:
         self.infinity_config = agreed(
             self._infinity_source, _settings(arguments), drops=["managed_gradient_accumulation", "scheduler"]
         )
-        self.accelerator = InfinityAccelerator(**self._accelerator_arguments, infinity_config=self.infinity_config)
+        self.accelerator = _TrainersAccelerator(**self._accelerator_arguments, infinity_config=self.infinity_config)
         gather = self.gather_function
         options = gather.keywords if isinstance(gather, functools.partial) else {}
         self.gather_function = functools.partial(self.accelerator.gather_for_metrics, **options)
@@ -170,7 +174,7 @@ class InfinityTrainerMixin:
         # Who comes before the step gets clipped gradients, whose norm is known.
         clips_now = has_whole_gradients and any(map(_comes_before_steps, self.callback_handler.callbacks))
         if clips_now:
-            config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
+            config = agreed(load_config(dict(config), overrides={"gradient_clipping": 0.0}), [GRADIENTS_STAY])
         self.engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, device=arguments.device)
         self._mixed_mesh_grads = False  # else the Trainer looks for it in all gradients
         adopted: EngineOptimizer | None = self.accelerator.adopt(self.engine, defers_norms=not clips_now)
@@ -220,7 +224,7 @@ class InfinityTrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         engine = self._held_by
-        if engine is None:
+        if engine is None or state_dict is not None:  # weights of the script's own making
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
         directory = Path(output_dir if output_dir is not None else self.args.output_dir)

@@ -46,7 +46,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def losses_of(accelerator: Any, *, steps: int = 5, max_norm: float | None = None) -> tuple[list[float], Any]:
+def losses_of(
+    accelerator: Any, *, steps: int = 5, max_norm: float | None = None, looks_from: int = 0
+) -> tuple[list[float], Any]:
     """What a short training gives: losses, and the model."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -58,7 +60,7 @@ def losses_of(accelerator: Any, *, steps: int = 5, max_norm: float | None = None
         with accelerator.accumulate(model):
             loss = model(batch).square().mean()
             accelerator.backward(loss)
-            if max_norm is not None and accelerator.sync_gradients:
+            if max_norm is not None and accelerator.sync_gradients and len(losses) >= looks_from:
                 losses.append(accelerator.clip_grad_norm_(model.parameters(), max_norm).item())
             optimizer.step()
             scheduler.step()
@@ -92,6 +94,33 @@ def test_clipping_by_the_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"called with 0\.5, and config key 'gradient_clipping' is 0\.1"):
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
     accelerator.engine.close()
+
+
+def test_gradients_first_looked_at_in_a_later_step(tmp_path: Path) -> None:
+    """A norm that is logged from time to time."""
+    options: dict[str, Any] = {"max_norm": float("inf"), "looks_from": 3}
+    expected, _ = losses_of(Accelerator(), **options)
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
+    assert losses_of(accelerator, **options)[0] == expected
+    accelerator.engine.close()
+
+
+def test_engines_of_one_script_keep_their_files_apart(tmp_path: Path) -> None:
+    """One config for two models at a time (a GAN), or one after the other (cross-validation)."""
+    config = on_nvme(tmp_path / "nvme")
+    config["infinity"] |= {"run_log": str(tmp_path / "log"), "timeline": str(tmp_path / "trace.json"), "durable": True}
+    accelerator = InfinityAccelerator(infinity_config=config)
+    for _ in range(2):
+        models = [network(), network()]
+        for model in models:
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        accelerator.free_memory()
+    for name, folder in (("log", tmp_path), ("durable", tmp_path / "nvme")):
+        assert sorted(path.name for path in folder.glob(f"{name}*")) == [
+            name,
+            *(f"{name}_{index}" for index in (1, 2, 3)),
+        ]
+    assert len(list(tmp_path.glob("trace*.json"))) == 4
 
 
 def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
@@ -295,6 +324,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         InfinityAccelerator(infinity_config={**config, "gradient_accumulation_steps": 3}, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps' is 4 and gradient_accumulation_steps 1"):
+        InfinityAccelerator(infinity_config={**config, "gradient_accumulation_steps": 4})
     with pytest.raises(ConfigError, match="mixed_precision"):
         InfinityAccelerator(infinity_config={**config, "torch_autocast": {"enabled": True}})
     accelerator = InfinityAccelerator(infinity_config=config)

@@ -129,6 +129,37 @@ def assert_same(first: Any, second: Any) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in second.state_dict().items())
 
 
+def test_clipping_that_config_and_trainer_say_alike(package: str, tmp_path: Path) -> None:
+    """It is done once."""
+    pytorch, strategy = parts(package)
+    trained = []
+    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme", gradient_clipping=0.01))):
+        pytorch.seed_everything(3)
+        trained.append(module_for(pytorch))
+        trainer_for(pytorch, tmp_path, kind, gradient_clip_val=0.01).fit(trained[-1], data())
+    assert_same(*trained)
+
+
+def test_gradients_first_looked_at_in_a_later_step(package: str, tmp_path: Path) -> None:
+    pytorch, strategy = parts(package)
+
+    class Looking(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step % 5 == 4:
+                self.seen += [each.grad.norm().item() for each in module.parameters()]
+
+    found = []
+    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
+        pytorch.seed_everything(3)
+        looking = Looking()
+        trainer_for(pytorch, tmp_path, kind, callbacks=[looking]).fit(module_for(pytorch), data())
+        found.append(looking.seen)
+    assert len(found[0]) == 21 and found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -320,6 +351,33 @@ def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.Log
             trainer_for(pytorch, tmp_path, kind).fit(module_for(pytorch), data(), ckpt_path=path)
 
 
+def test_a_module_of_a_checkpoint(package: str, tmp_path: Path) -> None:
+    """``Module.load_from_checkpoint`` takes the directory, with the arguments that were saved."""
+    pytorch, strategy = parts(package)
+
+    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, width: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            torch.manual_seed(0)
+            self.head = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.head(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    found = []
+    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
+        trainer = trainer_for(pytorch, tmp_path, kind, max_epochs=1, enable_checkpointing=True)
+        trainer.fit(Module(12), data())
+        found.append(Module.load_from_checkpoint(trainer.checkpoint_callback.best_model_path))
+    first, second = (each.state_dict() for each in found)
+    assert first.keys() == second.keys() and found[1].hparams == {"width": 12}
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
 def test_a_checkpoint_is_there_while_another_one_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,8 +489,68 @@ def test_a_durable_run_and_lightnings_steps(tmp_path: Path) -> None:
     assert len(again.losses) == 8
 
 
+@pytest.mark.parametrize("where", ["on_before_optimizer_step", "backward"])
+def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) -> None:
+    """What Lightning's callback is for: the weights of the last step, from which a training goes on."""
+    pytorch, strategy = parts(package)
+    callbacks = importlib.import_module(f"{_PACKAGES[package]}.callbacks")
+
+    class Failing(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5 and where != "backward":
+                raise ZeroDivisionError
+
+        def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+            if trainer.global_step == 5 and where == "backward":
+                module.factor.register_hook(self.fail)
+
+        def fail(self, gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+    class Keeping(callbacks.OnExceptionCheckpoint):  # type: ignore[misc, name-defined]
+        def teardown(self, *_: Any) -> None:
+            """Lightning's would remove what was written."""
+
+    found = []
+    for name in ("plain", "ours"):
+
+        def kind(name: str = name) -> Any:
+            return strategy(config=on_nvme(tmp_path / "nvme")) if name == "ours" else "auto"
+
+        pytorch.seed_everything(3)
+        saver = Keeping(tmp_path / name)
+        with pytest.raises(ZeroDivisionError):
+            options = {"callbacks": [Failing(), saver], "enable_checkpointing": True}
+            trainer_for(pytorch, tmp_path, kind(), **options).fit(module_for(pytorch), data())
+        module = module_for(pytorch)
+        pytorch.seed_everything(4)
+        trainer_for(pytorch, tmp_path, kind()).fit(module, data(), ckpt_path=saver.ckpt_path)
+        found.append(module)
+    assert found[0].losses
+    assert_same(*found)
+
+
+def test_an_exception_between_two_steps_is_seen_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With updates in backward there is nothing to be saved then."""
+    pytorch, strategy = parts(_FOUND[0])
+
+    class Failing(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_after_backward(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                raise ZeroDivisionError
+
+    config = on_nvme(tmp_path / "nvme")
+    config["infinity"]["update"] = "in_backward"
+    saver = pytorch.callbacks.OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        options = {"callbacks": [Failing(), saver], "enable_checkpointing": True}
+        trainer_for(pytorch, tmp_path, strategy(config=config), **options).fit(module_for(pytorch), data())
+    assert "on_exception.ckpt' is not saved" in caplog.text
+    assert not list(tmp_path.glob("*.ckpt*"))
+
+
 def test_weights_after_an_exception_in_backward(tmp_path: Path) -> None:
-    """Those of the last step, where backward updates nothing."""
+    """Those of the last step: backward updates nothing."""
     pytorch, strategy = parts(_FOUND[0])
 
     def fail(*_: Any) -> None:
@@ -444,7 +562,6 @@ def test_weights_after_an_exception_in_backward(tmp_path: Path) -> None:
                 module.first.register_forward_hook(lambda *found: found[2].register_hook(fail) and None)
 
     weights, config = [], on_nvme(tmp_path / "nvme")
-    config["infinity"]["update"] = "step"
     for kind in ("auto", strategy(config=config)):
         module = module_for(pytorch)
         pytorch.seed_everything(3)
@@ -487,9 +604,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="accumulate_grad_batches 2"):
         fit({"gradient_accumulation_steps": 4}, accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="gradient_clip_val"):
+    with pytest.raises(ConfigError, match="'gradient_accumulation_steps' is 4 and accumulate_grad_batches 1"):
+        fit({"gradient_accumulation_steps": 4})
+    with pytest.raises(ConfigError, match=r"'gradient_clipping' is 0\.5 and clipping by norm"):
+        fit({"gradient_clipping": 0.5}, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+    with pytest.raises(ConfigError, match=r"gradient_clip_val 0\.5"):
         fit({"gradient_clipping": 1.0}, gradient_clip_val=0.5)
-    with pytest.raises(ConfigError, match="bf16-true"):
+    with pytest.raises(ConfigError, match=r"bf16-true.*InfinityStrategy\(config="):
         fit({}, precision="bf16-true")
     for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         with pytest.raises(ConfigError, match=rf"names the {key} {name}.*Take '{key}' out of the config"):
@@ -498,6 +619,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
     with pytest.raises(UnsupportedModelError, match="7 optimizers"):
         fit({}, module)
+
+
+def test_narrow_weights_by_name(tmp_path: Path) -> None:
+    pytorch, _ = parts(_FOUND[0])
+    module = module_for(pytorch)
+    trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="bf16-true").fit(module, data())
+    assert module.losses[-1] < module.losses[0]
+    assert module.first.weight.dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match="64-true"):
+        trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="64-true").fit(module_for(pytorch), data())
 
 
 def test_bf16_weights(tmp_path: Path) -> None:

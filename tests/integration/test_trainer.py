@@ -126,6 +126,40 @@ def test_a_callback_that_comes_before_the_step(max_norm: float, tmp_path: Path) 
     trainer.engine.close()
 
 
+class Looking(TrainerCallback):
+    """Looks at gradients now and then."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_pre_optimizer_step(self, arguments: Any, state: Any, *_: Any, **objects: Any) -> None:
+        if state.global_step == 2:
+            self.seen += [parameter.grad.square().sum().item() for parameter in objects["model"].parameters()]
+
+
+def test_gradients_first_looked_at_in_a_later_step(tmp_path: Path) -> None:
+    """Without clipping, which looks at them in each."""
+    found = []
+    for config in (None, on_nvme(tmp_path / "nvme")):
+        looking = Looking()
+        trainer = trained(tmp_path, config, models.llama(), callbacks=[looking], max_grad_norm=0.0)
+        found.append(looking.seen)
+    assert found[0] and found[0] == found[1]
+    trainer.engine.close()
+
+
+def test_weights_of_the_scripts_own_making_are_saved(tmp_path: Path) -> None:
+    """As scripts do it that gather a state dict, and change it."""
+    trainer = trained(tmp_path, on_nvme(tmp_path / "nvme"), models.llama())
+    halves = {name: (value / 2).half() for name, value in trainer.model.state_dict().items()}
+    trainer._save(str(tmp_path / "saved"), state_dict=dict(halves))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == halves.keys()
+    assert all(torch.equal(value, halves[name]) for name, value in saved.items())
+    assert (tmp_path / "saved" / "training_args.bin").is_file()
+    trainer.engine.close()
+
+
 def test_optimizer_and_scheduler_of_the_config(tmp_path: Path) -> None:
     adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
     plain = trained(tmp_path / "plain", None, models.llama(), warmup_steps=2, weight_decay=0.0)

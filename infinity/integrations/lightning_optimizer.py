@@ -1,0 +1,124 @@
+"""The optimizer that Lightning has, over the engine's.
+
+Knows what Lightning asks of an optimizer and the engine's calls; must not know the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from infinity.engine.engine import Engine
+from infinity.errors import UnsupportedModelError
+
+
+class EngineOptimizer(Optimizer):
+    """The optimizer that Lightning gets: its step is the engine's.
+
+    Attributes:
+        engine: whose optimizer it is.
+        is_stepping: whether `step` has begun: a backward in its closure is the last one of the step.
+    """
+
+    def __init__(self, engine: Engine, *, averages_always: bool = False) -> None:
+        """``engine`` trains: it has an optimizer. ``averages_always``: each backward may be the last one of a step."""
+        # Not Optimizer.__init__: groups, states and hooks are those of the engine's.
+        self.engine = engine
+        self.is_stepping = False
+        self._averages_always = averages_always
+        self._has_backward = False
+        self._opt_called = True  # schedulers ask for it
+
+    @classmethod
+    def named_as(cls, optimizer: Optimizer) -> type[EngineOptimizer]:
+        """A class with the name of the user's: loggers show it."""
+        return type(type(optimizer).__name__, (cls,), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("engine", "optimizer"):  # not made yet, as in a copy; and who unwraps has come to the end
+            raise AttributeError(name)
+        return getattr(self.engine.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As the engine's optimizer has them."""
+        groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Groups that came later are added, the others get the values (``BaseFinetuning`` when it resumes).
+
+        Raises:
+            UnsupportedModelError: a group has other parameters than before.
+        """
+        there = self.param_groups
+        for own, group in zip(there, groups, strict=False):
+            if list(map(id, own["params"])) != list(map(id, group["params"])):
+                raise UnsupportedModelError(
+                    "optimizer.param_groups is set to groups with other parameters than the optimizer's",
+                    cure="Leave its groups as they are, and add others with add_param_group",
+                )
+            own.update(group)
+        for group in groups[len(there) :]:
+            self.add_param_group(group)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """As the engine's optimizer has them."""
+        return self.engine.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """As the engine's optimizer has them."""
+        defaults: dict[str, Any] = self.engine.optimizer.defaults
+        return defaults
+
+    def __repr__(self) -> str:
+        return repr(self.engine.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.engine.optimizer.zero_grad(set_to_none)
+        self._has_backward = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the engine's optimizer does: what was frozen gets room (``BaseFinetuning``)."""
+        self.engine.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the engine's optimizer has it."""
+        found: dict[str, Any] = self.engine.optimizer.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the engine's optimizer does."""
+        self.engine.optimizer.load_state_dict(state_dict)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of a micro-batch, whose loss is divided already."""
+        self.engine.set_gradient_accumulation_boundary(self.is_stepping or self._averages_always)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._has_backward = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure, with the last backward of the step, then the step; returns what the closure returns."""
+        self.is_stepping = True
+        try:
+            with torch.enable_grad():
+                found = None if closure is None else closure()
+        finally:
+            self.is_stepping = False
+        if self._has_backward:
+            self._has_backward = False
+            self.engine.set_gradient_accumulation_boundary(True)
+            self.engine.step()
+            self.engine.set_gradient_accumulation_boundary(None)
+        else:  # of a backward of the module's own, or none
+            self.engine.optimizer.step()
+        return found
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers take it for the one that they know
