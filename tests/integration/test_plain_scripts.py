@@ -1,17 +1,24 @@
 """Training scripts as people have them: the lines that the guide names are all that changes, and the bits stay.
 
-In each script a line that ends in ``# -`` is there without an engine only, one that ends in ``# +`` with one only.
+In each script a line that ends in ``# +`` is there with an engine only. Each saves and resumes as it did before. It calls
+``ended`` after a step; ``dtype`` is that of the weights.
 """
 
 from __future__ import annotations
 
-import io
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from infinity.errors import UnsupportedModelError
+from tests.killed import run_killed
+from tests.stand_in.reference import with_main_weights
 
 _GUIDE = Path(__file__).resolve().parents[2] / "infinity" / "integrations" / "README.md"
 _MODEL = """
@@ -56,13 +63,20 @@ _SCRIPTS = {
     + """
 import infinity  # +
 model = GPT()
+first, losses, accumulation = 0, [], 2
+if resumes:
+    checkpoint = torch.load(saved)
+    model.load_state_dict(checkpoint["model"])
+    first = checkpoint["iter_num"]
 decayed = [p for p in model.parameters() if p.dim() >= 2]
 others = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 engine, optimizer, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)  # +
-losses, accumulation = [], 2
-for iteration in range(12):
+if resumes:
+    optimizer.load_state_dict(checkpoint["optimizer"])
+for iteration in range(first, 30):
+    torch.manual_seed(iteration)
     for group in optimizer.param_groups:
         group["lr"] = 1e-3 * min(1, (iteration + 1) / 4)
     for micro_step in range(accumulation):
@@ -73,12 +87,14 @@ for iteration in range(12):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if iteration == 5:
+    if iteration % 10 == 9:
         model.eval()
         with torch.no_grad():
             losses.append(model(*get_batch(99))[1].item())
         model.train()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": iteration + 1}
+        torch.save(checkpoint, saved)
+    ended()
 """,
     "minGPT": _MODEL
     + """
@@ -90,8 +106,12 @@ class Trainer:
         model = self.model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
         self.engine, self.optimizer, *_ = infinity.initialize(model=model, optimizer=self.optimizer, config=config)  # +
+        if resumes:
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            self.iter_num = checkpoint["iter_num"]
         model.train()
-        while self.iter_num < 10:
+        while self.iter_num < 30:
+            torch.manual_seed(self.iter_num)
             logits, self.loss = model(*get_batch(self.iter_num))
             model.zero_grad(set_to_none=True)
             self.loss.backward()
@@ -99,8 +119,15 @@ class Trainer:
             self.optimizer.step()
             losses.append(self.loss.item())
             self.iter_num += 1
+            if self.iter_num == 10:
+                states = {"model": model.state_dict(), "optimizer": self.optimizer.state_dict()}
+                torch.save({**states, "iter_num": self.iter_num}, saved)
+            ended()
 losses = []
 model = GPT()
+if resumes:
+    checkpoint = torch.load(saved)
+    model.load_state_dict(checkpoint["model"])
 trainer = Trainer(model)
 trainer.run()
 optimizer = trainer.optimizer
@@ -117,9 +144,15 @@ model = nn.Sequential(block(3, 16), block(16, 32), nn.AdaptiveAvgPool2d(1), nn.F
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
 engine, optimizer, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)  # +
-images, labels = torch.randn(32, 3, 8, 8), torch.randint(10, (32,))
-losses = []
-for epoch in range(8):
+images, labels = torch.randn(32, 3, 8, 8).to(dtype), torch.randint(10, (32,))
+losses, first = [], 0
+if resumes:
+    checkpoint = torch.load(saved)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scheduler.load_state_dict(checkpoint["lr_scheduler"])
+    first = checkpoint["epoch"] + 1
+for epoch in range(first, 8):
     model.train()
     for part in torch.arange(32).split(8):
         optimizer.zero_grad()
@@ -127,10 +160,13 @@ for epoch in range(8):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        ended()
     scheduler.step()
     model.eval()
     with torch.no_grad():
         losses.append(model(images).argmax(1).eq(labels).sum().item())
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "lr_scheduler": scheduler.state_dict(), "epoch": epoch}, saved)
 """,
     "timm": """
 import copy
@@ -165,47 +201,94 @@ def train_one_epoch(model, loader, optimizer, loss_fn, model_ema):
         optimizer.zero_grad()
         with torch.no_grad():
             for ema, value in zip(model_ema.state_dict().values(), model.state_dict().values()):
-                ema.lerp_(value, 0.1)
+                ema.lerp_(value.float(), 0.1)
         losses.append(loss.item())
+        ended()
 model = VisionTransformer()
 model_ema = copy.deepcopy(model)
 no_decay = [p for p in model.parameters() if p.ndim <= 1]
 decay = [p for p in model.parameters() if p.ndim > 1]
 optimizer = torch.optim.AdamW([{"params": no_decay, "weight_decay": 0.0}, {"params": decay}], lr=1e-3, weight_decay=0.05)
 engine, optimizer, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)  # +
-loader = [(torch.randn(4, 3, 8, 8), torch.randint(10, (4,))) for _ in range(4)]
-losses = []
-for epoch in range(2):
+loader = [(torch.randn(4, 3, 8, 8).to(dtype), torch.randint(10, (4,))) for _ in range(10)]
+losses, first = [], 0
+if resumes:
+    checkpoint = torch.load(saved)
+    model.load_state_dict(checkpoint["state_dict"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    model_ema.load_state_dict(checkpoint["state_dict_ema"])
+    first = checkpoint["epoch"] + 1
+for epoch in range(first, 3):
     train_one_epoch(model, loader, optimizer, nn.CrossEntropyLoss(label_smoothing=0.1), model_ema)
+    states = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "state_dict_ema": model_ema.state_dict(), "epoch": epoch}, saved)
 losses.append(sum(value.double().sum().item() for value in model_ema.state_dict().values()))
 """,
 }
 
 
-def ran(script: str, mark: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The variables of a script without the lines of the other kind."""
-    lines = [line for line in script.splitlines() if not line.endswith(mark)]
-    found: dict[str, Any] = {"config": config, "saved": io.BytesIO(), "__name__": "script"}
-    exec("\n".join(lines), found)
-    return found
+_NUM_LOSSES = {"nanoGPT": 63, "minGPT": 30, "CNN": 40, "timm": 31}
 
 
-@pytest.mark.parametrize("name", _SCRIPTS)
-def test_script(name: str, tmp_path: Path) -> None:
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+def ran(script: str, kind: str, config: dict[str, Any], saved: Path, **values: Any) -> dict[str, Any]:
+    """The variables of a script: "plain", or with "main weights", without an engine, or "ours"."""
+    if kind == "main weights":
+        script = script.replace("infinity.initialize(", "main_weights(").replace("import infinity  # +", "")
+    if kind == "plain":
+        script = re.sub(r"^.*# \+$", "", script, flags=re.MULTILINE)
+
+    def main_weights(model: nn.Module, optimizer: torch.optim.Optimizer, config: Any) -> Any:
+        with_main_weights(model, optimizer)
+        return None, optimizer
+
+    dtype = torch.bfloat16 if "bf16" in config else torch.float32
+    module = sys.modules["script"] = ModuleType("script")  # torch.compile imports it
+    vars(module).update(config=config, saved=saved, dtype=dtype, main_weights=main_weights)
+    vars(module).update({"resumes": False, "ended": lambda: None, **values})
+    exec(script, vars(module))
+    return vars(module)
+
+
+def config_for(precision: str, directory: Path) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
     config: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0}  # the script clips
     config["zero_optimization"] = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
     config["infinity"] = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False}
-    script = _SCRIPTS[name]
-    plain, ours = ran(script, "# +", config), ran(script, "# -", config)
-    assert ours["losses"] == plain["losses"]
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+        config["infinity"]["main_weights"] = "fp32"
+    return config
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", _SCRIPTS)
+def test_script(name: str, precision: str, tmp_path: Path) -> None:
+    """Thirty steps, killed in the 17th and resumed from what the script has saved before."""
+    config = config_for(precision, tmp_path)
+    script, paths = _SCRIPTS[name], [tmp_path / "plain.pt", tmp_path / "ours.pt"]
+    plain = ran(script, "plain" if precision == "fp32" else "main weights", config, paths[0])
+    assert run_killed(lambda tick: ran(script, "ours", config, paths[1], ended=tick) and None, 17) is None
+    ours = ran(script, "ours", config, paths[1], resumes=True)
+    assert len(plain["losses"]) == _NUM_LOSSES[name] and len(ours["losses"]) >= 20
+    assert ours["losses"] == plain["losses"][-len(ours["losses"]) :]
     values = ours["model"].state_dict()
     assert all(torch.equal(values[key], value) for key, value in plain["model"].state_dict().items())
     states = (each["optimizer"].state_dict()["state"] for each in (plain, ours))
     for expected, found in zip(*(state.values() for state in states), strict=True):
         assert all(torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)) for key, value in expected.items())
-    if plain["saved"].tell():
-        first, second = (torch.load(io.BytesIO(each["saved"].getvalue()))["model"] for each in (plain, ours))
-        assert all(torch.equal(second[key], value) for key, value in first.items())
-    changed = len(re.findall(r"# [+-]$", script, flags=re.MULTILINE))
-    assert f"| {name} | {changed} |" in _GUIDE.read_text()
+    ours["engine"].close() if "engine" in ours else ours["trainer"].engine.close()
+    assert f"| {name} | {len(re.findall('# [+]$', script, flags=re.MULTILINE))} |" in _GUIDE.read_text()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_nanogpt_compiles(tmp_path: Path) -> None:
+    """As it does by itself, which is refused, and as the guide says."""
+    config, script = config_for("fp32", tmp_path), _SCRIPTS["nanoGPT"].replace("range(first, 30)", "range(first, 3)")
+    place = "if resumes:\n    optimizer.load"
+    with pytest.raises(UnsupportedModelError, match=r"cannot trace .*engine\.compile"):
+        ran(script.replace(place, f"model = torch.compile(model, backend='eager')\n{place}"), "ours", config, tmp_path)
+    script = script.replace(place, f"engine.compile(backend='eager')  # +\n{place}")
+    plain, ours = (ran(script, kind, config, tmp_path) for kind in ("plain", "ours"))
+    assert ours["losses"] == plain["losses"] and len(plain["losses"]) == 6
+    ours["engine"].close()
+    assert "`--compile=False`" in _GUIDE.read_text()

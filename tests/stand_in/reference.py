@@ -12,7 +12,8 @@ from torch import nn
 def with_main_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Make the model's weights bf16, with fp32 gradients, and have its optimizer, not used yet, update fp32 copies of them.
 
-    Its buffers keep their dtype. Whoever clips, or looks at gradients, finds them where they always are.
+    Its buffers keep their dtype, but those of batch norms, which torch wants in the weights'. Gradients are where they
+    always are.
     """
     pairs = {parameter: nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()}
     for parameter, main in pairs.items():
@@ -20,6 +21,9 @@ def with_main_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         if parameter.requires_grad:
             parameter.grad_dtype = None  # whatever dtype it gets: fp32 by the hook, and then 16 bits are added to that
             parameter.register_post_accumulate_grad_hook(partial(_widen, main=main))
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.bfloat16()
     for group in optimizer.param_groups:
         group["params"] = [pairs[parameter] for parameter in group["params"]]
 
