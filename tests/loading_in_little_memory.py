@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import mmap
@@ -21,6 +22,8 @@ _BUDGET_BYTES = 160 << 20
 _SLACK_BYTES = 88 << 20
 """Beyond the budget, where there is an engine; in all, where there is none."""
 
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
+
 
 def _anonymous_bytes() -> int:
     fields = Path("/proc/self/statm").read_text().split()
@@ -33,7 +36,8 @@ def run(group: str, directory: str, what: str) -> None:
     Args:
         group: directory of the memory control group that this process is in.
         directory: on a drive, with weights in it.
-        what: to "load" them (cast and merged, and looked at), to "train" and save the model, or to "export" a checkpoint.
+        what: to "load" them (cast and merged, and looked at), to let transformers do so "as DeepSpeed", to "train" and save
+            the model, or to "export" a checkpoint.
     """
     torch.set_num_threads(1)
     kernels()
@@ -62,6 +66,17 @@ def run(group: str, directory: str, what: str) -> None:
         model = infinity.load_pretrained(transformers.MixtralForCausalLM, weights, config=config, dtype=torch.bfloat16)
         total = sum(float(parameter.sum()) for parameter in model.parameters())
         if total != total:
+            raise RuntimeError("the weights are no numbers")
+    elif what == "as DeepSpeed":
+        from transformers.integrations import HfDeepSpeedConfig
+
+        ctypes.CDLL(None).mallopt(
+            _M_MMAP_THRESHOLD, 1 << 20
+        )  # as merged experts of a large model, these go back at once
+        kept = HfDeepSpeedConfig(config)
+        model = transformers.MixtralForCausalLM.from_pretrained(weights, dtype=torch.bfloat16)
+        total = sum(float(parameter.sum()) for parameter in model.parameters())
+        if total != total or not kept.is_zero3():
             raise RuntimeError("the weights are no numbers")
     elif what == "train":
         with _engine(weights, config) as engine:

@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["load", "train", "export"])
+@pytest.mark.parametrize("what", ["load", "as DeepSpeed", "train", "export"])
 def test_weights_larger_than_memory_are_loaded_and_exported(
     what: str,
     nvme_dir: Path,
@@ -31,7 +31,8 @@ def test_weights_larger_than_memory_are_loaded_and_exported(
     with torch.no_grad():
         transformers.MixtralForCausalLM(config).save_pretrained(nvme_dir / "weights", max_shard_size="100MB")
     group = str(memory_cgroup.task_files[0].parent)
-    code = f"from tests.loading_in_little_memory import run\nrun({group!r}, {str(nvme_dir)!r}, {what!r})\n"
+    code = "import infinity.as_deepspeed\n" if what == "as DeepSpeed" else ""
+    code += f"from tests.loading_in_little_memory import run\nrun({group!r}, {str(nvme_dir)!r}, {what!r})\n"
     ended = run_in_cgroup(memory_cgroup, code)
     assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it"
     assert ended.returncode == 0, ended.stderr
