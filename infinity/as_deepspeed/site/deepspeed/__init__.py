@@ -8,13 +8,18 @@ import importlib.metadata
 import sys
 from typing import Any
 
+import torch
+
 from infinity import *  # noqa: F403
 from infinity import deepspeed_modules
+from infinity.zero import ZeroParamStatus
 
 __version__ = importlib.metadata.version("deepspeed")
 version = __version__
 
 deepspeed_modules.install(sys.modules[__name__])
+# What an autograd function's backward gets of a weight that it has saved is no parameter here, but has its values (TRL asks).
+setattr(torch.Tensor, "ds_status", ZeroParamStatus.AVAILABLE)  # noqa: B010
 
 
 def __getattr__(name: str) -> Any:
