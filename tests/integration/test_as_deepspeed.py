@@ -312,7 +312,7 @@ def test_a_backward_that_asks_for_a_weights_status(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lightning(tmp_path: Path) -> None:
-    """Its own DeepSpeedStrategy: Adam, StepLR and dropout; killed in the 17th step and resumed from the tenth."""
+    """Its own DeepSpeedStrategy, by each of its names too: Adam, StepLR, dropout; killed in step 17, resumed from the tenth."""
     pytest.importorskip("lightning", reason="lightning is not installed: pip install -c constraints.txt lightning")
     config = offloading(tmp_path / "nvme")
     config = {key: value for key, value in config.items() if key in ("zero_optimization", "infinity")}
@@ -321,12 +321,21 @@ def test_lightning(tmp_path: Path) -> None:
     config["zero_allow_untested_optimizer"] = True  # Lightning looks for it
     paged = f"deepspeed_stage_3 --config {written(tmp_path, config)}"
     script = ["-m", "tests.stand_in.lightning_script"]
-    run([*script, f"{tmp_path}/plain auto --clip 0.1"])
+    twice = "--clip 0.1 --accumulate 2"  # DeepSpeed divides the loss once more than Lightning
+    run([*script, f"{tmp_path}/plain auto --clip 0.1 then {tmp_path}/plain-twice auto {twice} --divide 2"])
     run(["-m", "infinity.as_deepspeed", *script, f"{tmp_path}/died {paged} --clip 0.1 --die-after 17"], fails=True)
-    other = f"{tmp_path}/stage2 deepspeed_stage_2 --clip 0.1"
-    run(["-m", "infinity.as_deepspeed", *script, f"{tmp_path}/died {paged} --clip 0.1 --resume then {other}"])
-    for name, num_losses in (("died", 20), ("stage2", 30)):
-        there, here = (tmp_path / kind for kind in ("plain", name))
+    names = [f"deepspeed_stage_{name}" for name in ("1", "2", "2_offload", "3", "3_offload")]
+    others = [f"{tmp_path}/{name} {name} --clip 0.1" for name in names] + [f"{tmp_path}/twice {paged} {twice}"]
+    run(
+        [
+            "-m",
+            "infinity.as_deepspeed",
+            *script,
+            " then ".join([f"{tmp_path}/died {paged} --clip 0.1 --resume", *others]),
+        ]
+    )
+    for name, num_losses in (("died", 20), *((name, 30) for name in names), ("twice", 60)):
+        there, here = tmp_path / ("plain-twice" if name == "twice" else "plain"), tmp_path / name
         expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
         assert len(found["losses"]) == num_losses
         for key in ("losses", "rates"):

@@ -1,7 +1,7 @@
 """What somebody writes who trains a text classifier with Lightning and its DeepSpeed strategy. Leaves what happened in files.
 
-    lightning_script.py OUT STRATEGY [--config CONFIG] [--bf16] [--clip X] [--accumulate N] [--die-after STEPS]
-                        [--resume]
+    lightning_script.py OUT STRATEGY [--config CONFIG] [--bf16] [--clip X] [--accumulate N] [--divide N]
+                        [--die-after STEPS] [--resume]
 
 STRATEGY is "auto" for plain Lightning, "deepspeed_stage_2" and the like, or "infinity"; with a config, that is the
 strategy's. Several trainings in one process are separated by the word ``then``.
@@ -41,9 +41,9 @@ class OnCPU(DeepSpeedStrategy):
 class Classifier(lightning.LightningModule):
     """Of bytes: is there a "self" among them?"""
 
-    def __init__(self, width: int = 32, *, has_main_weights: bool = False) -> None:
+    def __init__(self, width: int = 32, *, has_main_weights: bool = False, divisor: int = 1) -> None:
         super().__init__()
-        self._has_main_weights = has_main_weights
+        self._has_main_weights, self._divisor = has_main_weights, divisor
         self.embedding = nn.EmbeddingBag(256, width)
         self.blocks = nn.Sequential(
             *(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3))
@@ -65,7 +65,7 @@ class Classifier(lightning.LightningModule):
         loss = nn.functional.cross_entropy(self(batch["text"]), batch["label"])
         self.losses.append(loss.item())
         self.log("train_loss", loss)
-        return loss
+        return loss / self._divisor
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", nn.functional.cross_entropy(self(batch["text"]), batch["label"]))
@@ -106,12 +106,13 @@ def main(words: list[str]) -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--clip", type=float)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--divide", type=int, default=1)
     parser.add_argument("--die-after", type=int)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(words)
 
     lightning.seed_everything(0)
-    model = Classifier(has_main_weights=args.bf16 and args.strategy == "auto")
+    model = Classifier(has_main_weights=args.bf16 and args.strategy == "auto", divisor=args.divide)
     strategy: Any = args.strategy
     if strategy == "infinity":
         from infinity.integrations.lightning import InfinityStrategy
