@@ -51,11 +51,13 @@ def check_model(model: nn.Module) -> None:
                 "mesh_param",
                 fqn=fqn,
             )
-        if parameter.is_sparse or type(parameter) is not nn.Parameter:
+        is_scaled = parameter.is_floating_point() and parameter.itemsize == 1  # fp8: casts would lose its scale
+        if parameter.is_sparse or is_scaled or type(parameter) is not nn.Parameter:
+            kind = str(parameter.dtype) if is_scaled else type(parameter).__name__
             raise UnsupportedModelError(
-                f"parameter '{fqn}' is a {type(parameter).__name__}{' (sparse)' if parameter.is_sparse else ''}",
+                f"parameter '{fqn}' is a {kind}{' (sparse)' if parameter.is_sparse else ''}",
                 cure="Only dense torch.nn.Parameter can be paged: materialise or convert it first (a quantized one, as of "
-                "torchao or bitsandbytes: dequantize the model, or load it without quantization_config)",
+                "torchao, bitsandbytes or fp8: dequantize the model, or load it without quantization_config)",
                 fqn=fqn,
             )
         if parameter.requires_grad and parameter.is_complex():

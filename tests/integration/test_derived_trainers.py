@@ -97,11 +97,42 @@ class Params4bit(nn.Parameter):
         return made
 
 
+class AffineQuantizedTensor(torch.Tensor):
+    """As torchao has them: a wrapper that looks like the weight, around packed values."""
+
+    packed: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, packed: torch.Tensor) -> AffineQuantizedTensor:
+        shape = (packed.shape[0], 2 * packed.shape[1])
+        made: AffineQuantizedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        made.packed = packed
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed)
+        raise NotImplementedError(func)
+
+
+_PACKED = torch.zeros((48, 12), dtype=torch.uint8)
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weight", "name"),
+    [
+        (lambda: Params4bit(_PACKED), "Params4bit"),
+        (lambda: nn.Parameter(AffineQuantizedTensor(_PACKED), requires_grad=False), "AffineQuantizedTensor"),
+        (lambda: nn.Parameter(_PACKED.to(torch.float8_e4m3fn), requires_grad=False), "torch.float8_e4m3fn"),
+    ],
+    ids=["bitsandbytes", "torchao", "fp8"],
+)
+def test_a_quantized_base_is_refused(weight: Any, name: str, tmp_path: Path) -> None:
     model = models.lora()
-    model.base_model.model.model.layers[0].mlp.up_proj.weight = Params4bit(torch.zeros(576, dtype=torch.uint8))
-    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight' is a Params4bit.*dequantize"):
+    model.base_model.model.model.layers[0].mlp.up_proj.weight = weight()
+    with pytest.raises(UnsupportedModelError, match=rf"up_proj\.weight' is a {name}.*dequantize"):
         trained(tmp_path, on_nvme(tmp_path / "nvme"), model)
 
 
