@@ -21,9 +21,11 @@ if [ ! -f "$stamp" ] || [ .venv/bin/python -nt "$stamp" ]; then
 fi
 
 tests=()
-for name in trainer derived_trainers accelerator lightning plain_scripts as_deepspeed deepspeed_scripts; do
+for name in trainer trainer_micro_batches derived_trainers accelerator lightning thirty_steps plain_scripts as_deepspeed \
+    deepspeed_scripts deepspeed_names libraries_in_little_memory; do
     tests+=("tests/integration/test_$name.py")
 done
+tests+=(tests/distributed/test_integrations.py tests/distributed/test_lightning.py tests/unit/integrations)
 [ $# -gt 0 ] || set -- "${tests[@]}"
 export HF_HUB_OFFLINE=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 exec timeout --kill-after=30 1800 .venv-earlier/bin/python -m pytest -n 2 --dist worksteal "$@"
