@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +10,11 @@ import torch
 
 from infinity.errors import UnsupportedConfigError
 from infinity.optim.registry import resolve
+
+logger = logging.getLogger(__name__)
+
+_OF_OTHERS = frozenset({"momentum", "alpha", "rho", "etas", "lambd", "momentum_decay", "clip_threshold", "beta2_decay"})
+"""What groups have of optimizers that accelerate takes for Adam: SGD, RMSprop, Adadelta, Rprop, ASGD, NAdam, Adafactor."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class _Named:
         given = {**dict(zip(cls._arguments.split(), args, strict=False)), **kwargs}
         params = given.pop(cls._arguments.split()[0])
         if "adamw_mode" in given:
-            given["adam_w_mode"] = given.pop("adamw_mode")
+            is_adamw = given.pop("adamw_mode")
+            given |= {"adam_w_mode": is_adamw} if cls._name == "Adam" else {}  # accelerate gives it to others, too
         for name, cure in (
             ("fp32_optimizer_states", 'The config says how states rest: "infinity": {"state_dtype": "bf16"}'),
             ("set_grad_none", "Call optimizer.zero_grad(set_to_none=False)"),
@@ -43,7 +50,16 @@ class _Named:
         if not given.get("amsgrad", True):
             del given["amsgrad"]  # of Adagrad, too
         recipe = resolve(_Section(cls._name, given), torch.device("cpu"))
-        return recipe.cls(params, **recipe.kwargs)
+        made = recipe.cls(params, **recipe.kwargs)
+        foreign = sorted(_OF_OTHERS.intersection(*map(set, made.param_groups)) - made.defaults.keys())
+        if foreign:
+            logger.warning(
+                "%s is made of groups with %s, which are another optimizer's: accelerate makes it of all that it does not know. "
+                'To train with that one, set "zero_force_ds_cpu_optimizer": false, or name it in the config ("optimizer")',
+                cls.__name__,
+                ", ".join(foreign),
+            )
+        return made
 
 
 class DeepSpeedCPUAdam(_Named):

@@ -456,7 +456,7 @@ def test_messages_of_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "[Rank 0] one" and len(lines) == 2 and lines[1].startswith("four: GPU")
 
 
-def test_optimizers_by_deepspeeds_names(tmp_path: Path) -> None:
+def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from infinity.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
     from infinity.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
     from infinity.ops.lion import FusedLion  # type: ignore[import-not-found]
@@ -476,6 +476,16 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path) -> None:
         FusedAdam(model.parameters(), set_grad_none=False)
     with pytest.raises(ConfigError, match="state_dtype"):
         DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    # as accelerate calls them: with Adam's argument, and with the groups of whatever it does not know
+    plain = [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adadelta]
+    groups = [kind(model.parameters(), lr=0.1).param_groups for kind in plain]
+    assert type(DeepSpeedCPUAdagrad(groups[0], lr=0.1, adamw_mode=False)) is torch.optim.Adagrad
+    assert type(DeepSpeedCPUAdam(groups[1], lr=0.1, adamw_mode=True)) is torch.optim.AdamW
+    assert "zero_force_ds_cpu_optimizer" not in caplog.text
+    for each, name in zip(groups[2:], ("momentum", "alpha", "rho"), strict=True):
+        DeepSpeedCPUAdam(each, lr=0.1, adamw_mode=False)
+        assert name in caplog.records[-1].getMessage()
+        assert '"zero_force_ds_cpu_optimizer": false' in caplog.records[-1].getMessage()
     config = everything_on_nvme(tmp_path, {"optimizer": None})
     engine, optimizer, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), optimizer=DeepSpeedCPUAdam, config=config
