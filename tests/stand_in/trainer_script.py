@@ -1,7 +1,7 @@
 """What somebody writes who trains with transformers' Trainer and DeepSpeed. Leaves what happened in files.
 
     trainer_script.py OUT WHAT [--deepspeed CONFIG | --infinity CONFIG] [--bf16] [--accumulate N] [--clip X] [--best]
-                      [--die-after STEPS] [--resume]
+                      [--predict] [--die-after STEPS] [--resume]
 
 WHAT is a model, a trainer for it, or the directory of a saved one. Several trainings in one process are separated by the
 word ``then``; one that is to die does so in a child.
@@ -97,6 +97,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--best", action="store_true")
+    parser.add_argument("--predict", action="store_true", help="without a training before")
     parser.add_argument("--die-after", type=int)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(words)
@@ -142,12 +143,14 @@ def main(words: list[str] | None = None) -> None:
     trainer.losses = []
     if is_reference:  # what DeepSpeed means by bf16: 16-bit weights, fp32 main weights in the optimizer
         with_main_weights(trainer.model, trainer.create_optimizer())
-    trainer.train(resume_from_checkpoint=args.resume)
+    if not args.predict:
+        trainer.train(resume_from_checkpoint=args.resume)
     found = {"losses": trainer.losses, "log": trainer.state.log_history, "eval": trainer.evaluate()["eval_loss"]}
-    if args.what == "t5":
+    if args.what == "t5" or args.predict:
         found["predicted"] = trainer.predict(rows(4, 16, first=80)).predictions.tolist()
     (args.out / "found.json").write_text(json.dumps(found))
-    trainer.save_model(str(args.out / "model"))
+    if not args.predict:
+        trainer.save_model(str(args.out / "model"))
     if args.infinity:
         trainer.engine.close()
 
