@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
-from tests.stand_in import models
+from tests.stand_in import accelerate_script, models
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OF_TIME = ("runtime", "per_second", "preparation_time")
@@ -209,26 +210,40 @@ def test_several_processes_of_srun_do_not_train_alone() -> None:
     assert "srun has started 4 processes (SLURM_STEP_NUM_TASKS)" in done.stderr
 
 
+def forget() -> None:
+    """accelerate keeps what it was told for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @pytest.mark.slow
-def test_accelerate_launch(tmp_path: Path) -> None:
-    """fp32 with accumulation and clipping: killed in the 17th step and resumed from the tenth."""
+def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accumulation and clipping, in fp32 and in 16 bits: killed in the 17th step and resumed from the tenth."""
     # accelerate leaves clipping to DeepSpeed's config, which has to say what the script says.
     config = written(tmp_path, offloading(tmp_path / "nvme") | {"gradient_clipping": 0.5})
     launch = ["-m", "infinity.as_deepspeed", "-m", "accelerate.commands.launch", "--use_deepspeed"]
-    launch += ["--num_processes", "1", "--deepspeed_config_file", config, "tests/stand_in/accelerate_script.py"]
-    there, here = tmp_path / "plain", tmp_path / "paged"
-    run(["-m", "tests.stand_in.accelerate_script", str(there)], ACCELERATE_USE_CPU="1")
-    run([*launch, str(here), "--die-after", "17"], fails=True)
-    assert not (here / "model.pt").exists()
-    run([*launch, str(here), "--resume"])
-    expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
-    assert (len(expected["losses"]), len(found["losses"])) == (60, 40)
-    assert "DEEPSPEED" in found["kind"] and "DEEPSPEED" not in expected["kind"]
-    assert found["losses"] == expected["losses"][20:]
-    assert found["norms"] == expected["norms"][10:]
-    weights, expected_weights = (torch.load(folder / "model.pt") for folder in (here, there))
-    assert weights.keys() == expected_weights.keys()
-    assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
+    launch += ["--num_processes", "1", "--deepspeed_config_file", config, "--mixed_precision"]
+    script = "tests/stand_in/accelerate_script.py"
+    for precision, options in (("no", []), ("bf16", ["--bf16"])):
+        there, here = tmp_path / "plain" / precision, tmp_path / "paged" / precision
+        there.mkdir(parents=True)
+        here.mkdir(parents=True)
+        with monkeypatch.context() as patched:
+            patched.setenv("ACCELERATE_USE_CPU", "1")
+            forget()
+            accelerate_script.main([str(there), *options])
+            forget()
+        run([*launch, precision, script, str(here), *options, "--die-after", "17"], fails=True)
+        assert not (here / "model.pt").exists()
+        run([*launch, precision, script, str(here), *options, "--resume"])
+        expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
+        assert (len(expected["losses"]), len(found["losses"])) == (60, 40)
+        assert "DEEPSPEED" in found["kind"] and "DEEPSPEED" not in expected["kind"]
+        assert found["losses"] == expected["losses"][20:]
+        assert found["norms"] == expected["norms"][10:]
+        weights, expected_weights = (torch.load(folder / "model.pt") for folder in (here, there))
+        assert weights.keys() == expected_weights.keys()
+        assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
 
 
 def test_a_step_of_accelerate_that_overflows(tmp_path: Path) -> None:
@@ -384,10 +399,12 @@ def test_lightning(tmp_path: Path) -> None:
     paged = f"deepspeed_stage_3 --config {written(tmp_path, config)}"
     script = ["-m", "tests.stand_in.lightning_script"]
     twice = "--clip 0.1 --accumulate 2"  # DeepSpeed divides the loss once more than Lightning
-    run([*script, f"{tmp_path}/plain auto --clip 0.1 then {tmp_path}/plain-twice auto {twice} --divide 2"])
+    plain = ["plain auto --clip 0.1", f"plain-twice auto {twice} --divide 2", "plain-bf16 auto --clip 0.1 --bf16"]
+    run([*script, " then ".join(f"{tmp_path}/{each}" for each in plain)])
     run(["-m", "infinity.as_deepspeed", *script, f"{tmp_path}/died {paged} --clip 0.1 --die-after 17"], fails=True)
     names = [f"deepspeed_stage_{name}" for name in ("1", "2", "2_offload", "3", "3_offload")]
     others = [f"{tmp_path}/{name} {name} --clip 0.1" for name in names] + [f"{tmp_path}/twice {paged} {twice}"]
+    others.append(f"{tmp_path}/bf16 {paged} --clip 0.1 --bf16")
     run(
         [
             "-m",
@@ -396,8 +413,8 @@ def test_lightning(tmp_path: Path) -> None:
             " then ".join([f"{tmp_path}/died {paged} --clip 0.1 --resume", *others]),
         ]
     )
-    for name, num_losses in (("died", 20), *((name, 30) for name in names), ("twice", 60)):
-        there, here = tmp_path / ("plain-twice" if name == "twice" else "plain"), tmp_path / name
+    for name, num_losses in (("died", 20), *((name, 30) for name in names), ("twice", 60), ("bf16", 30)):
+        there, here = tmp_path / (f"plain-{name}" if name in ("twice", "bf16") else "plain"), tmp_path / name
         expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
         assert len(found["losses"]) == num_losses
         for key in ("losses", "rates"):

@@ -42,7 +42,8 @@ def main(words: list[str] | None = None) -> None:
     model = models.llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
-    if args.bf16 and not args.infinity:  # else the config says so
+    is_plain = not args.infinity and not str(accelerator.distributed_type).endswith("DEEPSPEED")
+    if args.bf16 and is_plain:  # else the config says so
         with_main_weights(model, optimizer)
     loader = torch.utils.data.DataLoader(rows(2 * ACCUMULATION * NUM_STEPS, 32), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

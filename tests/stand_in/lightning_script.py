@@ -126,6 +126,7 @@ def main(words: list[str]) -> None:
     trainer = lightning.Trainer(
         strategy=strategy,
         accelerator="auto",
+        precision="bf16-mixed" if args.bf16 and args.strategy.startswith("deepspeed") else None,
         devices=1,
         use_distributed_sampler=False,  # it shuffles by itself, which it does not without a strategy for several processes
         max_epochs=NUM_STEPS // STEPS_PER_EPOCH,
