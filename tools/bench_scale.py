@@ -7,9 +7,8 @@ python tools/bench_scale.py --limit 1GiB --model 100m
 
 from __future__ import annotations
 
+import os
 import sys
 
-from infinity.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "scale", *sys.argv[1:]]))
+if __name__ == "__main__":  # as it starts itself: Ctrl-C has its one line from the first moment
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "infinity", "bench", "scale", *sys.argv[1:]])

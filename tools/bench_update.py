@@ -6,9 +6,8 @@ python tools/bench_update.py --workers 1,2,4 --parameters 200e6 --turns 9
 
 from __future__ import annotations
 
+import os
 import sys
 
-from infinity.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["bench", "update", *sys.argv[1:]]))
+if __name__ == "__main__":  # as it starts itself: Ctrl-C has its one line from the first moment
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "infinity", "bench", "update", *sys.argv[1:]])

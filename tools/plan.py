@@ -6,9 +6,8 @@ python tools/plan.py --params 70b --scale --ram 1.5TB --drive-speed 25GB --gpu 8
 
 from __future__ import annotations
 
+import os
 import sys
 
-from infinity.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main(["plan", *sys.argv[1:]]))
+if __name__ == "__main__":  # as it starts itself: Ctrl-C has its one line from the first moment
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "infinity", "plan", *sys.argv[1:]])

@@ -7,9 +7,8 @@ python tools/train.py --model 1b --nvme-path /mnt/nvme --text book.txt --host-me
 
 from __future__ import annotations
 
+import os
 import sys
 
-from infinity.demo.train import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # as it starts itself: Ctrl-C has its one line from the first moment
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "infinity", "train", *sys.argv[1:]])

@@ -36,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.cli.output import Console
+from swapper import SwapperError
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 INTERRUPTED = "interrupted"
@@ -300,7 +301,7 @@ def train(engine: infinity.Engine, loader: Any, num_steps: int, history: History
                     console.print(f"step {engine.global_steps}/{num_steps}  {status.figures()}")
     except KeyboardInterrupt:
         return INTERRUPTED
-    except infinity.InfinityError as error:  # a drive that fails, a loss that is not a number
+    except (infinity.InfinityError, SwapperError) as error:  # a loss that is not a number, a drive that fails
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -426,14 +427,19 @@ def _plain(value: object) -> object:
 
 
 def main(command_line: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Sets up, trains, prints. Returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
+    """Sets up, trains, prints. Returns the exit code: 0, 1 if training ended early, 130 if Ctrl-C ended it.
+
+    Raises:
+        InfinityError: it could not begin, as SwapperError and KeyboardInterrupt.
+    """
     arguments = parse_arguments(command_line, prog)
     result: dict[str, Any] = {}
-    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        code = run(arguments, result)
-    if arguments.json and result:
-        json.dump(result, sys.stdout, indent=2, allow_nan=False)
-    return code
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+            return run(arguments, result)
+    finally:
+        if result:
+            json.dump(result, sys.stdout, indent=2, allow_nan=False)
 
 
 def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
@@ -444,19 +450,12 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
     text = read_text(arguments.text)
     baseline_bytes = resident_bytes("VmRSS")
     began = time.perf_counter()
-    try:
-        config = make_config(arguments, size)
-        samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
-        dataset = RandomWindows(text, seq_len, arguments.steps * samples_per_step, arguments.seed)
-        model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
-        schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps, arguments)
-        engine, _, loader, _ = infinity.initialize(
-            model=model, config=config, training_data=dataset, lr_scheduler=schedule
-        )
-    except infinity.InfinityError as error:
-        told = f"{type(error).__name__}: {error}"
-        Console(stderr=True, highlight=False).print(told, style="red", markup=False, soft_wrap=True)
-        return 1
+    config = make_config(arguments, size)
+    samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
+    dataset = RandomWindows(text, seq_len, arguments.steps * samples_per_step, arguments.seed)
+    model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
+    schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps, arguments)
+    engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=dataset, lr_scheduler=schedule)
     with engine:
         console.print(str(engine.plan), soft_wrap=True)
         console.print(f"Model built and written in {time.perf_counter() - began:.1f} s.")
@@ -466,8 +465,10 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
         if history.reports:
             peak_bytes = resident_bytes("VmHWM")
             console.print(results_table(engine, history, baseline_bytes, peak_bytes))
-            result |= as_json(engine, history, peak_bytes, problem)
+            if arguments.json:
+                result |= as_json(engine, history, peak_bytes, problem)
             draw(history, arguments.plot)
-    if problem:
-        console.print(f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}", soft_wrap=True)
+        if problem:
+            told = f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}"
+            console.print(told, markup=False, soft_wrap=True)
     return {None: 0, INTERRUPTED: 130}.get(problem, 1)

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -48,7 +49,6 @@ class RunLog:
             ConfigValueError: it cannot be written, or somebody else writes it.
         """
         self.path = directory / FILE_NAME
-        self._pid = os.getpid()
         self._is_torn = False
         """Whether the last line has no end."""
         self._has_warned = False
@@ -64,6 +64,7 @@ class RunLog:
             cure = "Name a directory that may be written to, or set it to null"
             problem = f"it cannot be written: {error.strerror or error}"
             raise ConfigValueError(KEY, str(directory), problem, cure=cure) from error
+        _open_logs.add(self)
         if not self._is_locked():
             self._file.close()
             problem = "another engine or process writes the log there"
@@ -143,7 +144,7 @@ class RunLog:
         self.release()
 
     def _write(self, kind: str, step: int, **record: Any) -> None:
-        if os.getpid() != self._pid or self._file.closed:  # a forked child is not the run
+        if self._file.closed:  # also in a forked child, which is not the run
             return
         try:
             line = _line({"kind": kind, "step": step, "time": round(time.time(), 3)} | record)
@@ -157,6 +158,19 @@ class RunLog:
             logger.warning(
                 "the log of the run, '%s', has gaps from step %d on: %s. Training goes on", self.path, step, problem
             )
+
+
+_open_logs: weakref.WeakSet[RunLog] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # A forked child that outlives its parent, such as a data loader's worker, would otherwise hold the lock.
+    for log in list(_open_logs):
+        with contextlib.suppress(OSError):
+            log.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

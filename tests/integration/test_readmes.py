@@ -93,8 +93,12 @@ def _commands(page: Path) -> list[list[str]]:
 
 
 _ANSWERING = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, os, runpy, sys
 sys.path.insert(0, "tools")
+def start(program, words):  # the tools that are fronts of a command become that
+    sys.argv = words[3:]
+    runpy.run_module(sys.argv[0], run_name="__main__")
+os.execv = start
 for line in sys.stdin:
     kind, name, *rest = json.loads(line)
     sys.argv, printed = [name, *rest, "--help"], io.StringIO()

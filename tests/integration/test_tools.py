@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from infinity.cli.main import main
+from infinity.demo import train as demo
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.exactness.faulty_drives import faulty_drives
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PNG = b"\x89PNG"
@@ -83,6 +91,49 @@ def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
     assert code == 130, output
     assert "loss, mean" in output
     assert "interrupted" in output
+
+
+def test_train_prints_what_it_has_when_a_drive_fails(
+    nvme_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(nvme_dir)
+    with faulty_drives() as backends:
+
+        class Failing(demo.History):
+            """All drives fail as soon as a step has ended."""
+
+            def __init__(self, tokens_per_step: int) -> None:
+                super().__init__(tokens_per_step, _Watched(backends))
+
+        monkeypatch.setattr(demo, "History", Failing)
+        arguments = ["--model", "tiny", "--steps", "4", "--host-memory-budget", "3MB", "--json"]
+        assert main(["train", *arguments]) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert len(found["steps"]) == 1 and "EIO" in found["problem"]
+    told = captured.err.replace("\n", " ")
+    assert "loss, mean" in told and "Ended after 1 of 4 steps" in told and "Traceback" not in told
+
+
+class _Watched(list[Any]):
+    def __init__(self, backends: list[FaultInjectingBackend]) -> None:
+        self._backends = backends
+
+    def append(self, report: Any) -> None:
+        super().append(report)
+        for backend in self._backends:
+            backend.add(FaultRule(errno=errno.EIO))
+
+
+def test_train_is_interrupted_before_its_first_step(nvme_dir: Path) -> None:
+    process = start(nvme_dir, "train.py", "--model", "1b", "--steps", "1")
+    try:
+        time.sleep(1.0)  # at whatever it is by then: imports, the model, its states
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, output) in {(130, "Interrupted.\n"), (-signal.SIGINT, "")}
 
 
 def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:

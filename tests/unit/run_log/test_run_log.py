@@ -204,6 +204,22 @@ def test_a_forked_child_writes_nothing(log: RunLog) -> None:
     assert log.path.stat().st_size == size
 
 
+def test_a_forked_child_that_lives_on_does_not_hold_the_log(log: RunLog) -> None:
+    """As a data loader's workers do for some seconds, when the run was killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        log.release()  # as a kill does; what the child has inherited stays open
+        RunLog(log.path.parent).release()
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
 def test_secrets_are_left_out(log: RunLog) -> None:
     _start(log, comet={"api_key": "abc", "project": "p", "list": [{"hub_token": "def"}]}, password="")
     text = log.path.read_text()
