@@ -12,9 +12,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from tests.states import state_of
+
+NEEDS_FORKS = pytest.mark.skipif(torch.cuda.is_available(), reason="a forked child cannot use CUDA")
+"""For tests that let a library take the GPU where there is one."""
 
 
 def run_killed(run: Callable[[Callable[[], None]], None], num_ticks: int | None) -> int | None:

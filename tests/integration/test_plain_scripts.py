@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
-from tests.killed import run_killed
+from tests.killed import NEEDS_FORKS, run_killed
 from tests.stand_in.reference import with_main_weights
 
 _GUIDE = Path(__file__).resolve().parents[2] / "infinity" / "integrations" / "README.md"
@@ -260,6 +260,7 @@ def config_for(precision: str, directory: Path) -> dict[str, Any]:
     return config
 
 
+@NEEDS_FORKS
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", _SCRIPTS)
 def test_script(name: str, precision: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
-from tests.killed import run_killed
+from tests.killed import NEEDS_FORKS, run_killed
 
 _OPTIONS = "--accumulate 2 --clip 0.5"
 _SCRIPTS = {
@@ -31,7 +31,7 @@ _SCRIPTS = {
 }
 _NEEDS = {"TRL": "trl", "Lightning": "lightning"}
 _OF_TIME = ("runtime", "per_second")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the libraries' own
+pytestmark = [NEEDS_FORKS, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 
 @pytest.fixture(autouse=True)
