@@ -254,12 +254,26 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             InfinityError: as `infinity.initialize`.
         """
         self._candidates = [each for each in args if isinstance(each, nn.Module)]
+        self._refuse_several(args)
         try:
             made = {id(each): self._take_over(each) for each in args if self._is_to_be_taken(each)}
             # A model first, so that its scheduler's optimizer is there when the scheduler comes.
             return super().prepare(*[made.get(id(each), each) for each in args], device_placement=device_placement)
         finally:
             self._candidates = []
+
+    def _refuse_several(self, args: Sequence[Any]) -> None:
+        """Of one model's optimizers."""
+        optimizers = [each for each in args if self._is_to_be_taken(each)]
+        groups = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
+        for model in [*self._candidates, *self._models]:
+            own = set(map(id, model.parameters()))
+            num = sum(bool(own & members) for members in groups)
+            if num > 1:
+                raise UnsupportedModelError(
+                    f"prepare got {num} optimizers with parameters of one {type(model).__name__}, and an engine has one",
+                    cure="Put all parameters into one, in groups of their own",
+                )
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As accelerate's; the model was prepared before."""

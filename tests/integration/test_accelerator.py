@@ -339,6 +339,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
             both.prepare(model, own, torch.optim.lr_scheduler.ConstantLR(own))
         for engine in both.engines:
             engine.close()
+    model = network()
+    halves = [torch.optim.SGD(parameters) for parameters in (model[:2].parameters(), model[2:].parameters())]
+    with pytest.raises(UnsupportedModelError, match=r"2 optimizers.*one Sequential.*in groups of their own"):
+        accelerator.prepare(model, *halves)
     first, second = network(), network()
     with pytest.raises(UnsupportedModelError, match=r"several models.*nn\.ModuleList"):
         accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))
