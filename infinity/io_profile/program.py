@@ -19,8 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
+from infinity.console import Console
 from infinity.io_profile import config_file, fio, picture, tables
 from infinity.io_profile.advice import Advice, advise
 from infinity.io_profile.arguments import STDOUT, Asked, parse
