@@ -39,7 +39,7 @@ from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.facade.loose_parameters import LooseParameters
-from infinity.optim.fused_adam import FusedAdam
+from infinity.optim.fused_adam import FusedAdam, GpuAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.template import Template
@@ -268,7 +268,8 @@ def build(
     halves_updater = None
     if has_remainder:
         update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
-        halves_updater = RemainderUpdater(updater, FusedAdam.of(template, update_device))
+        kernel = GpuAdam if update_device.type == "cuda" else FusedAdam
+        halves_updater = RemainderUpdater(updater, kernel.of(template, update_device))
     stream = UpdateStream(
         storage.records,
         storage.weights,

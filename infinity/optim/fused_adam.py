@@ -1,21 +1,28 @@
-"""torch's fused Adam and AdamW on main weights kept in two halves: join, update and split in one pass over memory."""
+"""torch's fused Adam and AdamW on main weights kept in two halves: join, update and split in one pass over memory.
+
+`FusedAdam` does so on the CPU, `GpuAdam` on a GPU, each only where it gives the bits of torch's own kernel there.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import struct
+import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim.probe import copy_scalar
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker
 from infinity.torch_internals.foreign_writes import plain_array
+from infinity.torch_internals.gpu_kernels import Launch, compiled_for
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +47,33 @@ class FusedAdam:
     ``infinity.numerics.kernels``.
     """
 
-    def __init__(self, is_decoupled: bool) -> None:
-        """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
-        from infinity.numerics.kernels import kernels  # late, see infinity.numerics.remainder
+    vector_numel = VECTOR_NUMEL
+    """It takes multiples of this many elements."""
 
+    def __init__(self, is_decoupled: bool, device: torch.device) -> None:
+        """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
         self._is_decoupled = is_decoupled
-        self._adam = kernels().adam
+        self._device = device
         self._last: Any = (None,) * 5
         """What `_values` was asked last, and what it gave: replaced as a whole, for any thread may come."""
 
+    def _prepare(self) -> bool:
+        """Whether there is a kernel here."""
+        if self._device.type != "cpu" or not _has_multiply_add():
+            return False
+        from infinity.numerics.kernels import kernels  # late, see infinity.numerics.remainder
+
+        self._adam = kernels().adam
+        return True
+
     @classmethod
-    def of(cls, template: Template, device: torch.device | None = None) -> FusedAdam | None:
+    def of(cls, template: Template, device: torch.device) -> Self | None:
         """The kernel for the template's optimizer, or None if there is none that gives the bits of torch's.
 
-        That is found out by running both, on this processor, with the torch that is installed.
-
-        Args:
-            template: the optimizer and its groups.
-            device: where updates run; the CPU by default.
+        That is found out by running both, where updates run, with the torch that is installed.
         """
         kind = type(template.optimizer)
-        if kind not in (torch.optim.Adam, torch.optim.AdamW) or (device is not None and device.type != "cpu"):
+        if kind not in (torch.optim.Adam, torch.optim.AdamW):
             return None
         if getattr(template.optimizer, "grad_scale", None) is not None:
             return None
@@ -69,13 +82,13 @@ class FusedAdam:
             logger.info(
                 "%s without fused=True runs in torch's own loops, which pass over memory many times", kind.__name__
             )
-        if not groups or not _has_multiply_add():
+        fused = cls(is_decoupled=kind is torch.optim.AdamW, device=device)
+        if not groups or not fused._prepare():
             return None
-        fused = cls(is_decoupled=kind is torch.optim.AdamW)
         worker = Worker(template.optimizer)
         for group in _distinct(groups):
             if not all(fused._agrees(worker, {**group, **variant}) for variant in ({}, *_PROBE_VARIANTS)):
-                logger.info("%s: torch's kernel runs, ours gives other bits on this processor", kind.__name__)
+                logger.info("%s: torch's kernel runs, ours gives other bits on %s", kind.__name__, device)
                 return None
         return fused
 
@@ -92,24 +105,24 @@ class FusedAdam:
         weight: Tensor,
         remainder: Tensor,
         gradient: Tensor,
-        scale: float,
+        scale: Tensor | None,
         state: Mapping[str, Tensor],
         scalars: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """One step on a multiple of `VECTOR_NUMEL` elements. All tensors are 1-D without gaps, on the CPU.
+        """One step on a multiple of `vector_numel` elements. All tensors are 1-D without gaps, on the CPU.
 
         Args:
             group: hyperparameters for which `runs` holds. Neither it nor ``scalars`` may be changed later.
             weight, remainder: bf16 and int16, changed in place: see ``infinity.numerics.remainder``.
             gradient: float32 or bf16; not modified.
-            scale: the gradient is multiplied with it first, in float32.
+            scale: 0-dim float32 that the gradient is multiplied with first, or None.
             state: float32 ``exp_avg`` and ``exp_avg_sq``, changed in place; zeros before the first step.
             scalars: the parameter's, as they were before this step. Not modified.
 
         Returns:
             The scalars after the step.
         """
-        values, step = self._values(group, scale, scalars)
+        values, step = self._values(group, 1.0 if scale is None else float(scale), scalars)
         self._adam(
             plain_array(weight.view(torch.int16)),
             plain_array(remainder),
@@ -153,15 +166,16 @@ class FusedAdam:
         if float(group["lr"]) == 0:
             group["lr"] = 1e-3  # a warm-up's first step would compare nothing
         generator = torch.Generator().manual_seed(0)
-        main = _draw(generator, 0)
-        weight = torch.empty(_PROBE_NUMEL, dtype=torch.bfloat16, device="cpu")
-        remainder = torch.empty(_PROBE_NUMEL, dtype=torch.int16, device="cpu")
+        main = _draw(generator, 0).to(self._device)
+        weight = torch.empty(_PROBE_NUMEL, dtype=torch.bfloat16, device=self._device)
+        remainder = torch.empty(_PROBE_NUMEL, dtype=torch.int16, device=self._device)
         split(main, weight, remainder)
-        ours = {name: torch.zeros(_PROBE_NUMEL, dtype=torch.float32, device="cpu") for name in STATES}
+        ours = {name: torch.zeros(_PROBE_NUMEL, dtype=torch.float32, device=self._device) for name in STATES}
         theirs: dict[str, Any] = {name: value.clone() for name, value in ours.items()}
         for count in _PROBE_STEPS:
-            gradient, step = _draw(generator, 24), torch.tensor(float(count), dtype=torch.float32, device="cpu")
-            scalars = self.update(group, weight, remainder, gradient, 1.0, ours, {"step": step})
+            gradient = _draw(generator, 24).to(self._device)
+            step = torch.tensor(float(count), dtype=torch.float32, device=self._device)
+            scalars = self.update(group, weight, remainder, gradient, None, ours, {"step": step})
             (theirs,) = worker.run(dict(group), [main], [gradient.clone()], [{**theirs, "step": step.clone()}])
             joined = torch.empty_like(main)
             join(weight, remainder, joined)
@@ -171,6 +185,74 @@ class FusedAdam:
             if not torch.equal(theirs["step"], scalars["step"]):
                 return False
         return True
+
+
+class _Last(threading.local):
+    """What a thread was asked last: each has a stream of its own."""
+
+    scalars: Mapping[str, Any] | None = None
+    step: Tensor | None = None
+
+
+class GpuAdam(FusedAdam):
+    """One Adam step on a piece of a parameter, on a GPU, with the bits that torch's own fused kernel gives there.
+
+    It asks the GPU for no number: step count and gradient scale stay where they are.
+    """
+
+    vector_numel = 1
+
+    def _prepare(self) -> bool:
+        self._of_thread = _Last()
+        self._launch: Launch | None = compiled_for(self._device, ADAM, "adam_on_halves", THREADS)
+        return self._launch is not None
+
+    @staticmethod
+    def runs(group: Mapping[str, Any]) -> bool:
+        """Whether a group with these hyperparameters can be updated here: a learning rate on a GPU would be waited for."""
+        lr = group.get("lr")
+        return FusedAdam.runs(group) and not (isinstance(lr, Tensor) and lr.device.type != "cpu")
+
+    def update(
+        self,
+        group: Mapping[str, Any],
+        weight: Tensor,
+        remainder: Tensor,
+        gradient: Tensor,
+        scale: Tensor | None,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """As `FusedAdam.update`, on any number of elements. All tensors are on the GPU, ``scale`` and the step count, too."""
+        if self._launch is None:
+            raise RuntimeError("the kernel was not compiled")
+        step = self._stepped(scalars)
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        numbers = [_bits(number) for number in (lr, beta1, beta2, group["weight_decay"], group["eps"])]
+        is_decoupled = bool(group.get("decoupled_weight_decay", self._is_decoupled))
+        flags = [int(scale is not None), int(gradient.dtype == torch.bfloat16), int(is_decoupled)]
+        for start in range(0, weight.numel(), MOST_NUMEL):
+            span = slice(start, min(start + MOST_NUMEL, weight.numel()))
+            tensors = [weight, remainder, gradient, *(state[name] for name in STATES)]
+            arguments = [
+                *(tensor[span] for tensor in tensors),
+                step,
+                step if scale is None else scale,
+                *flags,
+                *numbers,
+            ]
+            numel = span.stop - span.start
+            self._launch(min(-(-numel // THREADS), MOST_BLOCKS), [*arguments, numel])
+        return {"step": step}
+
+    def _stepped(self, scalars: Mapping[str, Any]) -> Tensor:
+        """The step count after the step. Pieces of a parameter, which follow each other, share it."""
+        if not scalars:
+            return torch.ones((), dtype=torch.float32, device=self._device)
+        last = self._of_thread
+        if last.step is None or last.scalars is not scalars:
+            last.scalars, last.step = scalars, scalars["step"].to(self._device) + 1
+        return last.step
 
 
 def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -198,3 +280,8 @@ def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
         values *= 10.0**-decades
         values[::10] = 0
     return values
+
+
+def _bits(value: float) -> int:
+    """Those of the float32 nearest to it, as an integer of 32 bits."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinity.numerics.remainder import join, split
-from infinity.optim.fused_adam import STATES, VECTOR_NUMEL, FusedAdam
+from infinity.optim.fused_adam import STATES, FusedAdam
 from infinity.optim.piece import PieceUpdater
 
 _BLOCK_NUMEL = 1 << 18
@@ -25,7 +25,7 @@ class _Scratch(threading.local):
 class RemainderUpdater:
     """Runs the optimizer on two halves instead of a main weight, with the bits that `PieceUpdater` would give.
 
-    Fused Adam and AdamW on the CPU go in one pass over memory. Everything else is joined, updated by torch and split
+    Fused Adam and AdamW go in one pass over memory. Everything else is joined, updated by torch and split
     again, block by block. It is for as many threads as its `PieceUpdater`.
     """
 
@@ -69,7 +69,8 @@ class RemainderUpdater:
             The names of the states that the parameter has, and the scalars as they are after the step.
         """
         numel = weight.numel()
-        body = numel - numel % VECTOR_NUMEL if self._fused is not None and self._fused.runs(group) else 0
+        is_fused = self._fused is not None and self._fused.runs(group)
+        body = numel - numel % self._fused.vector_numel if self._fused is not None and is_fused else 0
         names: tuple[str, ...] = ()
         advanced: dict[str, Any] = {}
         if self._fused is not None and body:
@@ -82,7 +83,7 @@ class RemainderUpdater:
                 weight[:body],
                 remainder[:body],
                 gradient[:body],
-                1.0 if scale is None else float(scale),
+                scale,
                 {name: state[name][:body] for name in STATES},
                 scalars,
             )

@@ -63,7 +63,7 @@ class _Rig:
         stand_in = nn.Parameter(initial.clone())
         self.template: Template = build_template(make([stand_in], **arguments), [("weight", stand_in)], "cpu")
         pieces = PieceUpdater(self.template)
-        self.updater = RemainderUpdater(pieces, FusedAdam.of(self.template))
+        self.updater = RemainderUpdater(pieces, FusedAdam.of(self.template, torch.device("cpu")))
         self.weight = torch.empty(numel, dtype=torch.bfloat16)
         self.remainder = torch.empty(numel, dtype=torch.int16)
         split(initial, self.weight, self.remainder)

@@ -1,0 +1,211 @@
+"""The Adam kernel for GPUs, run on the processor: its source is compiled as C++, with NVIDIA's named operations as functions."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, THREADS
+from infinity.numerics.remainder import join, split
+from infinity.optim import fused_adam
+from infinity.optim.fused_adam import STATES, GpuAdam
+from infinity.optim.template import build_template
+from infinity.optim.worker import Worker
+
+_CPU = torch.device("cpu")
+_OPERATIONS = r"""
+#include <cmath>
+#include <cstring>
+#define __global__
+struct Three { int x; };
+static Three blockIdx, blockDim, threadIdx, gridDim;
+static float __int_as_float(int bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+static int __float_as_int(float value) { int bits; std::memcpy(&bits, &value, 4); return bits; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fsqrt_rn(float a) { return sqrtf(a); }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+"""
+_LAUNCHER = r"""
+extern "C" void launch(int blocks, int threads, short* a, short* b, const void* c, float* d, float* e, const float* f,
+                       const float* g, int h, int i, int j, int k, int l, int m, int n, int o, int p)
+{
+    gridDim.x = blocks; blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
+            adam_on_halves(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Stands for `compiled_for`: the kernel as a function of the processor."""
+    if shutil.which("g++") is None:
+        pytest.skip("the source is compiled for the processor by g++, which is not installed")
+    directory = tmp_path_factory.mktemp("kernel")
+    (directory / "kernel.cpp").write_text(_OPERATIONS + ADAM + _LAUNCHER)
+    flags = ["-O1", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run(["g++", *flags, "kernel.cpp", "-o", "kernel.so"], cwd=directory, check=True)
+    library = ctypes.CDLL(str(directory / "kernel.so"))
+
+    def compiled(device: torch.device, source: str, name: str, threads: int) -> Any:
+        assert (source, name) == (ADAM, "adam_on_halves")
+
+        def launch(blocks: int, arguments: Sequence[Any]) -> None:
+            given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments]
+            library.launch(blocks, threads, *given)
+
+        return launch
+
+    return compiled
+
+
+def _multiply_add(a: Any, b: Any, c: Any) -> Any:
+    """Rounded once: the product of two float32 is exact in numpy's long double, the sum nearly always."""
+    return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(np.float32)
+
+
+class _Torch:
+    """What torch's kernel for GPUs computes, in NumPy: `ATen/native/cuda/fused_adam_utils.cuh` of torch 2.13."""
+
+    power = ctypes.CDLL("libm.so.6").powf
+    power.restype, power.argtypes = ctypes.c_float, [ctypes.c_float, ctypes.c_float]
+
+    def __init__(self, is_decoupled: bool) -> None:
+        self._is_decoupled = is_decoupled
+
+    def step(self, group: dict[str, Any], main: Any, slope: Any, state: dict[str, Any], count: float) -> Any:
+        one, names = np.float32(1), ("lr", "weight_decay", "eps")
+        lr, decay, eps = (np.float32(group[name]) for name in names)
+        beta1, beta2 = map(np.float32, group["betas"])
+        if decay != 0 and self._is_decoupled:
+            main = _multiply_add(-(lr * decay), main, main)
+        elif decay != 0:
+            slope = _multiply_add(main, decay, slope)
+        average = _multiply_add(beta1, state["exp_avg"], _multiply_add(-beta1, slope, slope))
+        power = slope * slope
+        square = _multiply_add(beta2, state["exp_avg_sq"], _multiply_add(-beta2, power, power))
+        state.update(exp_avg=average, exp_avg_sq=square)
+        step_size = lr / (one - np.float32(self.power(beta1, count)))
+        correction = np.sqrt(one - np.float32(self.power(beta2, count)))
+        return main - step_size * average / (np.sqrt(square) / correction + eps)
+
+
+def _made(kind: Any, **options: Any) -> tuple[GpuAdam, dict[str, Any]]:
+    weight = nn.Parameter(torch.zeros(4))
+    template = build_template(kind([weight], lr=3e-3, fused=True, **options), [("weight", weight)], _CPU)
+    kernel = GpuAdam(is_decoupled=kind is torch.optim.AdamW, device=_CPU)
+    assert kernel._prepare()
+    return kernel, template.snapshots()[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_it_computes_what_torchs_kernel_computes(
+    launched: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, decay: float, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(fused_adam, "compiled_for", launched)
+    kernel, group = _made(kind, weight_decay=decay)
+    reference = _Torch(kind is torch.optim.AdamW)
+    for numel in (1, 1000, THREADS * 5 + 3):
+        generator = torch.Generator().manual_seed(numel)
+        main = torch.randn(numel, generator=generator)
+        weight, remainder = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+        split(main, weight, remainder)
+        state = {name: torch.zeros(numel) for name in STATES}
+        expected, theirs = main.numpy().copy(), {name: np.zeros(numel, np.float32) for name in STATES}
+        scalars: dict[str, Any] = {}
+        for count in range(1, 5):
+            gradient = (torch.randn(numel, generator=generator) * 10.0 ** (-2 * count)).to(dtype)
+            scale = torch.tensor(0.37) if count % 2 else None
+            slope = gradient.float() if scale is None else gradient.float() * scale
+            expected = reference.step(group, expected, slope.numpy(), theirs, count)
+            scalars = kernel.update(group, weight, remainder, gradient, scale, state, scalars)
+            joined = torch.empty(numel)
+            join(weight, remainder, joined)
+            assert scalars["step"] == count
+            assert np.array_equal(joined.numpy(), expected)
+            assert all(np.array_equal(state[name].numpy(), theirs[name]) for name in STATES)
+
+
+def test_not_a_number_becomes_the_one_that_two_halves_can_hold(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_adam, "compiled_for", launched)
+    kernel, group = _made(torch.optim.AdamW)
+    weight, remainder = torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int16)
+    state = {name: torch.zeros(3) for name in STATES}
+    kernel.update(group, weight, remainder, torch.tensor([1.0, torch.nan, torch.inf]), None, state, {})
+    joined = torch.empty(3)
+    join(weight, remainder, joined)
+    assert joined.isnan().tolist() == [False, True, True]
+    assert joined.view(torch.int32)[1:].tolist() == [0x7FC00000] * 2
+
+
+def test_long_pieces_go_in_several_launches(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And more elements than threads: each thread then takes several."""
+    whole, parts = [], []
+    for most, found in ((1 << 30, whole), (1000, parts)):
+        monkeypatch.setattr(fused_adam, "compiled_for", launched)
+        monkeypatch.setattr(fused_adam, "MOST_NUMEL", most)
+        monkeypatch.setattr(fused_adam, "MOST_BLOCKS", 2)
+        kernel, group = _made(torch.optim.AdamW)
+        weight, remainder = torch.ones(2500, dtype=torch.bfloat16), torch.zeros(2500, dtype=torch.int16)
+        state = {name: torch.zeros(2500) for name in STATES}
+        kernel.update(group, weight, remainder, torch.linspace(-1, 1, 2500), None, state, {})
+        found += [weight, remainder, *state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert MOST_BLOCKS >= 1024
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_the_trial_at_the_start_decides(launched: Any, monkeypatch: pytest.MonkeyPatch, agrees: bool) -> None:
+    """Against a torch that computes as it does on a GPU; and against this one, which has other bits on a processor."""
+    monkeypatch.setattr(fused_adam, "compiled_for", launched)
+    if agrees:
+
+        def run(self: Worker, group: Any, weights: Any, grads: Any, states: Any) -> Any:
+            count = float(states[0]["step"]) + 1
+            values = {name: states[0][name].numpy() for name in STATES}
+            weights[0].copy_(
+                torch.from_numpy(_Torch(True).step(group, weights[0].numpy(), grads[0].numpy(), values, count))
+            )
+            return [{"step": torch.tensor(count), **{name: torch.from_numpy(value) for name, value in values.items()}}]
+
+        monkeypatch.setattr(Worker, "run", run)
+    weight = nn.Parameter(torch.zeros(4))
+    template = build_template(torch.optim.AdamW([weight], fused=True), [("weight", weight)], _CPU)
+    assert (GpuAdam.of(template, _CPU) is not None) == agrees
+
+
+def test_without_a_compiler_there_is_no_kernel() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and so a compiler")
+    weight = nn.Parameter(torch.zeros(4))
+    template = build_template(torch.optim.AdamW([weight], fused=True), [("weight", weight)], _CPU)
+    assert GpuAdam.of(template, torch.device("cuda")) is None
+
+
+def test_a_learning_rate_on_the_device_is_left_to_torch() -> None:
+    group = {"fused": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert GpuAdam.runs({**group, "lr": torch.tensor(0.1)})
+    assert not GpuAdam.runs({**group, "lr": torch.tensor(0.1, device="meta")})
+
+
+def test_nvidias_compiler_takes_the_source(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed")
+    (tmp_path / "kernel.cu").write_text(ADAM)
+    subprocess.run(["nvcc", "-ptx", "-arch=sm_80", "kernel.cu", "-o", "kernel.ptx"], cwd=tmp_path, check=True)
+    assert "adam_on_halves" in (tmp_path / "kernel.ptx").read_text()
