@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from infinity.device.compute import ComputeDevice, CudaDevice, CudaFlatBuffer, device_for, gradient_norm
+from infinity.optim.fused_adam import GpuAdam
+from infinity.optim.template import build_template
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import ParameterSpec, UnitLayout
 from infinity.units.unit import Unit
@@ -182,3 +184,10 @@ def test_norms_of_gradients_are_torchs(numel: int, dtype: torch.dtype) -> None:
     together = torch._foreach_norm([gradient.float() for gradient in gradients], 2.0)
     for gradient, expected in zip(gradients, together, strict=True):
         assert torch.equal(gradient_norm(gradient), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_adam_kernel_is_found_to_have_torchs_bits(kind: type[torch.optim.Adam | torch.optim.AdamW]) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
+    optimizer = kind([weight], weight_decay=0.1, fused=True)
+    assert GpuAdam.of(build_template(optimizer, [("weight", weight)], "cuda"), weight.device) is not None
