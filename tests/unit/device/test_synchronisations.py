@@ -14,7 +14,7 @@ import infinity
 
 _PACKAGE = Path(infinity.__file__).parent
 _ROOMS = ("activations", "device", "gradients", "loop", "paging", "telemetry", "tiers", "units", "updates", "vertical")
-_MODULES = ("engine/train_batch.py", "engine/engine.py", "optim/remainder_updater.py")
+_MODULES = ("engine/train_batch.py", "engine/engine.py", "optim/fused_adam.py", "optim/remainder_updater.py")
 _METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
 _FUNCTIONS = {"bool", "float", "int"}
 
