@@ -1,7 +1,8 @@
 """What all tests share: options, and what a test may need, each skipping with its reason where it cannot be had.
 
 - `nvme_dir`: an empty directory on a block device (O_DIRECT and byte counters mean something there).
-- `one_thread`: torch computes with one.
+- `several_threads`: torch computes with more than the one that it has otherwise: small models spend ten times as long on
+  waking others as on computing.
 - `small_tmpfs`: mounts file systems of a given size, for tests of a full disk.
 - `memory_cgroup`, `blkio_cgroup`: control groups that limit and measure the processes put into them.
 """
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    torch.set_num_threads(1)
     # Shells start what runs in the background with SIGINT ignored, also in what that starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,14 +100,12 @@ def no_turn_left_open() -> Iterator[None]:
         pytest.fail("the test has left a turn open")
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """torch computes with one thread, in all of a module, since the number decides how sums are split: small models spend ten
-    times as long on waking others as on computing."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    """torch computes with two to four threads."""
+    torch.set_num_threads(max(2, min(4, os.cpu_count() or 1)))
     yield
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -141,7 +141,6 @@ def test_the_plain_loop_is_equal_to_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.usefixtures("one_thread")
 def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_path: Path) -> None:
     changes = {} if precision == "fp32" else {precision: {"enabled": True}}
     config = _config(tmp_path, {"gradient_clipping": 0.5, **changes})

@@ -37,8 +37,6 @@ from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.ticking import LONG_SECONDS, ticking
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _CONFIG = SwapperConfig(request_bytes=1 << 20, deadline_seconds=20.0, verify_checksums=True, backend="threads")
 _CAPACITY = 4 << 20
 

@@ -28,8 +28,6 @@ from tests.exactness.verification import require_exact_training
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _CLIPPED = {"gradient_clipping": 0.1}
 
 

@@ -22,8 +22,6 @@ from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_b
 from tests.interrupts import Interrupt, is_cut_off, some_of
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _NUM_POINTS = 10
 _PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (infinity, swapper))
 # What they call that is written in Python and has something to undo.

@@ -40,8 +40,6 @@ from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
 from tests.late_backend import LateBackend, await_hand_over, is_kept, stall, waits
 from tests.manual_backend import ManualBackend
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _BLOCK = ALIGNMENT
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=1000.0)
 

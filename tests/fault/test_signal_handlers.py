@@ -93,7 +93,6 @@ def _is_fetching(code: CodeType) -> bool:
     return code.co_name in names and code.co_filename.endswith(("paging/residency.py", "tiers/weight_store.py"))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_handler_in_the_midst_of_a_fetch_finds_the_unit_in_no_state_in_between(tmp_path: Path) -> None:
     """It asks for the very weights that are being fetched: the trace would let it."""
 

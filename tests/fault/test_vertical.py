@@ -23,8 +23,6 @@ from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _NUM = 3
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": _NUM, "infinity": {"schedule": "vertical"}}
 _CLIPPED = {**_VERTICAL, "gradient_clipping": 0.1}

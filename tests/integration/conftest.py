@@ -20,8 +20,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             rows = rows[index % turns :: turns]
         combinations += [pytest.param(case, row, id=f"{case.name}-{row.name}") for row in rows]
     metafunc.parametrize(("case", "row"), combinations)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread(one_thread: None) -> None:
-    """``test_threads`` uses several."""

@@ -61,7 +61,6 @@ def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[list[float], dic
         return losses, {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_a_model_built_on_drives_trains_bit_for_bit_as_one_in_memory(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
@@ -17,12 +14,6 @@ from tests.exactness.verification import require_exact_training
 
 _CASES = [case for case in (*SHAPES, *FAMILIES) if case.name in {"plain", "convolutions", "big_embedding", "llama"}]
 _ROWS = [Row(budget="tight", page="small"), Row(dtype="bf16", clipping=True, accumulation=3)]
-
-
-@pytest.fixture
-def several_threads(one_thread: None) -> Iterator[None]:
-    torch.set_num_threads(max(2, min(4, os.cpu_count() or 1)))
-    yield
 
 
 @pytest.mark.usefixtures("several_threads")

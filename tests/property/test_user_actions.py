@@ -12,8 +12,6 @@ import pytest
 
 from tests.fuzz.sequence import run_sequence
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _CHUNK = 50
 _NUM_SEQUENCES = 2000
 _MOST_REFUSED = 0.15

@@ -14,7 +14,7 @@ import infinity
 
 _PACKAGE = Path(infinity.__file__).parent
 _ROOMS = ("activations", "device", "gradients", "loop", "paging", "telemetry", "tiers", "units", "updates", "vertical")
-_MODULES = ("engine/train_batch.py", "engine/engine.py", "optim/fused_adam.py", "optim/remainder_updater.py")
+_MODULES = ("engine/train_batch.py", "engine/engine.py", "optim/fused_adam.py")
 _METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
 _FUNCTIONS = {"bool", "float", "int"}
 
@@ -83,7 +83,19 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "keys.tolist()": "of NumPy's",
     },
     "loop/style.py": {"float(self._num_micro_batches() if self.divides else 1)": _NO_TENSOR},
-    "optim/remainder_updater.py": {"float(scale)": f"on the CPU, {_BACKGROUND}"},
+    "optim/fused_adam.py": {
+        "float(scale)": f"on the CPU, {_BACKGROUND}",
+        "float(step)": f"on the CPU, {_BACKGROUND}",
+        "float(group['lr'])": "a number, or a tensor on the CPU: `GpuAdam.runs` takes no other",
+        "float(count)": _NO_TENSOR,
+        "bool(group.get('fused'))": _NO_TENSOR,
+        "bool(group.get('decoupled_weight_decay', self._is_decoupled))": _NO_TENSOR,
+        "bool(lerp_weight < 0.5)": _NO_TENSOR,
+        "int(gradient.dtype == torch.bfloat16)": _NO_TENSOR,
+        "int(is_decoupled)": _NO_TENSOR,
+        "int(scale is not None)": _NO_TENSOR,
+        "int(struct.unpack('<i', struct.pack('<f', value))[0])": _NO_TENSOR,
+    },
     "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
     "paging/pager.py": {"bool(self.clock.waiting_for)": _NO_TENSOR, "int(is_inside)": _NO_TENSOR},
     "paging/parameter_handler.py": {"int(view.storage_offset())": _NO_TENSOR},

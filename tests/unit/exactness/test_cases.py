@@ -13,8 +13,6 @@ from tests.exactness.optimizers import MAX_NORM, parameter_groups
 from tests.exactness.record import require_equal
 from tests.exactness.shapes import SHAPES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _CPU = torch.device("cpu")
 _ALL = (*SHAPES, *FAMILIES)
 _BY_NAME = {case.name: case for case in _ALL}

@@ -15,8 +15,6 @@ from tests.exactness.optimizers import MAX_NORM, decay_learning_rates, torch_opt
 from tests.exactness.record import Difference, Record, Snapshot, describe_difference, require_equal
 from tests.exactness.shapes import SHAPES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _BY_NAME = {case.name: case for case in SHAPES}
 _CPU = torch.device("cpu")
 

@@ -132,7 +132,6 @@ class ByTheNumber(_Custom):
                 param.sub_(group["lr"] * 0.9**number * param.grad)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("cls", "options"),
     [(JointNorm, {"threshold": 1e-3}), (JointNorm, {"threshold": 1e9}), (ByTheNumber, {})],
@@ -160,7 +159,6 @@ class NoneForVectors(_Custom):
         param.sub_(group["lr"] * grad)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -461,7 +459,6 @@ _SELDOM: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", _SELDOM)
 def test_rules_that_mix_elements_now_and_then_get_whole_parameters(name: str) -> None:
     assert _updater(_rule(_SELDOM[name])).mixes_elements
@@ -476,7 +473,6 @@ _ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor
 }
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", _ELEMENTWISE)
 def test_rules_for_single_elements_are_taken(name: str) -> None:
     updater = _updater(_rule(_ELEMENTWISE[name]))
@@ -484,7 +480,6 @@ def test_rules_for_single_elements_are_taken(name: str) -> None:
     assert not updater.mixes_elements
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"])
 def test_subclasses_of_torchs_elementwise_classes_are_taken(name: str) -> None:
     _updater(type(f"My{name}", (getattr(torch.optim, name),), {}), lr=1e-2, foreach=True)

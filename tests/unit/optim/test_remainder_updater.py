@@ -203,6 +203,8 @@ def test_it_runs_beside_another_thread() -> None:
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_every_vector_width_of_torch(capability: str) -> None:
     """torch chooses its code by the processor; a variable takes it down to an older one."""
+    if capability == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip(f"this processor has no AVX-512, torch runs {torch.backends.cpu.get_cpu_capability()}")
     code = (
         "import torch, pytest\n"
         "from tests.unit.optim.test_remainder_updater import _Rig\n"

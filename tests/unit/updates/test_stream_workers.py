@@ -135,6 +135,7 @@ def _gradients(jobs: Sequence[Any]) -> list[Gradients]:
     return [job.gradients for job in jobs]
 
 
+@pytest.mark.usefixtures("several_threads")
 def test_each_worker_computes_on_one_thread_and_as_the_training_thread_does() -> None:
     together = threading.Barrier(3)
     seen: set[tuple[str, int, bool, bool]] = set()
