@@ -207,6 +207,13 @@ class GpuAdam(FusedAdam):
         self._launch: Launch | None = compiled_for(self._device, ADAM, "adam_on_halves", THREADS)
         return self._launch is not None
 
+    def _agrees(self, worker: Worker, group: dict[str, Any]) -> bool:
+        try:
+            return super()._agrees(worker, group)
+        except Exception as error:
+            logger.info("the GPU kernel for Adam cannot be launched: %s", error)
+            return False
+
     @staticmethod
     def runs(group: Mapping[str, Any]) -> bool:
         """Whether a group with these hyperparameters can be updated here: a learning rate on a GPU would be waited for."""

@@ -197,6 +197,16 @@ def test_without_a_compiler_there_is_no_kernel() -> None:
     assert GpuAdam.of(template, torch.device("cuda")) is None
 
 
+def test_a_launch_that_fails_leaves_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(blocks: int, arguments: Any) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(fused_adam, "compiled_for", lambda *_: launch)
+    weight = nn.Parameter(torch.zeros(4))
+    template = build_template(torch.optim.AdamW([weight], fused=True), [("weight", weight)], _CPU)
+    assert GpuAdam.of(template, _CPU) is None
+
+
 def test_a_learning_rate_on_the_device_is_left_to_torch() -> None:
     group = {"fused": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert GpuAdam.runs({**group, "lr": torch.tensor(0.1)})
