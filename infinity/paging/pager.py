@@ -419,6 +419,9 @@ class Pager:
             return tensor, tensor._version
         if token is not None:
             return token
+        of_another = self.saving.token_of_another(tensor)
+        if of_another is not None:
+            return of_another
         if self._activations is not None and self._sharing is None:  # a shared step keeps what goes between its units
             elsewhere = self._activations.pack(tensor)
             if elsewhere is not None:
@@ -429,7 +432,7 @@ class Pager:
     @untraced
     @outside_modes
     def token_for(self, tensor: torch.Tensor) -> SavedView | None:
-        """As `pack`, of a view of a unit; None for anything else."""
+        """As `pack`, of a view of a unit of this engine; None for anything else."""
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return None
         with contextlib.suppress(RuntimeError):
@@ -439,10 +442,13 @@ class Pager:
     def _token(self, tensor: torch.Tensor) -> SavedView | None:
         if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
             return next(
-                SavedView(unit, tensor, slot)
-                for unit in self.residency.units
-                for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-                if parameter is tensor
+                (
+                    SavedView(unit, tensor, slot)
+                    for unit in self.residency.units
+                    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+                    if parameter is tensor
+                ),
+                None,
             )
         unit = self.residency.unit_behind(tensor)
         return None if unit is None or unit.flat is None else SavedView(unit, tensor)

@@ -13,6 +13,7 @@ import torch
 
 from infinity.errors import ParameterNotResidentError
 from infinity.paging.pager import Pager
+from infinity.paging.saved_tensors import are_forbidden
 from infinity.threads.turn import in_backward, trusts
 from infinity.torch_internals.modes import has_memory, outside_modes
 from infinity.torch_internals.names import with_lazy_bits
@@ -132,6 +133,12 @@ class ParameterOperations:
                 result = function(args[0].detach().clone().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
                 result.flags.writeable = False  # what is written there would reach no weight
                 return result
+            if are_forbidden() and not may_write(function, kwargs):
+                # What is saved is the weight itself, which is about to lose its memory: a view holds it.
+                args, kwargs = (
+                    replaced(tree, lambda leaf: _as_view(leaf) if id(leaf) in places else leaf)
+                    for tree in (args, kwargs)
+                )
             return function(*args, **kwargs)
         finally:
             for view in views:
@@ -165,6 +172,10 @@ class ParameterOperations:
         if value.is_meta or not has_memory(value) or not value.numel():
             return False
         return self._pager.residency.unit_behind(value) in units
+
+
+def _as_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
 
 
 def _base_of(unit: Unit) -> torch.Tensor:

@@ -14,6 +14,9 @@ would hold weights that go, and give back parameters that are paged out. Where w
 holds a view of a weight, a token takes the view's place until it is unpacked. Of ``torch.autograd.graph.save_on_cpu``, which
 changes no bits, weights are kept away: it would copy them all. Hooks of activation checkpointing are not called: what they
 would drop is dropped or kept by the checkpoint around the model alone.
+
+[Note: several engines] What is computed of two engines' weights is saved by the hooks of one of them, those that are the
+innermost. So each gives the other's weights to the other to pack, and to unpack.
 """
 
 from __future__ import annotations
@@ -96,6 +99,20 @@ class SavedView:
         memory, start = self.kept or (self.unit.flat.tensor(), 0)
         offset = self.offset - start // self.dtype.itemsize
         return with_lazy_bits(memory.view(self.dtype).as_strided(self.shape, self.stride, offset), self.bits)
+
+
+class SavedByAnother:
+    """A token that another engine has made: see [Note: several engines]."""
+
+    __slots__ = ("_token", "_unpack")
+
+    def __init__(self, token: SavedView, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._token = token
+        self._unpack = unpack
+
+    def load(self) -> torch.Tensor:
+        """The view, as the other engine gives it."""
+        return self._unpack(self._token)
 
 
 def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None:
@@ -191,14 +208,15 @@ def _enter(context: Any) -> None:
 @contextmanager
 def _disable(message: str) -> Iterator[None]:
     """As torch's, for transforms of torch.func inside a forward: ours make way for them, see `are_forbidden`."""
-    ours = next((hooks for hooks in tuple(_covering) if hooks.would_cover), None)
-    if ours is not None:
+    popped = []  # of several engines, innermost first
+    while (ours := next((hooks for hooks in tuple(_covering) if hooks.would_cover), None)) is not None:
+        popped.append(ours)
         ours.pop()
     try:
         with _plain_disable(message):
             yield
     finally:
-        if ours is not None:
+        for ours in reversed(popped):
             ours.push()
 
 
@@ -224,8 +242,8 @@ class _Theirs:
         self.packed = packed
 
 
-def _exchanged(packed: Any, kind: type, exchange: Callable[[Any], Any]) -> Any:
-    """``packed`` with each object of that class in it exchanged, as far as it is one or consists of lists and the like."""
+def _exchanged(packed: Any, kind: type | tuple[type, ...], exchange: Callable[[Any], Any]) -> Any:
+    """``packed`` with each object of these classes in it exchanged, as far as it is one or consists of lists and the like."""
     if isinstance(packed, kind):
         return exchange(packed)
     if type(packed) in (tuple, list):
@@ -247,7 +265,7 @@ class SavingHooks:
         """
         Args:
             pack, unpack: as for ``torch.autograd.graph.saved_tensors_hooks``.
-            token_for: what ``pack`` gives for a view of a weight; None for anything else.
+            token_for: what ``pack`` gives for a view of a weight of the owner's; None for anything else.
         """
         self._pack = pack
         self._unpack = unpack
@@ -269,19 +287,32 @@ class SavingHooks:
     def _pack_over(self, collect: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """As ``pack``, where hooks of the user are covered: see [Note: hooks of the user]."""
         if _home(collect) == _MOVING_ONLY:
-            token = self._token_for(tensor)
+            token = self._any_token_for(tensor)
             if token is not None:
                 return token
         return _Theirs(_exchanged(collect(tensor), torch.Tensor, self._put_away))
 
     def _put_away(self, tensor: torch.Tensor) -> Any:
-        token = self._token_for(tensor)
+        token = self._any_token_for(tensor)
         return tensor if token is None else token
+
+    def _any_token_for(self, tensor: torch.Tensor) -> SavedView | SavedByAnother | None:
+        token = self._token_for(tensor)
+        return self.token_of_another(tensor) if token is None else token
+
+    def token_of_another(self, tensor: torch.Tensor) -> SavedByAnother | None:
+        """A token for a view of another engine's weight; None for anything else."""
+        for hooks in tuple(_covering):
+            if hooks._token_for != self._token_for:
+                token = hooks._token_for(tensor)
+                if token is not None:
+                    return SavedByAnother(token, hooks._unpack)
+        return None
 
     def _unpack_over(self, give: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Theirs):
             return self._unpack(saved)
-        return give(_exchanged(saved.packed, SavedView, self._unpack))
+        return give(_exchanged(saved.packed, (SavedView, SavedByAnother), self._unpack))
 
     def push_in_recomputation(self) -> None:
         """Put them up for a recomputation inside backward.

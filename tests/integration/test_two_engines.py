@@ -1,0 +1,112 @@
+"""Operations on the weights of two engines in one process: what is saved of each for backward is that engine's to keep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import infinity
+from infinity.errors import BudgetTooSmallError
+from tests.exactness.lockstep import everything_on_nvme
+
+
+class Product(torch.autograd.Function):
+    """Saves the weights themselves."""
+
+    @staticmethod
+    def forward(ctx, u: Tensor, v: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(u, v)
+        return u * v
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def, override]
+        u, v = ctx.saved_tensors
+        return gradient * v, gradient * u
+
+
+def _all_products(a: nn.Module, b: nn.Module) -> Tensor:
+    return torch.stack([(p * q).sin().sum() for p, q in zip(a.parameters(), b.parameters(), strict=True)]).sum()
+
+
+def _in_a_forward(a: nn.Module, b: nn.Module) -> Tensor:
+    weights = [module.weight for module in b.children() if isinstance(module, nn.Linear)]
+    others = [module for module in a.children() if isinstance(module, nn.Linear)]
+
+    def mixed(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        for weight in weights:
+            output = output @ Product.apply(others[-1].weight, weight)
+        return torch.tanh(b(output))
+
+    handle = others[0].register_forward_hook(mixed)
+    try:
+        return a(torch.ones(3, 16)).square().sum()
+    finally:
+        handle.remove()
+
+
+def _under_hooks_of_the_user(a: nn.Module, b: nn.Module) -> Tensor:
+    with saved_tensors_hooks(lambda tensor: [tensor], lambda packed: packed[0]):
+        found = _in_a_forward(a, b)
+    with save_on_cpu():
+        return found + _in_a_forward(b, a)
+
+
+@torch.enable_grad()
+def _of_torch_func(a: nn.Module, b: nn.Module) -> Tensor:
+    last = list(b.children())[-1]
+
+    def mixed(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: torch.tanh(x @ last.weight).sum())(output.detach()) * output
+
+    handle = last.register_forward_hook(lambda module, inputs, output: a(output))
+    other = next(iter(a.children())).register_forward_hook(mixed)
+    try:
+        return b(torch.ones(3, 16)).square().sum()
+    finally:
+        handle.remove()
+        other.remove()
+
+
+@pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward, _under_hooks_of_the_user, _of_torch_func])
+def test_weights_of_two_engines_in_one_graph_train_as_in_torch(
+    loss_of: Callable[[nn.Module, nn.Module], Tensor], tmp_path: Path
+) -> None:
+    plain = [nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]) for _ in range(2)]
+    models = copy.deepcopy(plain)
+    engines = [_engine(model, tmp_path / str(index)) for index, model in enumerate(models)]
+    optimizers = [_optimizer(model) for model in plain]
+    for _ in range(2):
+        expected, loss = loss_of(*plain), loss_of(*models)
+        assert torch.equal(loss, expected)
+        expected.backward()
+        loss.backward()
+        for optimizer in (*optimizers, *(engine.optimizer for engine in engines)):
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, other in zip(models, plain, strict=True):
+        for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.detach().clone(), twin)
+    for engine in engines:
+        engine.close()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _engine(model: nn.Module, directory: Path) -> infinity.Engine:
+    """With the smallest budget."""
+    directory.mkdir()
+    config = everything_on_nvme(
+        directory, {"optimizer": None, "infinity": {"host_memory_budget": 1, "page_bytes": None}}
+    )
+    with pytest.raises(BudgetTooSmallError) as refused:
+        infinity.initialize(model=model, optimizer=_optimizer(model), config=config)
+    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
+    return infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0]
