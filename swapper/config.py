@@ -40,12 +40,29 @@ def whole_number(name: str, value: int) -> int:
     """``value`` as an int.
 
     Raises:
-        ArgumentError: It is a float, or no number: ``name`` says what for.
+        ArgumentError: It is a float, a bool, or no number: ``name`` says what for.
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name} must be an int, got {value!r}; convert it with int()") from None
+
+
+def as_priority(value: int) -> Priority:
+    """``value`` as a priority.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    if isinstance(value, Priority):
+        return value
+    try:
+        return Priority(whole_number("priority", value))
+    except ValueError:
+        names = ", ".join(f"Priority.{each.name}" for each in Priority)
+        raise ArgumentError(f"priority must be one of {names}, got {value!r}; pass one of these") from None
 
 
 def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:

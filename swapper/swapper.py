@@ -11,7 +11,7 @@ from types import TracebackType
 
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
-from swapper.config import Priority, SwapperConfig, whole_number
+from swapper.config import Priority, SwapperConfig, as_priority, whole_number
 from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
 from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
@@ -234,7 +234,7 @@ class Swapper(Uncopyable):
         self._check_usable()
         self._scheduler.pending.raise_first()
         self._check_owned(extent)
-        offset = whole_number("offset", offset)
+        offset, priority = whole_number("offset", offset), as_priority(priority)
         array = memory_of(
             buffer, for_read=direction is Direction.READ, accepts_device_memory=self.accepts_device_memory
         )

@@ -11,13 +11,13 @@ import asyncio
 import atexit
 import concurrent.futures
 import errno
-import logging
 import os
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import aiofiles.os
@@ -25,9 +25,8 @@ import aiofiles.os
 from swapper.backend import Direction, IORequest
 from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.volume_backend import VolumeBackend
+from swapper.sync.callbacks import call_back
 from swapper.volumes.volume import Volume
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _EXIT_SECONDS = 2.0
@@ -123,8 +122,6 @@ class _Loop:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("whoever was told of the end of a transfer raised", exc_info=error)
         if self._is_stopping and not self._tasks:
             self._loop.stop()
 
@@ -145,7 +142,8 @@ class _Loop:
             error = os_error.with_traceback(None)
         except Exception as other:
             error = OSError(None, f"{type(other).__name__}: {other}")
-        request.complete(transferred, error)
+        # An exit would end the loop, and a task that is cancelled says nothing.
+        call_back(partial(request.complete, transferred, error), "completing a transfer")
 
 
 def _stop(loop: _Loop, pid: int) -> None:

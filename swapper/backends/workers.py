@@ -9,9 +9,11 @@ import queue
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Protocol
 
 from swapper.backend import Direction, IORequest
+from swapper.sync.callbacks import call_back
 from swapper.uncopyable import Uncopyable
 
 
@@ -39,9 +41,9 @@ def _serve(requests: RequestQueue, transfer: Transfer) -> None:
         except OSError as os_error:
             # The traceback's frames refer to the request and so to the user's memory; the number and text are enough.
             error = os_error.with_traceback(None)
-        except Exception as other:
+        except BaseException as other:
             error = OSError(None, f"{type(other).__name__}: {other}")
-        request.complete(transferred, error)
+        call_back(partial(request.complete, transferred, error), "completing a transfer")
         # An idle worker must not keep the last buffer alive.
         del request, error
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from enum import Enum
 
 from swapper.config import round_up
-
-logger = logging.getLogger(__name__)
+from swapper.sync.callbacks import call_back
 
 NameOf = Callable[[int, int], str]
 """``name_of(start, stop)`` says, for error messages, what lies in these bytes of an extent."""
@@ -73,11 +71,13 @@ class Extent:
         """Return what lies in the bytes ``[start, stop)``; empty if nobody can say."""
         if self.name_of is None:
             return ""
-        try:
-            return self.name_of(max(0, start), min(stop, self.requested_bytes))
-        except Exception:  # it is asked while an error is reported, which must not get lost for its sake
-            logger.exception("what lies in bytes %d to %d of extent %r cannot be said", start, stop, self.name)
-            return ""
+        name_of, names = self.name_of, [""]
+        # It is asked while an error is reported, which must not get lost for its sake.
+        call_back(
+            lambda: names.append(name_of(max(0, start), min(stop, self.requested_bytes))),
+            f"naming what lies in bytes {start} to {stop} of extent {self.name!r}",
+        )
+        return names[-1]
 
     def move_to(self, state: ExtentState) -> None:
         """Change the state; only legal transitions are possible."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from swapper.backend import Direction
-
-logger = logging.getLogger(__name__)
+from swapper.sync.callbacks import call_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,4 @@ class Observers:
             except IndexError:  # another thread has told it
                 return
             for observer in self._observers:
-                try:
-                    observer(record)
-                except Exception:
-                    logger.exception("an observer of transfers raised")
+                call_back(partial(observer, record), "an observer of transfers")

@@ -10,15 +10,13 @@ whoever waits, and by the watchdog.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
 
 from swapper.sync.bell import Bell, Latch
-
-logger = logging.getLogger(__name__)
+from swapper.sync.callbacks import call_back
 
 
 def _serve(hand_over: weakref.WeakMethod[Callable[[], None]], bell: Bell, stop: Latch) -> None:
@@ -27,10 +25,7 @@ def _serve(hand_over: weakref.WeakMethod[Callable[[], None]], bell: Bell, stop: 
         function = hand_over()
         if function is None:
             return
-        try:
-            function()
-        except Exception:  # all that is asked for later needs this thread
-            logger.exception("handing transfers over raised")
+        call_back(function, "handing transfers over")  # all that is asked for later needs this thread
         del function
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swapper.backend import Direction
-from swapper.config import Priority
+from swapper.config import Priority, as_priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
 from swapper.scheduling.operation import Operation
@@ -77,7 +77,7 @@ class Handle(Uncopyable):
 
     def promote(self, priority: Priority = Priority.DEMAND) -> None:
         """Raise the priority of the request and of the earlier requests it waits for; never lowers one."""
-        self._scheduler.promote(self._operation, priority)
+        self._scheduler.promote(self._operation, as_priority(priority))
 
     def add_done_callback(self, function: Callable[[Handle], None]) -> None:
         """Have ``function(handle)`` called once when the request is over, at once if it is.

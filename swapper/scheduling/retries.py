@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from swapper.scheduling.operation import Transfer
 from swapper.sync.bell import Bell
-
-logger = logging.getLogger(__name__)
+from swapper.sync.callbacks import call_back
 
 _FIRST_SECONDS = 0.001
 _MOST_SECONDS = 0.25
@@ -76,10 +75,7 @@ class BackOff:
                     due.append(heapq.heappop(self._waiting)[2])
                 next_seconds = self._waiting[0][0] - now if self._waiting else 0.0
             if due:
-                try:
-                    self._resume(due)
-                except Exception:  # all others need this thread
-                    logger.exception("trying a transfer again raised")
+                call_back(partial(self._resume, due), "trying a transfer again")  # all others need this thread
             else:
                 self._changed.wait(next_seconds)
             del due

@@ -36,8 +36,9 @@ from swapper.scheduling.pending import PendingErrors, observe
 from swapper.scheduling.retries import BackOff, delay_seconds
 from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import WaitingRoom, announce, call_back
+from swapper.scheduling.waiting import WaitingRoom, announce
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, Watchdog
+from swapper.sync.callbacks import call_back
 from swapper.sync.reentry import refuse_owned, refuse_reentry
 from swapper.uncopyable import Uncopyable
 
@@ -206,7 +207,7 @@ class IOScheduler(Uncopyable):
     def _submit(self, transfer: Transfer) -> None:
         try:
             self._backend.submit(transfer)
-        except Exception as error:
+        except BaseException as error:  # never on the main thread, so it is no interrupt
             logger.exception("the backend raised instead of completing a transfer with an error")
             self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
 
@@ -418,7 +419,7 @@ class IOScheduler(Uncopyable):
             if not operation.is_finished:
                 operation.callbacks.append(function)
                 return
-        call_back(function)
+        call_back(function, "a callback of a finished read or write")
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

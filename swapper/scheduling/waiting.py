@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from swapper.backend import IOBackend
 from swapper.config import bounded_seconds
@@ -12,9 +11,8 @@ from swapper.scheduling.failure import stall_error
 from swapper.scheduling.operation import Operation
 from swapper.scheduling.pending import PendingErrors
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
+from swapper.sync.callbacks import call_back
 from swapper.sync.reentry import refuse_reentry, resting
-
-logger = logging.getLogger(__name__)
 
 
 class WaitingRoom:
@@ -107,13 +105,5 @@ def announce(over: Iterable[Operation]) -> None:
             waiter.release()
         operation.waiters.clear()
         for callback in operation.callbacks:
-            call_back(callback)
+            call_back(callback, "a callback of a finished read or write")
         operation.callbacks.clear()
-
-
-def call_back(callback: Callable[[], None]) -> None:
-    """Call a user's function; what it raises must not reach a backend thread."""
-    try:
-        callback()
-    except Exception:
-        logger.exception("a callback of a finished read or write raised")

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 
 from swapper.sync.bell import Latch
+from swapper.sync.callbacks import call_back
 
 TICKS_PER_DEADLINE = 16
 """What has lasted for so many ticks is late. Counting ticks instead of reading a clock makes a stopped process (SIGSTOP,
@@ -29,7 +30,7 @@ def _watch(on_tick: weakref.WeakMethod[Callable[[], None]], interval_seconds: fl
         function = on_tick()
         if function is None:
             return
-        function()
+        call_back(function, "looking for transfers that hang")
         del function
 
 

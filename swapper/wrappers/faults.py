@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swapper.backend import Direction, IOBackend, IORequest
+from swapper.sync.callbacks import call_back
 from swapper.wrappers.base import BackendWrapper
 
 
@@ -196,7 +197,7 @@ class DelayLine:
                     self._changed.wait(wait_seconds)
                     continue
                 _, _, function = heapq.heappop(self._due)
-            function()
+            call_back(function, "a delayed function")
 
     def close(self) -> None:
         """Call everything that still waits now, and stop the thread. Idempotent."""

@@ -25,12 +25,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from swapper.backend import IORequest
 from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import Ring
 from swapper.errors import BackendUnavailableError, error_words
+from swapper.sync.callbacks import call_back
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
@@ -302,10 +304,8 @@ class RingLoop(Uncopyable):
 
 
 def _complete(request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-    try:
-        request.complete(transferred_bytes, error)
-    except BaseException:  # whatever it is: all other requests need this thread
-        logger.exception("completing a request raised; the ring goes on")
+    # All other requests need this thread.
+    call_back(partial(request.complete, transferred_bytes, error), "completing a transfer")
 
 
 def _ended() -> OSError:

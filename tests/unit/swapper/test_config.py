@@ -49,3 +49,18 @@ def test_demand_goes_first() -> None:
         Priority.PREFETCH,
         Priority.WRITE_BACK,
     ]
+
+
+@pytest.mark.parametrize("priority", ["DEMAND", None, 1.0, True, 3, -1])
+def test_a_priority_that_is_none_is_refused_at_once(priority: object) -> None:
+    """It would end the thread that hands transfers over, or wait for ever."""
+    with Swapper.in_memory(1 << 20) as swapper:
+        extent = swapper.allocate(ALIGNMENT, "x")
+        handle = swapper.write(extent, bytearray(ALIGNMENT), priority=2)  # type: ignore[arg-type]
+        for refused in (swapper.read, swapper.write):
+            with pytest.raises(ArgumentError, match=r"priority must be one of Priority\.DEMAND"):
+                refused(extent, bytearray(ALIGNMENT), priority=priority)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"priority must be one of Priority\.DEMAND"):
+            handle.promote(priority)  # type: ignore[arg-type]
+        handle.wait()
+        assert swapper.statistics().num_writes == 1

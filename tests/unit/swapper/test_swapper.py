@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import doctest
 import gc
 import threading
@@ -18,6 +19,7 @@ from swapper import (
     ALIGNMENT,
     AlignedRegion,
     ArgumentError,
+    BackendUnavailableError,
     ExtentRangeError,
     FreedExtentError,
     Handle,
@@ -247,6 +249,30 @@ def test_callbacks(swapper: Swapper, caplog: pytest.LogCaptureFixture) -> None:
     assert called == [handle] * 3
     assert "a callback of a finished read or write raised" in caplog.text
     swapper.write(extent, np.zeros(1, dtype=np.uint8)).wait()
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", "uring", "memory"])
+def test_a_callback_that_would_end_a_thread_ends_none(
+    backend: str, error: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: object) -> None:
+        raise error("not this thread")
+
+    config = SwapperConfig(deadline_seconds=30.0, num_threads=1, backend=backend)  # type: ignore[arg-type]
+    try:
+        swapper = Swapper.in_memory(_CAPACITY) if backend == "memory" else Swapper.open(tmp_path, _CAPACITY, config)
+    except BackendUnavailableError as reason:
+        pytest.skip(str(reason))
+    with swapper:
+        extent = swapper.allocate(1 << 20, "x")
+        swapper.observe(refuse)
+        for _ in range(9):
+            handle = swapper.write(extent, np.ones(1 << 20, dtype=np.uint8))
+            handle.add_done_callback(refuse) if not handle.done() else None
+            handle.wait()
+        swapper.read(extent, bytearray(1 << 20)).wait()
+        wait_until(lambda: "an observer of transfers raised" in caplog.text)
 
 
 def test_statistics_count_what_users_asked_for(swapper: Swapper) -> None:

@@ -248,7 +248,7 @@ def test_a_callback_that_raises_harms_no_other_request(backend: UringBackend, ca
     page = aligned_bytes(ALIGNMENT)
     backend.submit(IORequest(_READ, 0, page.data, page.ctypes.data, explode))
     write(backend, 0, random_bytes(ALIGNMENT, 0))
-    assert "completing a request raised" in caplog.text
+    assert "completing a transfer raised" in caplog.text
 
 
 def test_memory_in_flight_is_kept_and_then_let_go(tmp_path: Path) -> None:
