@@ -67,7 +67,9 @@ class Weights:
         return progress("saving weights", total, is_shown=self.shows_progress)
 
 
-def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool) -> None:
+def save_units(
+    weights: Weights, directory: Path, filename: str, *, trained_only: bool, max_shard_bytes: int | None = None
+) -> None:
     """One shard per unit, one for all that no unit holds, and an index; all at once, see ``swapper.volumes.publish``.
 
     What the model's modules have now is written: parameters that came later, too, and none that were removed. Older weights
@@ -78,6 +80,7 @@ def save_units(weights: Weights, directory: Path, filename: str, *, trained_only
 
     Args:
         trained_only: leave out what does not require a gradient.
+        max_shard_bytes: of a file, if it has more than one tensor, whatever the units; of one file there is no index.
 
     Raises:
         UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
@@ -91,12 +94,16 @@ def save_units(weights: Weights, directory: Path, filename: str, *, trained_only
         if is_adapted(model):
             save_adapters(model, directory)
             return
-        shards = [
-            list(group)
-            for _, group in itertools.groupby(_entries(weights, trained_only=trained_only), lambda e: e.source)
-        ]
+        entries = _entries(weights, trained_only=trained_only)
+        if max_shard_bytes is None:
+            shards = [list(group) for _, group in itertools.groupby(entries, lambda e: e.source)]
+        else:
+            shards = cut(entries, max_shard_bytes)
+        has_index = max_shard_bytes is None or len(shards) > 1
         with weights.progress(shards) as note:
-            write_shards(shards, directory, stem, functools.partial(save_configs, model), has_index=True, note=note)
+            write_shards(
+                shards, directory, stem, functools.partial(save_configs, model), has_index=has_index, note=note
+            )
 
 
 def save_pretrained(

@@ -42,26 +42,36 @@ class ExportCalls(DeepSpeedNames):
         save_dir: str | Path,
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: int | str | None = None,
     ) -> bool:
         """Write the trained weights (compute dtype) and buffers as sharded safetensors, in bounded memory; returns True.
 
         The directory gets shards, ``model.safetensors.index.json`` and, for a Hugging Face model, its config:
         ``from_pretrained(save_dir)`` loads it, and so does plain torch, shard by shard: names are the model's own.
-        ``save_filename`` gives the shards' names; "pytorch_model.bin" means the default.
+        ``save_filename`` gives the shards' names; "pytorch_model.bin" means the default. With ``max_shard_size`` (bytes, or a
+        text: "5GB" is 5e9) files are as large, and up to that size there is one, without an index.
 
         Raises:
             CheckpointError: a load has failed midway, so that weights are of two trainings.
             StorageError: the directory cannot take them; what was there before is still there.
             UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
-            ValueError: ``save_dir`` is empty, or an address ("s3://...").
+            ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
         """
         check_directory(save_dir)
+        max_shard_bytes = None if max_shard_size is None else _shard_bytes(max_shard_size)
         self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(save_dir))
         if self._mesh.data.index > 0:
             return True
-        save_units(self._weights(), Path(save_dir), save_filename, trained_only=exclude_frozen_parameters)
+        save_units(
+            self._weights(),
+            Path(save_dir),
+            save_filename,
+            trained_only=exclude_frozen_parameters,
+            max_shard_bytes=max_shard_bytes,
+        )
         self._num_saved_steps = self.global_steps
         return True
 
@@ -113,10 +123,7 @@ class ExportCalls(DeepSpeedNames):
 
     def _save_pretrained(self, directory: str | Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
         check_directory(directory)
-        try:
-            max_shard_bytes = parse_bytes(max_shard_size)
-        except ValueError as error:
-            raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
+        max_shard_bytes = _shard_bytes(max_shard_size)
         self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(directory))
@@ -140,6 +147,13 @@ class ExportCalls(DeepSpeedNames):
             self.config.nvme_paths,
             self.config.infinity.progress_bars,
         )
+
+
+def _shard_bytes(max_shard_size: int | str) -> int:
+    try:
+        return parse_bytes(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
 
 
 def check_directory(directory: str | Path | None) -> None:

@@ -438,8 +438,12 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's; what accelerate alone saved is loaded as well, and then is in memory for a moment."""
-        with self._without_engines():
-            super().load_state(*args, **kwargs)
+        last = self.register_load_state_pre_hook(self._drop_loaded)  # after those of the script
+        try:
+            with self._without_engines():
+                super().load_state(*args, **kwargs)
+        finally:
+            last.remove()
         self._unloaded.clear()
 
     @contextlib.contextmanager
@@ -461,16 +465,17 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             save_engine(engine, output_dir, index)
 
     def _load_engines(self, found: Any, input_dir: str) -> None:
-        rest = []
+        found[:] = self._all[0]  # for a script's hooks, which come next
         for index, engine in enumerate(self.engines):
             if checkpoint_in(input_dir, index).exists():
                 load_engine(engine, input_dir, index)
-            else:
-                rest.append(engine)
-        models, optimizers = self._all
+
+    def _drop_loaded(self, found: Any, input_dir: str) -> None:
+        loaded = [each for index, each in enumerate(self.engines) if checkpoint_in(input_dir, index).exists()]
+        others = [None, *(each for each in self.engines if each not in loaded)]
         # accelerate goes on with these very lists, and knows a file by the position
-        found[:] = [each for each in models if self.engine_of(each) in (None, *rest)]
-        self._optimizers[:] = [each for each in optimizers if getattr(each, "engine", None) in (None, *rest)]
+        found[:] = [each for each in found if self.engine_of(each) in others]
+        self._optimizers[:] = [each for each in self._all[1] if getattr(each, "engine", None) in others]
 
     def save_model(
         self,
@@ -484,4 +489,4 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         if engine is None or not safe_serialization:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         else:
-            engine.save_16bit_model(save_directory)
+            engine.save_16bit_model(save_directory, max_shard_size=max_shard_size)

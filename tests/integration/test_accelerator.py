@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,47 @@ def test_a_hook_that_takes_the_weights_of_each_model(tmp_path: Path) -> None:
     accelerator.register_save_state_pre_hook(save)
     accelerator.save_state(str(tmp_path / "other"))
     assert not list((tmp_path / "other").glob("model*"))
+    accelerator.engine.close()
+
+
+def test_a_hook_that_loads_the_weights_of_each_model(tmp_path: Path) -> None:
+    """It gets all models, as accelerate gives them, also that of an engine."""
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
+    teacher = network()
+    accelerator.prepare(teacher)
+    _, student = losses_of(accelerator, steps=1)
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = student.state_dict()
+    with torch.no_grad():
+        teacher[0].weight.zero_()
+    accelerator.backward(student(torch.ones(1, 8)).sum())
+    accelerator._optimizers[0].step()
+    seen = []
+
+    def load(models: list[Any], directory: str) -> None:
+        seen.extend(models)
+        models.remove(teacher)
+
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert seen == [teacher, student]
+    assert all(torch.equal(value, expected[name]) for name, value in student.state_dict().items())
+    assert not teacher[0].weight.any()  # which the hook has kept for itself
+    accelerator.engine.close()
+
+
+def test_files_of_a_size(tmp_path: Path) -> None:
+    """One file up to it, and an index beyond it: as accelerate names them."""
+    accelerator, found = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme")), []
+    model = network()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for number, size in enumerate(("10GB", 1100)):
+        for each in (accelerator, super(InfinityAccelerator, accelerator)):
+            each.save_model(model, str(tmp_path / f"{number}"), max_shard_size=size)
+            found.append(sorted(path.name for path in (tmp_path / f"{number}").iterdir()))
+            shutil.rmtree(tmp_path / f"{number}")
+    assert found[0] == found[1] == ["model.safetensors"]
+    assert found[2] == found[3] and "model.safetensors.index.json" in found[2]
     accelerator.engine.close()
 
 
