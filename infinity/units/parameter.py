@@ -31,6 +31,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.distributed.collectives import num_processes
 from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from infinity.threads.turn import guard, trusts
 from infinity.torch_internals.absent import absent
@@ -128,6 +129,10 @@ class _HeldParameter(nn.Parameter):
     def ds_shape(self) -> torch.Size:
         """As ``shape``."""
         return self.shape
+
+    def partition_numel(self) -> int:
+        """How many elements one of the processes has to itself, rounded up: DeepSpeed's count, which Lightning shows."""
+        return -(-self.numel() // num_processes())
 
     @property
     def ds_status(self) -> ZeroParamStatus:

@@ -108,6 +108,7 @@ def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     assert weight.ds_id != bias.ds_id
     assert (weight.ds_numel, weight.ds_shape) == (weight.numel(), weight.shape)
+    assert weight.partition_numel() == weight.numel()
     assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
     missing = [p for p in (weight, bias) if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
     with deepspeed.zero.GatheredParameters(missing):

@@ -136,7 +136,7 @@ def main(words: list[str]) -> None:
         default_root_dir=args.out,
         logger=False,
         enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=args.strategy.startswith("deepspeed"),  # which asks parameters in DeepSpeed's way
     )
     resumed = str(args.out / "saved" / "last.ckpt") if args.resume else None
     train = loader(BATCH * args.accumulate * STEPS_PER_EPOCH)
