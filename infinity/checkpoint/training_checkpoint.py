@@ -23,6 +23,7 @@ from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.checkpoint.left_out import LeftOut
 from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
+from infinity.checkpoint.same_model import SameModel
 from infinity.checkpoint.saved import (
     EXCLUDED,
     EXCLUDED_CHECKSUMS,
@@ -495,12 +496,14 @@ def load(
     with_scheduler: bool,
     only_module: bool,
     shows_progress: bool,
+    is_first_rank: bool,
     begin: Callable[[], None],
     changing: contextlib.AbstractContextManager[None],
 ) -> dict[str, Any]:
     """Read a checkpoint into model, optimizer and scheduler. Returns all that is no large tensor.
 
     Args:
+        is_first_rank: it tells what was left out.
         begin: called when the model has been looked at, and nothing has been changed.
         changing: entered when the optimizer, which changes itself as the first, has taken what is its own.
 
@@ -515,11 +518,12 @@ def load(
     parameters, buffers = whole_parameters(training.model), buffers_of(training.model)
     shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
     left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
-    _check("parameters", saved, shapes, is_strict=is_strict, left_out=left_out)
-    _check("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()}, is_strict=is_strict)
+    same = SameModel(is_strict=is_strict)
+    same.shapes("parameters", saved, shapes, left_out)
+    same.shapes("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()})
     extra = rest.get(EXTRA_STATES)
-    if is_strict and extra is not None:  # DeepSpeed has saved none
-        _refuse("extra states", _on_one_side(takers(training.model), extra))
+    if extra is not None:  # DeepSpeed has saved none
+        same.names("extra states", takers(training.model), extra)
     if is_strict and left_out:
         _left_out(training, left_out).check(saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
@@ -535,41 +539,9 @@ def load(
             loading.buffers(buffers)
             loading.parameters(parameters, note)
             set_extra_states(training.model, extra or {})
+    if is_first_rank:
+        same.tell(folder)
     return rest
-
-
-def _check(
-    group: str,
-    saved: Checkpoint,
-    wanted: Mapping[str, tuple[int, ...]],
-    *,
-    is_strict: bool,
-    left_out: Collection[str] = (),
-) -> None:
-    found = saved.of(group)
-    problems = [
-        f"'{fqn}' has shape {found[fqn].shape}, not {shape}"
-        for fqn, shape in wanted.items()
-        if fqn in found and found[fqn].shape != shape
-    ]
-    if is_strict:
-        problems += _on_one_side([fqn for fqn in wanted if fqn in found or fqn not in left_out], found)
-    _refuse(group, problems)
-
-
-def _on_one_side(wanted: Collection[str], found: Collection[str]) -> list[str]:
-    problems = [f"'{fqn}' is missing" for fqn in wanted if fqn not in found]
-    return problems + [f"'{fqn}' is not in the model" for fqn in found if fqn not in wanted]
-
-
-def _refuse(group: str, problems: Sequence[str]) -> None:
-    if problems:
-        shown, num_others = "; ".join(problems[:4]), len(problems) - 4
-        more = f" and {num_others} more" if num_others > 0 else ""
-        raise UnsupportedModelError(
-            f"the checkpoint's {group} are not the model's: {shown}{more}",
-            cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
-        )
 
 
 __all__ = ["BackgroundSave", "Saving", "Training", "find", "load", "reading_again"]

@@ -228,7 +228,8 @@ class CheckpointCalls(ExportCalls):
         Args:
             load_dir: where checkpoints are.
             tag: which one; None: the latest.
-            load_module_strict: whether checkpoint and model must have the same parameters and buffers.
+            load_module_strict: whether checkpoint and model must have the same parameters and buffers. If not, what only one
+                has is named in the log, left out or as before; a shape that differs is an error all the same.
             load_optimizer_states: whether to load states, hyperparameters and the loss scale.
             load_lr_scheduler_states: whether to load the scheduler.
             load_module_only: load weights and buffers only.
@@ -334,6 +335,7 @@ class CheckpointCalls(ExportCalls):
                     only_module=only_module,
                     **how,
                     shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
+                    is_first_rank=self.global_rank <= 0,
                     begin=changing.tell,
                     changing=changing,
                 )

@@ -232,7 +232,7 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
     assert seen == sorted(seen)
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)
         engine.save_checkpoint(tmp_path / "saved")
@@ -253,8 +253,12 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         with pytest.raises(UnsupportedModelError, match=r"'more.weight' is missing") as caught:
             engine.load_checkpoint(tmp_path / "saved")
         assert "'late.weight' is not in the model" in str(caught.value)
+        caplog.clear()
         engine.load_checkpoint(tmp_path / "saved", load_module_strict=False, load_optimizer_states=False)
         assert engine.global_steps == 1
+    (told,) = [each.getMessage() for each in caplog.records if "load_module_strict" in each.getMessage()]
+    assert "'more.weight', 'more.bias' (not in the checkpoint, and as before)" in told
+    assert "'late.weight', 'late.bias' (not in the model, and left out)" in told
 
 
 def _groups(model: Model, order: str) -> list[dict[str, Any]]:
