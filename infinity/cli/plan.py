@@ -294,6 +294,8 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
         elif written:
             wear += "; --tbw says after how many steps the drives have taken what they are rated for"
         console.print(f"wear: {wear}", markup=False)
+        if plan.retention is not None:
+            console.print(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}", markup=False)
     if given.fits:
         how = "as it is" if is_given else f"with weights on {given.param_tier}, states on {given.optimizer_tier}"
         console.print(f"\nIt fits {how}. Activations come on top of what is shown.", markup=False)

@@ -47,6 +47,7 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.paging.residency import Residency
+from infinity.planning.drive_room import room_bytes
 from infinity.planning.placement import Placement
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.telemetry.progress import Note, progress
@@ -252,7 +253,7 @@ def build(
     )
     if placement.spills:
         gradients.reserve()
-    plan_tracker = draft.tracker(placement, suitability)
+    plan_tracker = draft.tracker(placement, suitability, room_bytes)
     # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
     spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
     trimmer = HeapTrimmer() if device.shares_host_memory and spills else None

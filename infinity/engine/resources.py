@@ -37,7 +37,7 @@ from swapper import (
     Versions,
     VolumeError,
 )
-from swapper.errors import limit_cure
+from swapper.errors import VolumeTooSmallError, limit_cure
 from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
@@ -124,12 +124,17 @@ class EngineResources:
             return Swapper.open(directories, capacity, settings, busy=self._busy)
         except VolumeError as error:
             key_name = "durable_path" if tier == "durable" else "nvme_path"
+            cure = f"Choose another {key_name}, or give several as a list"
+            if limit_cure(error.__cause__):
+                cure = "That is a limit of the process, and of no directory"
+            kept = self._volumes.retention
+            if tier == "durable" and kept is not None and isinstance(error, VolumeTooSmallError):
+                fewer = dataclasses.replace(kept, room_bytes=error.free_bytes).cure()
+                cure = f"{cure}. Or keep fewer: {fewer}" if fewer else cure
             raise StorageError(
                 _names(directories),
                 f"cannot hold the states: {error}",
-                cure="That is a limit of the process, and of no directory"
-                if limit_cure(error.__cause__)
-                else f"Choose another {key_name}, or give several as a list",
+                cure=cure,
             ) from error
         except BackendUnavailableError as error:
             raise StorageError(

@@ -5,7 +5,8 @@ Knows a model's shapes, which may be all there is of it (the meta device); must 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,6 +26,7 @@ from infinity.planning.volumes import Volumes
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
 from infinity.vertical.eligibility import Suitability, place_for_schedule
+from swapper.volumes.directory import Directory
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,18 @@ class Draft:
         """
         return place_for_schedule(self.config.infinity.schedule, self.sizes, self.request, self.guess)
 
-    def tracker(self, placement: Placement, suitability: Suitability) -> PlanTracker:
-        """What keeps the plan of a placement."""
+    def tracker(
+        self,
+        placement: Placement,
+        suitability: Suitability,
+        room_bytes: Callable[[Sequence[Directory]], int | None],
+    ) -> PlanTracker:
+        """What keeps the plan of a placement, with drives that have so much room in some directories (None: no limit)."""
         resting = resting_bytes(self.sizes, self.request, placement)
-        durable_bytes = self.volumes(placement).durable_bytes
-        plan = first_plan(self.config, self.units, self.request, placement, resting, self.budget_source, durable_bytes)
+        retention, durable = self.volumes(placement).retention, self.config.infinity.durable
+        if retention is not None and durable is not None:
+            retention = dataclasses.replace(retention, room_bytes=room_bytes(durable.directories))
+        plan = first_plan(self.config, self.units, self.request, placement, resting, self.budget_source, retention)
         return PlanTracker(plan, self.sizes, self.request, self.guess, expects_vertical=suitability.is_expected)
 
     def volumes(self, placement: Placement) -> Volumes:

@@ -138,6 +138,7 @@ class Outcome:
             "resting_bytes": None if plan is None else plan.resting_bytes,
             "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
             "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
+            "retention": None if plan is None or plan.retention is None else dataclasses.asdict(plan.retention),
         }
 
 
@@ -231,7 +232,7 @@ class Ladder:
         room = 0
         try:
             draft, room = self._draft(config, *cut)
-            tracker = draft.tracker(*draft.place())
+            tracker = draft.tracker(*draft.place(), self._machine.room_bytes)
         except BudgetTooSmallError as error:
             least = error.minimum_bytes + room if error.key == HOST_KEY else 0
             return Outcome(*tiers, Change(keys), None, least, _too_small(error, room), self._tokens, itemsize)
@@ -267,7 +268,12 @@ class Ladder:
             if room is not None and needed > room:
                 is_plain = directories == everywhere and all(each.capacity_bytes is None for each in directories)
                 where = "the drives" if is_plain else describe_directories(directories)
-                return f"{format_bytes(needed)} on {where}, of which {format_bytes(room)} are free"
+                kept = volumes.retention
+                cure = None
+                if kept is not None and directories == volumes.state_key[1]:
+                    cure = dataclasses.replace(kept, room_bytes=room).cure()
+                told = f"{format_bytes(needed)} on {where}, of which {format_bytes(room)} are free"
+                return f"{told}: {cure}" if cure else told
         return None
 
     def _config(self, keys: Mapping[str, Any]) -> InfinityConfig:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from infinity.device.host_memory import free_bytes
 from infinity.planning.bandwidth_cache import Bandwidth, measured_bandwidth, now
+from infinity.planning.drive_room import Room, room_bytes, together
 from swapper.errors import SwapperError
 from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import DriveTest
 from swapper.volumes.directory import Directory
-from swapper.volumes.file_system import describe_drive
-from swapper.volumes.left_runs import bytes_of_run
 
 _FILE_BYTES = 32 << 20
 _SETTING = IOSetting("threads", 1 << 20, num_threads=4, max_inflight=8)
@@ -61,7 +58,7 @@ class Machine:
         """
         return cls(
             host_free_bytes=free_bytes(),
-            drive_free_bytes=_together([_Room.of(Directory(path)) for path in directories]),
+            drive_free_bytes=together([Room.of(Directory(path)) for path in directories]),
             device_free_bytes=torch.cuda.mem_get_info()[0] if asks_gpu and torch.cuda.is_available() else None,
             bandwidth=measured_bandwidth(directories),
             has_its_drives=True,
@@ -74,8 +71,8 @@ class Machine:
             VolumeError: nothing can be said of a directory.
         """
         if self.has_its_drives:
-            return _together([_Room.of(each) for each in directories])
-        return _together([_Room(each, 0, self.drive_free_bytes, 0) for each in directories])
+            return room_bytes(directories)
+        return together([Room(each, 0, self.drive_free_bytes, 0) for each in directories])
 
 
 def glance(directories: Sequence[Path]) -> Bandwidth | None:
@@ -94,42 +91,3 @@ def glance(directories: Sequence[Path]) -> Bandwidth | None:
     except SwapperError:
         return None
     return Bandwidth(mixed, mixed, mixed, now())
-
-
-class _Room(NamedTuple):
-    """What a directory offers: its file system, what is free there, and what a run that goes on has there already."""
-
-    directory: Directory
-    file_system: int
-    free_bytes: int | None
-    held_bytes: int
-
-    @classmethod
-    def of(cls, directory: Directory) -> _Room:
-        drive = describe_drive(_existing(directory.path))
-        free = drive.free_bytes if drive.total_bytes else None
-        return cls(directory, drive.device_number, free, bytes_of_run(directory.path))
-
-
-def _together(rooms: Sequence[_Room]) -> int | None:
-    """What directories give together: what is free in a file system counts once. None: no limit."""
-    total = 0
-    for file_system in {room.file_system for room in rooms}:
-        sharing = [room for room in rooms if room.file_system == file_system]
-        capacities = [room.directory.capacity_bytes for room in sharing]
-        known = [each for each in capacities if each is not None]
-        limits = [sum(known)] if len(known) == len(capacities) else []
-        if (free := sharing[0].free_bytes) is not None:
-            limits.append(free + sum(room.held_bytes for room in sharing))
-        if not limits:
-            return None
-        total += min(limits)
-    return total
-
-
-def _existing(path: Path) -> Path:
-    """The directory, or the one in which it would be made."""
-    path = path.absolute()
-    while not os.path.lexists(path) and path != path.parent:
-        path = path.parent
-    return path

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from infinity.planning.bandwidth_cache import Bandwidth
 from infinity.planning.cost_model import Traffic
 from infinity.planning.placement import Placement
+from infinity.planning.retention import Retention
 
 _MEGABYTE = 1_000_000
 
@@ -42,6 +43,8 @@ class Plan:
     """Terabytes that the drives are rated to take."""
     durable_bytes: int = 0
     """Of the drives, what a durable run has reserved: the states, and room for what each kept commit differs in."""
+    retention: Retention | None = None
+    """What that is made of, and how many commits there would be room for."""
     seen_bytes_per_second: float | None = None
     """What the drives read and wrote while they were busy, in the steps so far; None before the first ones."""
     compute_seconds: float | None = None
@@ -113,7 +116,8 @@ class Plan:
         if placement.landing_bytes:
             rows.append(("  gradients that arrive", _size(placement.landing_bytes)))
         if self.durable_bytes:
-            rows.append(("durable run", f"{_size(self.durable_bytes)} on the drives"))
+            detail = "" if self.retention is None else f": {self.retention}"
+            rows.append(("durable run", f"{_size(self.durable_bytes)} on the drives{detail}"))
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
         if placement.activation_bytes:

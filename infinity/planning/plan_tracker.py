@@ -18,6 +18,7 @@ from infinity.planning.cost_model import Traffic
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import Placement
 from infinity.planning.plan import Plan
+from infinity.planning.retention import Retention
 from infinity.planning.workload import Workload
 from infinity.telemetry import StepReport
 from infinity.units.unit import Unit
@@ -126,7 +127,7 @@ def first_plan(
     placement: Placement,
     resting_bytes: dict[str, dict[str, int]],
     budget_source: str,
-    durable_bytes: int,
+    retention: Retention | None,
 ) -> Plan:
     """The plan as it is known before anything has run, without predictions."""
     slots = [slot for unit in units for slot in unit.layout.slots]
@@ -148,7 +149,8 @@ def first_plan(
         predicted_write_bytes_per_step=0,
         bandwidth=_bandwidth(config),
         drive_tbw=config.infinity.drive_tbw,
-        durable_bytes=durable_bytes,
+        durable_bytes=0 if retention is None else retention.num_bytes,
+        retention=retention,
         update_workers=request.update_workers,
     )
 

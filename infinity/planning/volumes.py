@@ -12,6 +12,7 @@ from infinity.config import InfinityConfig
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import Placement
 from infinity.planning.resting import rest, spilled_bytes
+from infinity.planning.retention import Retention
 from swapper.volumes.directory import Directory
 
 TierKey = tuple[str, tuple[Directory, ...]]
@@ -27,14 +28,14 @@ class Volumes:
         state_key: of main weights and states.
         spill_key: of gradients that are spilled; None if nothing can be.
         num_bytes: of each volume on drives, what may lie in it at the same time.
-        durable_bytes: of the drives, what a durable run takes: the states, and for each commit what a step writes of them.
+        retention: of the drives, what a durable run takes.
     """
 
     param_key: TierKey
     state_key: TierKey
     spill_key: TierKey | None
     num_bytes: Mapping[TierKey, int]
-    durable_bytes: int
+    retention: Retention | None
 
     @classmethod
     def of(cls, config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, placement: Placement) -> Volumes:
@@ -55,7 +56,12 @@ class Volumes:
             needed[state_key] = needed.get(state_key, 0) + all_bytes - resting["weights"]
         if spill_key is not None:
             needed[spill_key] = needed.get(spill_key, 0) + spilled_bytes(sizes, request, placement)
-        return cls(param_key, state_key, spill_key, needed, _durable_bytes(config, sizes, request, all_bytes))
+        return cls(param_key, state_key, spill_key, needed, _retention(config, sizes, request, all_bytes))
+
+    @property
+    def durable_bytes(self) -> int:
+        """Of the drives, what a durable run takes."""
+        return 0 if self.retention is None else self.retention.num_bytes
 
     @property
     def reserved_bytes(self) -> dict[tuple[Directory, ...], int]:
@@ -63,12 +69,12 @@ class Volumes:
         return {key[1]: self.durable_bytes if key[0] == "durable" else size for key, size in self.num_bytes.items()}
 
 
-def _durable_bytes(config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, all_bytes: int) -> int:
+def _retention(config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, all_bytes: int) -> Retention | None:
     durable = config.infinity.durable
     if durable is None:
-        return 0
+        return None
     itemsize = request.record_format.weight_dtype.itemsize
     frozen_bytes = sum(size.weight_bytes - size.trainable_numel * itemsize for size in sizes)
     # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need a little.
     spare_bytes = min(all_bytes, config.io.max_inflight * config.io.request_bytes)
-    return all_bytes + durable.most_kept * (all_bytes - frozen_bytes) + spare_bytes
+    return Retention(all_bytes + spare_bytes, all_bytes - frozen_bytes, durable.most_kept)

@@ -20,6 +20,7 @@ from infinity.planning.cost_model import Prediction, Traffic, predict
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import Placement
 from infinity.planning.plan import Plan
+from infinity.planning.retention import Retention
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def as_record(workload: Workload, plan: Plan) -> dict[str, Any]:
         "placement": placement,
         "traffic": dataclasses.asdict(plan.traffic),
         "bandwidth": None if plan.bandwidth is None else dataclasses.asdict(plan.bandwidth),
+        "retention": None if plan.retention is None else dataclasses.asdict(plan.retention),
         "predicted_seconds": plan.predicted_step_seconds,  # for whoever reads the file alone
     }
     return {
@@ -115,5 +117,6 @@ def of_record(record: Mapping[str, Any]) -> tuple[Workload, Plan]:
         "units": tuple((name, size) for name, size in known["units"]),
         "traffic": Traffic(**known["traffic"]),
         "bandwidth": None if known["bandwidth"] is None else Bandwidth(**known["bandwidth"]),
+        "retention": None if known.get("retention") is None else Retention(**known["retention"]),
     }
     return workload, Plan(**known)
