@@ -9,6 +9,7 @@ Who has the memory itself (an array, an address, a storage, a DLPack capsule) wr
 but something to see: whoever asks a tensor for its memory. So while an engine lives, the methods that give it away say so
 before, of any tensor, for nobody can know from which view of a weight it is asked. What is looked up is one address in a
 dict. If it is that of weights that are open, a checksum of the parameter is taken, and compared when its use ends.
+So it is with ``apply_``, ``map_`` and ``map2_``, which write past torch's dispatcher.
 What C++ does with a tensor that it is given stays unseen.
 """
 
@@ -84,6 +85,7 @@ def unwatch(watcher: Watcher) -> None:
 
 _EXPOSING: tuple[tuple[Any, str], ...] = (
     *((torch.Tensor, name) for name in ("numpy", "data_ptr", "untyped_storage", "__dlpack__")),
+    *((torch.Tensor, name) for name in ("apply_", "map_", "map2_")),
     (torch.utils.dlpack, "to_dlpack"),
 )
 

@@ -244,7 +244,6 @@ def _refuse_new_parameter(parameter: nn.Parameter, caller: FrameType | None) -> 
 
 def _watched(name: str) -> Callable[..., Any]:
     """A method of a tensor that writes to it, or gives a view to write to, and says so before."""
-    method = getattr(torch.Tensor, name)
 
     def write(self: ResidentParameter, *args: Any, **kwargs: Any) -> Any:
         if name == "detach" and not torch.compiler.is_compiling():
@@ -252,10 +251,10 @@ def _watched(name: str) -> Callable[..., Any]:
         host = host_of(self)
         if host is not None:
             host.before_write(self)
-        return method(self, *args, **kwargs)
+        return getattr(torch.Tensor, name)(self, *args, **kwargs)  # as it is now: it may be watched itself
 
     write.__name__ = name
-    write.__doc__ = method.__doc__
+    write.__doc__ = getattr(torch.Tensor, name).__doc__
     return write
 
 

@@ -19,7 +19,7 @@ from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.shapes.blocks import Block, Net, token_batch
-from tests.exactness.written import train
+from tests.exactness.written import smallest, train
 
 _MODES = ("in backward", "bf16 resident", "vertical")
 
@@ -98,6 +98,20 @@ def _fused_on_data(weight: nn.Parameter) -> None:
     _sgd(weight.data)
 
 
+def _apply(weight: nn.Parameter) -> None:
+    weight.detach().apply_(lambda value: value * 0.5)
+
+
+def _map(weight: nn.Parameter) -> None:
+    weight.data.map_(torch.ones_like(weight), lambda value, other: value * 0.5 + other)
+
+
+@torch.no_grad()
+def _map2_of_a_view(weight: nn.Parameter) -> None:
+    part = weight.detach()[1:]
+    part.map2_(part, part, lambda value, first, second: first * 0.5 + second)  # type: ignore[operator]
+
+
 _WRITES = {
     "numpy": _numpy,
     "numpy of data": _numpy_of_data,
@@ -111,6 +125,9 @@ _WRITES = {
     "fused": _fused,
     "fused operator": _fused_operator,
     "fused on data": _fused_on_data,
+    "apply_": _apply,
+    "map_": _map,
+    "map2_ of a view": _map2_of_a_view,
 }
 
 
@@ -189,6 +206,29 @@ def test_a_storage_is_not_written_to_as_such(fill: str, tmp_path: Path) -> None:
         pytest.raises(UnsupportedModelError, match=r"all of unit blocks\.1 lies.*parameter\.data\.fill_"),
     ):
         getattr(weight, fill)().fill_(0)
+
+
+def test_a_write_by_a_function_of_python_to_a_frozen_weight_counts(tmp_path: Path) -> None:
+    def make(checkpointing: str) -> nn.Module:
+        model = Net(checkpointing)
+        module = model.get_submodule("blocks.1.up")
+        module.get_parameter("weight").requires_grad_(False)
+        module.register_forward_pre_hook(lambda module, _: _halve(module))
+        return model
+
+    case = Case("frozen", make, token_batch)
+    config = everything_on_nvme(tmp_path)
+    own = {**config["infinity"], "host_memory_budget": smallest(case, config)}
+    model = make("none")
+    expected = model.get_parameter("blocks.1.up.weight").detach() * 0.5
+    engine, *_ = infinity.initialize(model=model, config={**config, "infinity": own})
+    with engine:
+        engine(**make_batch(0))  # the unit has gone to the drive when it ends
+        assert torch.equal(model.get_parameter("blocks.1.up.weight").detach().clone(), expected)
+
+
+def _halve(module: nn.Module) -> None:
+    module.get_parameter("weight").apply_(lambda value: value * 0.5)
 
 
 def test_torch_is_as_it_was_when_the_last_engine_is_closed(tmp_path: Path) -> None:
