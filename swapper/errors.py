@@ -13,6 +13,7 @@
     │   ├── DamagedCommitError          a commit of a durable run is not what was written
     │   └── NewerFormatError            a later version wrote it
     ├── BackendUnavailableError         this way of moving bytes cannot be used here; says what would make it work
+    ├── LimitError (RuntimeError)       a limit of the system on threads, memory or open files is reached
     ├── OutOfSpaceError                 no room for one more extent in an open volume
     ├── ExtentError
     │   ├── UnwrittenExtentError        a read of bytes that were never written
@@ -54,6 +55,7 @@ __all__ = [
     "ExtentRangeError",
     "FreedExtentError",
     "InvalidBufferError",
+    "LimitError",
     "MissingDirectoryError",
     "NewerFormatError",
     "NotCopyableError",
@@ -237,6 +239,48 @@ class BackendUnavailableError(SwapperError):
         self.reason = reason
         self.cure = cure
         super().__init__(f"backend {backend!r} cannot be used: {reason}; {cure}, or choose another backend")
+
+
+class LimitError(SwapperError, RuntimeError):
+    """A limit of the system on threads, memory or open files is reached.
+
+    Attributes:
+        limit: On what: ``"threads"``, ``"memory"`` or ``"open files"``.
+        reason: What the system said.
+        cure: How to have more, or to need less.
+    """
+
+    def __init__(self, limit: str, reason: str, cure: str) -> None:
+        self.limit = limit
+        self.reason = reason
+        self.cure = cure
+        super().__init__(f"the system's limit on {limit} is reached: {reason}; {cure}")
+
+    @classmethod
+    def of(cls, error: BaseException) -> LimitError | None:
+        """The error that says so, if ``error`` is of such a limit."""
+        if isinstance(error, OSError):
+            code, reason = error.errno, str(error) if error.errno is None else error_words(error)
+        else:
+            code, reason = None, str(error) or type(error).__name__
+        if code in (errno_codes.EMFILE, errno_codes.ENFILE):
+            return cls("open files", reason, limit_cure(error))
+        if code == errno_codes.ENOMEM or isinstance(error, MemoryError):
+            return cls("memory", reason, _MEMORY_CURE)
+        if isinstance(error, RuntimeError) and not isinstance(error, SwapperError) and _NO_THREAD in reason:
+            return cls("threads", reason, _THREAD_CURE)
+        return None
+
+
+_NO_THREAD = "start new thread"
+_THREAD_CURE = (
+    "raise it (ulimit -u, or the container's limit on processes), or take a smaller num_threads (in a training, "
+    "config key aio.intra_op_parallelism)"
+)
+_MEMORY_CURE = (
+    "raise it (ulimit -v, ulimit -l, the container's limit on memory, or sysctl vm.overcommit_memory and "
+    "vm.max_map_count), or ask for less (in a training, a smaller infinity.host_memory_budget)"
+)
 
 
 class OutOfSpaceError(SwapperError):

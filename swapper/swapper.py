@@ -26,8 +26,9 @@ from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
 from swapper.sync import switching
+from swapper.sync.limits import limits_in_words
 from swapper.sync.reentry import refuse_owned
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.directory import DirectoryLike
 from swapper.volumes.volume import Volume
 from swapper.wrappers.integrity import IntegrityBackend
@@ -89,23 +90,27 @@ class Swapper(Uncopyable):
 
         Raises:
             VolumeError: A subclass says what is wrong with which directory; nothing was left behind.
+            LimitError: The system gives no more threads, memory or open files; likewise.
         """
         config = config or SwapperConfig()
         capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
-        directories = with_speeds(directories, capacity_bytes, direct=config.direct)
-        volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
-        try:
-            return cls(_verified(open_backend(volume, config), config), config, busy=busy)
-        except BaseException:
-            volume.close()
-            raise
+        with limits_in_words():
+            directories = with_speeds(directories, capacity_bytes, direct=config.direct)
+            volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
+            with closed_unless_made(volume.close):
+                backend = open_backend(volume, config)
+            with closed_unless_made(backend.close, config.deadline_seconds):
+                return cls(_verified(backend, config), config, busy=busy)
 
     @classmethod
     def in_memory(cls, capacity_bytes: int, config: SwapperConfig | None = None) -> Swapper:
         """Return a swapper whose bytes lie in host memory, copied by worker threads."""
         config = config or SwapperConfig()
         capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
-        return cls(_verified(MemoryBackend(capacity_bytes, config.num_threads), config), config)
+        with limits_in_words():
+            backend = MemoryBackend(capacity_bytes, config.num_threads)
+            with closed_unless_made(backend.close, config.deadline_seconds):
+                return cls(_verified(backend, config), config)
 
     @property
     def backend(self) -> IOBackend:

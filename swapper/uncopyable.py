@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, SupportsIndex
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, SupportsIndex
 
 from swapper.errors import NotCopyableError
 
@@ -15,3 +17,13 @@ class Uncopyable:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse ``copy.copy``, ``copy.deepcopy`` and ``pickle`` in words."""
         raise NotCopyableError(type(self).__name__)
+
+
+@contextlib.contextmanager
+def closed_unless_made(close: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """What is made in here becomes the owner; if it cannot be made, ``close(*args)``."""
+    try:
+        yield
+    except BaseException:
+        close(*args)
+        raise

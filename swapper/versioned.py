@@ -16,6 +16,8 @@ from swapper.errors import DamagedCommitError, VolumeError
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
+from swapper.sync.limits import limits_in_words, start_threads
+from swapper.uncopyable import closed_unless_made
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.run_directory import RunDirectory
 from swapper.volumes.volume import Volume
@@ -93,19 +95,19 @@ class Versions:
                 f"{str(wanted[is_there.index(True)].path)!r} holds a part of a run whose first directory is another one than "
                 f"{str(wanted[0].path)!r}: name the same directories in the same order, or remove them to begin anew",
             )
-        volume = Volume(
-            directories,
-            volume_bytes,
-            stripe_bytes=_STRIPE_BYTES,
-            direct=config.direct,
-            file_name=_NAME,
-            is_there=bool(run.commits()),
-        )
-        try:
-            return cls(run, open_backend(volume, config), volume.sync, capacity_bytes, config, busy=busy)
-        except BaseException:
-            volume.close()
-            raise
+        with limits_in_words():
+            volume = Volume(
+                directories,
+                volume_bytes,
+                stripe_bytes=_STRIPE_BYTES,
+                direct=config.direct,
+                file_name=_NAME,
+                is_there=bool(run.commits()),
+            )
+            with closed_unless_made(volume.close):
+                backend = open_backend(volume, config)
+            with closed_unless_made(backend.close, config.deadline_seconds):
+                return cls(run, backend, volume.sync, capacity_bytes, config, busy=busy)
 
     @property
     def kept(self) -> list[int]:
@@ -159,7 +161,7 @@ class Versions:
                 self._failure = error
 
         self._thread = threading.Thread(target=make, name="swapper-commit", daemon=True)
-        self._thread.start()
+        start_threads(self._thread)
 
     def settle(self, timeout_seconds: float | None = None) -> None:
         """Return when the commit that was begun last survives whatever happens to process and machine, or after so long.

@@ -52,6 +52,7 @@ from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
 from infinity.units.unit import Unit
 from swapper import Latch
+from swapper.sync.limits import start_threads
 from swapper.volumes.block_files import BlockThreads
 
 logger = logging.getLogger(__name__)
@@ -371,9 +372,9 @@ class BackgroundSave:
         """Begin, unless that has happened. ``owner`` is no garbage until it is over.
 
         Raises:
-            RuntimeError: the system gives no thread.
+            LimitError: the system gives no thread.
         """
-        threading.Thread(target=self._run, args=(owner,), name="infinity-checkpoint").start()
+        start_threads(threading.Thread(target=self._run, args=(owner,), name="infinity-checkpoint"))
 
     def _run(self, owner: object) -> None:
         if not self._begun.acquire(blocking=False):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 from swapper import Latch
+from swapper.sync.limits import start_threads
 
 T = TypeVar("T")
 PULSE_SECONDS = 1.0
@@ -112,7 +113,7 @@ def pulse(beat: Callable[[], Any]) -> Iterator[None]:
             problems.append(problem)
 
     thread = threading.Thread(target=run, name="infinity-pulse", daemon=True)
-    thread.start()
+    start_threads(thread)
     try:
         yield
     finally:

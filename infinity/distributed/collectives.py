@@ -55,6 +55,7 @@ from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.current_gpu import take_gpu
 from infinity.torch_internals.default_groups import forget_default_groups
 from infinity.torch_internals.group_store import default_store, group_timeout
+from swapper.sync.limits import start_threads
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
 """torch's names of what is done with several tensors."""
@@ -243,8 +244,9 @@ def destroy_at_exit() -> None:
     if not _met:
         return
     thread = threading.Thread(target=end, name="infinity-group-end", daemon=True)
-    thread.start()
-    thread.join(_EXIT_SECONDS)
+    with contextlib.suppress(RuntimeError):  # then it is left as it is
+        start_threads(thread)
+        thread.join(_EXIT_SECONDS)
 
 
 _met: list[int] = []

@@ -28,6 +28,7 @@ import torch
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 from swapper import Latch
+from swapper.sync.limits import start_threads
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,8 @@ class Pulls:
         self._errors: dict[int, RankError] = {}
         """By number, what has made the ranks part."""
         self._ready: queue.SimpleQueue[_Request] = queue.SimpleQueue()
-        self._has_begun = False
+        self._to_begin = [("asked", self._listen), ("giving", self._give_all)]
+        """Threads that have not been started."""
 
     def register(self, giver: Giver) -> int:
         """Answer requests from now on. All ranks call it at the same point. Returns the number to ask for."""
@@ -162,10 +164,10 @@ class Pulls:
             number = max(each[0] for each in found)
             self._next_number = number + 1
             self._givers[number] = giver
-            if not self._has_begun:
-                self._has_begun = True
-                for name, function in (("asked", self._listen), ("giving", self._give_all)):
-                    threading.Thread(target=function, name=f"infinity-{name}", daemon=True).start()
+            while self._to_begin:
+                name, function = self._to_begin[-1]
+                start_threads(threading.Thread(target=function, name=f"infinity-{name}", daemon=True))
+                self._to_begin.pop()
         return number
 
     def unregister(self, number: int) -> None:

@@ -26,6 +26,7 @@ from infinity.engine.resources import EngineResources
 from infinity.telemetry import Recording
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.updates.stream import UpdateStream
+from swapper.sync.limits import start_threads
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class _Parts:
         self._pid = os.getpid()
         self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
         self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
-        self._thread.start()
+        start_threads(self._thread)
         _open.append(self)
 
     def tell(self) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer
 from swapper import DeviceBytes, Extent, Handle, Latch, Priority, Swapper
+from swapper.sync.limits import start_threads
 
 _POLL_SECONDS = 0.0003
 
@@ -80,7 +81,7 @@ class DirectReader:
         self._queue: queue.SimpleQueue[DirectRead | None] = queue.SimpleQueue()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="infinity-direct-read", daemon=True)
-        self._thread.start()
+        start_threads(self._thread)
 
     def fetch(self, extent: Extent, flat: FlatBuffer, *, is_demand: bool) -> DirectRead:
         """Have a unit read into ``flat``."""

@@ -20,6 +20,7 @@ from infinity.tiers.host_weights import HostWeights
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
 from swapper import Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
+from swapper.sync.limits import start_threads
 
 
 class ReadArrival:
@@ -222,7 +223,7 @@ class Uploader:
         self._end: BaseException | None = None
         """Why nothing is served any more."""
         self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)
-        self._thread.start()
+        start_threads(self._thread)
 
     def fetch(self, extent: Extent, flat: FlatBuffer, *, is_demand: bool) -> _Upload:
         """Start an upload. Uploads are served in the order of their requests."""

@@ -40,6 +40,7 @@ from infinity.units.layout import Chunk, Piece
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState, UpdateJob
 from swapper import Bell, Handle
+from swapper.sync.limits import start_threads
 
 _MOST_AHEAD = 16
 """Chunks in hand at a time, where no pages limit them."""
@@ -143,8 +144,7 @@ class UpdateStream:
             threading.Thread(target=self._run, name=f"infinity-update-{number}", daemon=True)
             for number in range(num_workers)
         ]
-        for thread in self._threads:
-            thread.start()
+        start_threads(*self._threads, stop=self.stop)
 
     # ---------------------------------------------------------------------------------------------- training thread
 

@@ -22,6 +22,7 @@ import torch
 
 from infinity.threads.denormals import flush_denormals, flushes_denormals
 from infinity.threads.openmp import release_workers
+from swapper.sync.limits import start_threads
 
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
@@ -106,7 +107,7 @@ class Lane:
     def start(self) -> None:
         """Begin to serve, unless that has happened."""
         if self.thread.ident is None:
-            self.thread.start()
+            start_threads(self.thread)
 
     # ---------------------------------------------------------------------------------------------- training thread
 

@@ -11,8 +11,11 @@ import asyncio
 import atexit
 import concurrent.futures
 import errno
+import itertools
 import os
 import queue
+import select
+import socket
 import threading
 import time
 import weakref
@@ -24,8 +27,9 @@ import aiofiles.os
 
 from swapper.backend import Direction, IORequest
 from swapper.backends.file_transfer import FileTransfer
-from swapper.backends.volume_backend import VolumeBackend
+from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.sync.callbacks import call_back
+from swapper.sync.limits import limits_in_words, start_threads
 from swapper.volumes.volume import Volume
 
 _T = TypeVar("_T")
@@ -45,8 +49,7 @@ class _DaemonExecutor(concurrent.futures.Executor):
             threading.Thread(target=_work, args=(self._queue,), name=f"{name}-{index}", daemon=True)
             for index in range(num_threads)
         ]
-        for thread in self.threads:
-            thread.start()
+        start_threads(*self.threads, stop=self.shutdown)
 
     def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[_T]:
         """Have the next idle thread call the function."""
@@ -81,17 +84,23 @@ class _Loop:
 
     def __init__(self, transfer: FileTransfer, num_files: int, num_threads: int) -> None:
         self._transfer = aiofiles.os.wrap(transfer.__call__)
-        self._loop = asyncio.new_event_loop()
+        with limits_in_words():
+            self._loop = _new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         # Of each file and direction its own: slow writes or a slow drive must not occupy the threads of others.
-        self._executors = {
-            (column, direction): _DaemonExecutor(f"swapper-aiofiles-{column}-{direction.name.lower()}", num_threads)
-            for column in range(num_files)
-            for direction in Direction
-        }
+        self._executors: dict[tuple[int, Direction], _DaemonExecutor] = {}
         self._thread = threading.Thread(target=self._run, name="swapper-aiofiles-loop", daemon=True)
-        self._thread.start()
+        try:
+            for column, direction in itertools.product(range(num_files), Direction):
+                name = f"swapper-aiofiles-{column}-{direction.name.lower()}"
+                self._executors[column, direction] = _DaemonExecutor(name, num_threads)
+            start_threads(self._thread)
+        except BaseException:
+            self._end()
+            for thread in self.threads[1:]:
+                thread.join(STOP_SECONDS)
+            raise
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -111,9 +120,12 @@ class _Loop:
         try:
             self._loop.run_forever()
         finally:
-            self._loop.close()
-            for executor in self._executors.values():
-                executor.shutdown()
+            self._end()
+
+    def _end(self) -> None:
+        self._loop.close()
+        for executor in self._executors.values():
+            executor.shutdown()
 
     def _start(self, request: IORequest, column: int) -> None:
         task = self._loop.create_task(self._serve(request, column))
@@ -144,6 +156,15 @@ class _Loop:
             error = OSError(None, f"{type(other).__name__}: {other}")
         # An exit would end the loop, and a task that is cancelled says nothing.
         call_back(partial(request.complete, transferred, error), "completing a transfer")
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    # As many files as it takes, for a moment: asyncio leaves a loop that it could only half make to the garbage collector,
+    # which then complains.
+    with select.epoll():
+        for end in socket.socketpair():
+            end.close()
+    return asyncio.new_event_loop()
 
 
 def _stop(loop: _Loop, pid: int) -> None:

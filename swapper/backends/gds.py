@@ -193,7 +193,12 @@ class GdsBackend(BackendWrapper):
             self.threads.stop(_STOP_SECONDS)
             reason = f"cuFile (through {driver.name}) cannot use {file.name}: {type(error).__name__}: {error}"
             raise BackendUnavailableError("gds", reason, f"take a local ext4 or xfs on NVMe, or {_CURE}") from error
-        self._pool = WorkerPool("gds", self._transfer, num_threads)
+        try:
+            self._pool = WorkerPool("gds", self._transfer, num_threads)
+        except BaseException:
+            self._deregister()
+            self.threads.stop(_STOP_SECONDS)
+            raise
 
     def _try(self, fd: int, num_bytes: int) -> None:
         """Compare what the driver reads with what is in the file."""

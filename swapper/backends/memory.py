@@ -45,7 +45,11 @@ class MemoryBackend(Uncopyable):
         self.region = AlignedRegion(max(1, self.capacity_bytes))
         self.concurrency = max(1, num_threads)
         self._transfer: _CopyTransfer | None = _CopyTransfer(self.region)
-        self._pool = WorkerPool("memory", self._transfer, num_threads) if num_threads else None
+        try:
+            self._pool = WorkerPool("memory", self._transfer, num_threads) if num_threads else None
+        except BaseException:
+            self.region.release()
+            raise
 
     def locate(self, offset: int) -> tuple[str, int]:
         """Return words for host memory, and the offset itself."""

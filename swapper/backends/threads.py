@@ -6,7 +6,7 @@ import logging
 import time
 
 from swapper.backend import IORequest
-from swapper.backends.volume_backend import VolumeBackend
+from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.backends.workers import WorkerPool
 from swapper.volumes.volume import Volume
 
@@ -30,7 +30,13 @@ class ThreadsBackend(VolumeBackend):
         num_ahead = -(-num_threads // 2) if len(volume.files) > 1 else 0
         self.concurrency = (num_threads + num_ahead) * len(volume.files)
         names = ["io"] if len(volume.files) == 1 else [f"io-{column}" for column in range(len(volume.files))]
-        self._pools = [WorkerPool(name, self._transfer, num_threads) for name in names]
+        self._pools: list[WorkerPool] = []
+        try:
+            for name in names:
+                self._pools.append(WorkerPool(name, self._transfer, num_threads))
+        except BaseException:
+            self.stop(STOP_SECONDS)
+            raise
 
     def describe(self) -> str:
         """Return one line for logs."""

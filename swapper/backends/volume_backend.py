@@ -11,6 +11,9 @@ from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
+STOP_SECONDS = 10.0
+"""How long threads may take to end of a backend that could not be made."""
+
 
 class VolumeBackend(Uncopyable):
     """Knows a volume, which it closes, and how to make a positional transfer; must not know extents or threads."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from swapper.backend import Direction, IORequest
 from swapper.sync.callbacks import call_back
+from swapper.sync.limits import start_threads
 from swapper.uncopyable import Uncopyable
 
 
@@ -94,8 +95,7 @@ class WorkerPool(Uncopyable):
         self._finalizer = weakref.finalize(self, _stop, self._queues, num_threads, self._pid)
         self._finalizer.atexit = False
         self._is_closed = False
-        for thread in self._threads:
-            thread.start()
+        start_threads(*self._threads, stop=self.stop)
         _open_pools.add(self)
 
     def submit(self, request: IORequest) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swapper.errors import SwapperError, VolumeError, VolumeTooSmallError
+from swapper.errors import LimitError, SwapperError, VolumeError, VolumeTooSmallError
 from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import DriveTest
 from swapper.volumes.directory import Directory, DirectoryLike, as_directories
@@ -67,7 +67,7 @@ def _measured(directory: Directory, drive: str) -> float | None:
                 _known[key] = test.measure(_SETTING, Workload.MIXED, _SECONDS).bytes_per_second
         except VolumeTooSmallError:
             return None
-        except VolumeError:
+        except (VolumeError, LimitError):
             raise
         except SwapperError as error:
             raise VolumeError(directory.path, f"its speed cannot be measured: {error}") from error

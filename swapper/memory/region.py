@@ -16,6 +16,7 @@ from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
 from swapper.memory.held import is_held
 from swapper.memory.mapping import advise, map_memory, unmap
+from swapper.sync.limits import limits_in_words
 from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -38,7 +39,8 @@ class _Mapping:
         # few large pieces instead of hundreds of small ones (measured, 1 MiB reads of a virtio drive: 2.6 instead of
         # 1.4 GB/s, and half the CPU time). The slack around is given back.
         slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
-        base = map_memory(num_bytes + slack, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with limits_in_words():
+            base = map_memory(num_bytes + slack, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.address = round_up(base, _HUGE_PAGE_BYTES) if slack else base
         self.num_bytes = num_bytes
         if slack:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from swapper.sync.bell import Bell, Latch
 from swapper.sync.callbacks import call_back
+from swapper.sync.limits import start_threads
 
 
 def _serve(hand_over: weakref.WeakMethod[Callable[[], None]], bell: Bell, stop: Latch) -> None:
@@ -50,7 +51,7 @@ class HandOver:
             name="swapper-hand-over",
             daemon=True,
         )
-        self._thread.start()
+        start_threads(self._thread)
 
     def ring(self) -> None:
         """Have the method called, soon and on the thread; rings that come before that count as one."""

@@ -12,6 +12,7 @@ from functools import partial
 from swapper.scheduling.operation import Transfer
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
+from swapper.sync.limits import start_threads
 
 _FIRST_SECONDS = 0.001
 _MOST_SECONDS = 0.25
@@ -47,7 +48,7 @@ class BackOff:
         with self._lock:
             if not self._is_running:
                 try:
-                    threading.Thread(target=self._run, name="swapper-back-off", daemon=True).start()
+                    start_threads(threading.Thread(target=self._run, name="swapper-back-off", daemon=True))
                 except RuntimeError:  # too many threads, or the interpreter ends
                     return False
                 self._is_running = True

@@ -81,7 +81,11 @@ class IOScheduler(Uncopyable):
         self._back_off = BackOff(self._try_again)
         self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
         self._hander = HandOver(self._hand_ready_over)
-        self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
+        try:
+            self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
+        except BaseException:
+            self._hander.close(config.deadline_seconds)
+            raise
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child: it has none of the threads, and locks may be taken for ever."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from swapper.sync.bell import Latch
 from swapper.sync.callbacks import call_back
+from swapper.sync.limits import start_threads
 
 TICKS_PER_DEADLINE = 16
 """What has lasted for so many ticks is late. Counting ticks instead of reading a clock makes a stopped process (SIGSTOP,
@@ -53,7 +54,7 @@ class Watchdog:
             name="swapper-watchdog",
             daemon=True,
         )
-        self._thread.start()
+        start_threads(self._thread)
 
     def close(self) -> None:
         """Stop the thread and wait for it."""

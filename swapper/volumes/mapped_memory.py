@@ -27,6 +27,7 @@ import numpy.typing as npt
 from swapper.errors import VolumeError, VolumeTooSmallError, error_words, limit_cure
 from swapper.memory.mapping import map_memory, unmap
 from swapper.sync.bell import Latch
+from swapper.sync.limits import start_threads
 from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
 
 WINDOW_BYTES = 64 << 20
@@ -212,7 +213,7 @@ class _Writer:
             if self._thread is None or not self._thread.is_alive():  # not after a fork
                 self._floor_bytes = _mapped_bytes()
                 self._thread = threading.Thread(target=self._run, name="infinity-mapped-memory", daemon=True)
-                self._thread.start()
+                start_threads(self._thread)
 
     def segments(self) -> list[_Segment]:
         """Those that there are."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from swapper.backend import Direction, IOBackend, IORequest
 from swapper.sync.callbacks import call_back
+from swapper.sync.limits import start_threads
 from swapper.wrappers.base import BackendWrapper
 
 
@@ -179,8 +180,9 @@ class DelayLine:
             if not is_due:
                 heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), function))
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="swapper-delay", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="swapper-delay", daemon=True)
+                    start_threads(thread)
+                    self._thread = thread
                 self._changed.notify()
         if is_due:
             function()

@@ -33,6 +33,7 @@ from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import Ring
 from swapper.errors import BackendUnavailableError, error_words
 from swapper.sync.callbacks import call_back
+from swapper.sync.limits import start_threads
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class RingLoop(Uncopyable):
         is_set_up: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(list(fds), is_set_up), name="swapper-ring", daemon=True)
         try:
-            self._thread.start()
+            start_threads(self._thread)
             is_set_up.result()
         except BaseException:
             self.stop()
