@@ -30,6 +30,7 @@ from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer, let_go
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
+from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
 from infinity.optim.template import Template, build_template
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.autotune import tune_io
@@ -271,6 +272,8 @@ def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim
     made = lr_scheduler
     if not isinstance(made, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
         made = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
+    if made is not None and not can_be_kept(made):
+        logger.warning(NOT_KEPT, type(made).__qualname__)
     if made is not None and needs_samples(made):
         logger.warning(
             "%s.step needs an argument: engine.step() passes the samples of a step (train_batch_size), as DeepSpeed does, "

@@ -216,12 +216,12 @@ class DamagedCommitError(VolumeError):
 
 
 class NewerFormatError(VolumeError):
-    """A commit of a durable run was written by a later version."""
+    """A commit of a durable run was written by another version, mostly a later one."""
 
     def __init__(self, path: Path, found: int, known: int) -> None:
         super().__init__(
             path.parent,
-            f"{str(path)!r} has format {found}, and this version knows formats up to {known}; use the version that wrote it",
+            f"{str(path)!r} has format {found}, and this version knows format {known}; use the version that wrote it",
         )
 
 

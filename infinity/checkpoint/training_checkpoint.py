@@ -529,9 +529,9 @@ def load(
         _left_out(training, left_out).check(saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
-        if with_scheduler and not only_module and "lr_scheduler" in rest:
+        if with_scheduler and not only_module:
             otherwise = "load_lr_scheduler_states=False to load_checkpoint"
-            stack.enter_context(scheduler_with(training.lr_scheduler, rest["lr_scheduler"], otherwise=otherwise))
+            stack.enter_context(scheduler_with(training.lr_scheduler, rest, otherwise=otherwise))
         begin()
         if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
             loading.optimizer(training.optimizer, rest, parameters, is_strict=is_strict)

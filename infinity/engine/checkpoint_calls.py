@@ -32,6 +32,7 @@ from infinity.errors import CheckpointError
 from infinity.loop.phase import PhaseGuard
 from infinity.loop.random_states import random_states, set_random_states_of
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
+from infinity.optim.scheduler_state import state_of_scheduler
 from infinity.run_log.notes import RunNotes
 from infinity.threads.interrupts import surely
 from infinity.units.extra_states import EXTRA_STATES, extra_states
@@ -408,9 +409,7 @@ class CheckpointCalls(ExportCalls):
         """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler, and
         what modules keep for themselves."""
         rest: dict[str, Any] = {"counters": self.counters(), EXTRA_STATES: extra_states(self.module), **self._own()}
-        if hasattr(self.lr_scheduler, "state_dict"):
-            rest["lr_scheduler"] = self.lr_scheduler.state_dict()
-        return rest
+        return rest | state_of_scheduler(self.lr_scheduler)
 
     def _own(self) -> dict[str, Any]:
         """What each rank has for itself."""

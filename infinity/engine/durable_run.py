@@ -45,7 +45,7 @@ from infinity.units.extra_states import EXTRA_STATES, set_extra_states
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import UpdateStream
-from swapper import RunDirectory, SwapperError, VolumeError
+from swapper import NewerFormatError, RunDirectory, SwapperError, VolumeError
 
 logger = logging.getLogger(__name__)
 
@@ -369,10 +369,15 @@ class DurableRun:
             back.pop(0, None)
         back[0] = self._number
         if steps not in back or not self._versions.kept:
+            there = ", ".join(f"{num} (to step {training.global_steps - num})" for num in sorted(back))
+            keep_last = self._section.keep_last
+            more = f"set it to {steps + 1} or more before the run comes there"
+            if not keep_last <= steps:
+                more = "no more were made since the run or, after a checkpoint was loaded, this part of it began"
             raise StepOrderError(
                 f"engine.rollback({steps})",
-                f"{len(kept)} commits are kept, with which {', '.join(map(str, sorted(back)))} steps can be gone back",
-                cure="Set config key 'infinity.keep_last' to one more than the steps to go back",
+                f"commits kept: {len(kept)}, with which so many steps can be gone back: {there}",
+                cure=f"Give one of these. Config key 'infinity.keep_last' is {keep_last}: {more}",
             )
         return back[steps]
 
@@ -403,10 +408,8 @@ class DurableRun:
             group.update(values)
         commit_parts.set_buffers(training.module, rest["buffers"], training.device)
         set_extra_states(training.module, rest[EXTRA_STATES])
-        if "lr_scheduler" in rest:
-            otherwise = "name another infinity.durable_path"
-            with scheduler_with(training.lr_scheduler, rest["lr_scheduler"], otherwise=otherwise):
-                pass
+        with scheduler_with(training.lr_scheduler, rest, otherwise="name another infinity.durable_path"):
+            pass
         if "loader" in rest and hasattr(training.training_dataloader, "load_state_dict"):
             training.training_dataloader.load_state_dict(rest["loader"])
         training.count_on(rest["counters"])
@@ -446,6 +449,13 @@ class DurableRun:
         return {"weights": weights, "records": {str(k): v for k, v in self._records.places().items()}}
 
     def _damaged(self, error: Exception) -> StorageError:
+        if isinstance(error, NewerFormatError):
+            return StorageError(
+                self._path,
+                f"holds a durable run of another version of this package: {error}",
+                cure="Or name another directory, and load a checkpoint there",
+                key="infinity.durable_path",
+            )
         return StorageError(
             self._path,
             f"holds a durable run that cannot be gone on from: {error}",

@@ -103,7 +103,7 @@ class RunDirectory(Uncopyable):
 
         Raises:
             DamagedCommitError: There are some, and none of them is.
-            NewerFormatError: A later version wrote the newest.
+            NewerFormatError: Another version wrote the newest.
         """
         failure: DamagedCommitError | None = None
         for number in self.commits():
@@ -138,7 +138,7 @@ class RunDirectory(Uncopyable):
 
         Raises:
             DamagedCommitError: It holds something else.
-            NewerFormatError: A later version wrote it.
+            NewerFormatError: Another version wrote it.
         """
         path = self._path(number)
         try:
@@ -150,7 +150,7 @@ class RunDirectory(Uncopyable):
         magic, version, num_parts = _HEAD.unpack_from(data)
         if magic != MAGIC:
             raise DamagedCommitError(path, "it is no commit")
-        if version > FORMAT:
+        if version != FORMAT:
             raise NewerFormatError(path, version, FORMAT)
         place = _HEAD.size + 8 * num_parts
         if num_parts > 64 or place > len(data):

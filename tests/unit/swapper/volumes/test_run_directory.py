@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from swapper import RunDirectory, RunInUseError, VolumeError
+from swapper import NewerFormatError, RunDirectory, RunInUseError, VolumeError
 from tests.open_files import open_files
 
 
@@ -31,3 +32,14 @@ def test_a_file_system_without_locks_is_not_called_in_use(
     with pytest.raises(RunInUseError):
         RunDirectory(tmp_path)
     run.close()
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_another_format_is_named_and_nothing_older_is_taken(version: int, tmp_path: Path) -> None:
+    with closing(RunDirectory(tmp_path)) as run:
+        run.write(1, [b"old"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("swapper.volumes.run_directory.FORMAT", version)
+            run.write(2, [b"new"])
+        with pytest.raises(NewerFormatError, match=f"has format {version}, and this version knows format 1"):
+            run.newest()
