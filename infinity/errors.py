@@ -341,13 +341,17 @@ class OptimizerNotPageableError(InfinityError, ValueError):
 
 
 class StaleStateError(InfinityError, RuntimeError):
-    """A copy of an optimizer state was changed after the state itself had been updated."""
+    """A copy of an optimizer state was changed after the state itself had been updated, or one that nothing is read from."""
 
-    def __init__(self, fqn: str, name: str) -> None:
+    def __init__(self, fqn: str, name: str, *, is_copy: bool = False) -> None:
+        """``is_copy``: it never stood for the state, as what a state dict gives of main weights and tiled parameters."""
         self.fqn = fqn
         super().__init__(
-            f"optimizer.state of '{fqn}': the tensor '{name}' was read before a step and changed after it. It is a copy of "
-            "what was then, so the change is lost. Read optimizer.state[parameter] again after each step and change that"
+            f"optimizer.state_dict() of '{fqn}': the tensor '{name}' was written to. It is a copy, so the change is lost. "
+            "Take a copy.deepcopy of the state dict, change that, and pass it to optimizer.load_state_dict"
+            if is_copy
+            else f"optimizer.state of '{fqn}': the tensor '{name}' was read before a step and changed after it. It is a copy "
+            "of what was then, so the change is lost. Read optimizer.state[parameter] again after each step and change that"
         )
 
 

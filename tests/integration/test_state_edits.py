@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.errors import StaleStateError
 from tests.exactness import user_edits
-from tests.exactness.lockstep import Lockstep
+from tests.exactness.lockstep import Lockstep, everything_on_nvme
 from tests.exactness.user_edits import Named, sides, start, take_step
 from tests.states import state_of
 
@@ -47,6 +48,21 @@ def _through_a_view(optimizer: Any, named: Named) -> None:
     for other in named.values():  # others are read meanwhile
         optimizer.state[other]["exp_avg_sq"].sum()
     row.fill_(0.25)
+
+
+def _of_the_state_dict(optimizer: Any, named: Named) -> None:
+    for number, entry in enumerate(optimizer.state_dict()["state"].values()):
+        entry["exp_avg"].mul_(0.5)
+        if number % 2:
+            dict(entry)["exp_avg_sq"].zero_()
+
+
+def _load_an_edited_state_dict(optimizer: Any, named: Named) -> None:
+    found = optimizer.state_dict()
+    for entry in found["state"].values():
+        entry["exp_avg"].zero_()
+        assert not entry["exp_avg"].any()
+    optimizer.load_state_dict(found)
 
 
 def _steps(optimizer: Any, named: Named) -> None:
@@ -144,6 +160,8 @@ _EDITS = [
     _through_data,
     _through_numpy,
     _through_a_view,
+    _of_the_state_dict,
+    _load_an_edited_state_dict,
     _steps,
     _steps_by_adding,
     _all_moments,
@@ -166,7 +184,11 @@ _EDITS = [
 
 @pytest.mark.parametrize(
     ("edit", "mode"),
-    [(edit, mode) for edit in _EDITS for mode in (MODES if edit in (_zero, _new) else ["in backward"])],
+    [
+        (edit, mode)
+        for edit in _EDITS
+        for mode in (MODES if edit in (_zero, _of_the_state_dict, _new) else ["in backward"])
+    ],
 )
 def test_the_next_step_goes_by_what_was_changed(edit: Callable[[Any, Named], None], mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
@@ -278,3 +300,25 @@ def test_adagrad_has_its_states_before_the_first_step(as_instance: bool, tmp_pat
             optimizer.state[named[_NAME]]["sum"].fill_(2.0)
         both.engine_step(0)
         both.require_equal()
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"bf16": {"enabled": True}}, "main_weight"), ({"infinity": {"tile_above": 256}}, "exp_avg")],
+    ids=["main weight", "tiled"],
+)
+def test_a_change_of_a_copy_in_a_state_dict_is_an_error(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(24, 32), torch.nn.Linear(32, 4))
+    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
+    engine, optimizer, *_ = infinity.initialize(
+        model=model, optimizer=_adamw(dict(model.named_parameters())), config=config
+    )
+    with engine:
+        engine.backward(engine(torch.ones(2, 24, dtype=engine.module[0].bias.dtype)).float().sum())
+        engine.step()
+        entry = optimizer.state_dict()["state"][0]
+        assert entry[name].any()
+        entry[name].add_(1)
+        with pytest.raises(StaleStateError, match=r"state_dict\(\) of '0\.weight': the tensor .* is a copy.*deepcopy"):
+            dict(optimizer.state_dict()["state"][0])
+        dict(optimizer.state_dict()["state"][0])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 class Access(Protocol):
@@ -56,8 +58,8 @@ class LazyEntry(dict[str, Any]):
 
     It is a dict so that torch takes it for one in `load_state_dict`; pickling (`torch.save`) and `copy.deepcopy` turn
     it into a plain mapping with values, and so does calling its class with a mapping, as code does that rebuilds
-    containers. It is never filled. Of an entry of ``optimizer.state``, what is assigned to it is stored at once, and what is
-    written into the tensors that it gives, before the next step (see `ShownStates`); those of a state dict give copies.
+    containers. It is never filled. What is written into the tensors that it gives is stored before the next step (see
+    `ShownStates`); what is assigned to an entry of ``optimizer.state``, at once.
 
     Args:
         access: reads and writes the parameter's state where it is kept.
@@ -108,6 +110,8 @@ class LazyEntry(dict[str, Any]):
         return self._access.read().values()
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        if sys._getframe(1).f_globals.get("__name__") == Optimizer.__module__:
+            return self._access.copy().items()  # a plain optimizer loads them, keeps them, and writes to them
         return self._access.read().items()
 
     def copy(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from infinity.optim.facade.no_hooks import NoHooks
 from infinity.optim.facade.shown_states import ShownStates
 from infinity.optim.facade.state_loader import StateLoader, check_entry
 from infinity.optim.facade.tiled_states import with_tiles, without_tiles
-from infinity.optim.main_weights import PENDING, MainWeightKeeper, with_main_weight, without_main_weight
+from infinity.optim.main_weights import MAIN_WEIGHT, PENDING, MainWeightKeeper, with_main_weight, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 
@@ -106,7 +106,7 @@ class PagedOptimizer(Optimizer):
         self._mains = mains
         source = template.optimizer
         self._shown = ShownStates(self, template.fqn)
-        self._gives_copies = False
+        self._gives_dict = False
         self._state = LazyState(template.params, self.has_state, self._entry, self._loose.state, template.known)
         super().__setstate__(
             {"defaults": source.defaults}
@@ -252,7 +252,8 @@ class PagedOptimizer(Optimizer):
             self._backend.make_room()
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups in torch's layout; the state's entries are lazy and give copies, see the class.
+        """State and groups in torch's layout; the state's entries are lazy, see the class. As in torch, what is written into
+        their tensors before the next step changes the state; into those of main weights and tiled parameters, it is an error.
 
         With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
         """
@@ -264,16 +265,16 @@ class PagedOptimizer(Optimizer):
         for pre_hook in hooks.values():
             pre_hook(self)
         self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._gives_copies = True
+        self._gives_dict = True
         try:
             found = super().state_dict()
         finally:
-            self._gives_copies = False
+            self._gives_dict = False
             self._optimizer_state_dict_pre_hooks = hooks
         mains = self._mains
         if mains is not None:
             self._add_main_weights(found, mains)
-        return without_tiles(found, self._template)
+        return without_tiles(found, self._template, self._shown.lend)
 
     def _add_main_weights(self, found: dict[str, Any], mains: MainWeightKeeper) -> None:
         ids = chain.from_iterable(group["params"] for group in found["param_groups"])
@@ -281,8 +282,8 @@ class PagedOptimizer(Optimizer):
         for param, key in zip(self._template.params(), ids, strict=True):
             if param in self._template and self.has_place(param):
                 is_pending = key not in found["state"]
-                access = _MainAccess(self, self._shown, param, mains)
-                entry: LazyEntry = LazyEntry(access, self._template.fqn(param))
+                fqn = self._template.fqn(param)
+                entry: LazyEntry = LazyEntry(_MainAccess(self, self._shown, param, mains, fqn), fqn)
                 (pending if is_pending else found["state"])[key] = entry
         if pending:
             found[PENDING] = pending
@@ -323,7 +324,7 @@ class PagedOptimizer(Optimizer):
         """Store what was written into tensors of `state`. The engine calls it before anything is read or updated.
 
         Raises:
-            StaleStateError: a tensor was changed that was read before the last step.
+            StaleStateError: a tensor was changed that was read before the last step, or that is a copy.
         """
         with self._backend.optimizer_turn("optimizer.state"):
             self._shown.settle()
@@ -375,7 +376,7 @@ class PagedOptimizer(Optimizer):
             raise tiled.refusal("optimizer.state")
         if param not in self._template:
             return None
-        access = _CopyAccess if self._gives_copies else _EntryAccess
+        access = _DictAccess if self._gives_dict else _EntryAccess
         return LazyEntry(access(self, self._shown, param), self._template.fqn(param))
 
     def __repr__(self) -> str:
@@ -429,11 +430,8 @@ class _EntryAccess:
             self._shown.replace(self._param, values)
 
 
-class _CopyAccess(_EntryAccess):
-    """The same for an entry of a state dict, of which others may hold on to what they read."""
-
-    def read(self) -> dict[str, Any]:
-        return self.copy()
+class _DictAccess(_EntryAccess):
+    """The same for an entry of a state dict: as in torch, its tensors are those of the state."""
 
     def replace(self, values: Mapping[str, Any]) -> None:
         raise TypeError(
@@ -442,15 +440,23 @@ class _CopyAccess(_EntryAccess):
         )
 
 
-class _MainAccess(_CopyAccess):
-    """The same, with the main weight."""
+class _MainAccess(_DictAccess):
+    """The same, with a copy of the main weight."""
 
-    def __init__(self, optimizer: PagedOptimizer, shown: ShownStates, param: Tensor, mains: MainWeightKeeper) -> None:
+    def __init__(
+        self, optimizer: PagedOptimizer, shown: ShownStates, param: Tensor, mains: MainWeightKeeper, fqn: str
+    ) -> None:
         super().__init__(optimizer, shown, param)
         self._mains = mains
+        self._fqn = fqn
 
     def has_any(self) -> bool:
         return True
+
+    def read(self) -> dict[str, Any]:
+        with self._optimizer.reading_states():
+            lent = self._shown.lend(self._fqn, {MAIN_WEIGHT: self._mains.gather_main_weight(self._param)})
+            return with_main_weight(super().read(), lent[MAIN_WEIGHT])
 
     def copy(self) -> dict[str, Any]:
         with self._optimizer.reading_states():

@@ -111,6 +111,8 @@ class ShownStates:
         """Keeps what was assigned last: it may be changed although nobody else holds it when that is looked for."""
         self._stale: list[tuple[Tensor, _Shown]] = []
         """What was read before the last step."""
+        self._lent: list[tuple[str, _Shown]] = []
+        """Copies by parameter's names: what is written into them is an error."""
 
     def read(self, param: Tensor) -> dict[str, Any]:
         """The state as it is now, in tensors that may be changed in place until the next step; empty without one."""
@@ -127,6 +129,13 @@ class ShownStates:
         """A copy of the state as it is now, of which no note is taken."""
         self.settle()
         return self._keeper.gather_state(param)
+
+    def lend(self, fqn: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values``, which are copies that stand for nothing: who writes into them is told so."""
+        self.settle()
+        shown = _Shown(values)
+        self._lent.append((fqn, shown))
+        return shown.values()
 
     def replace(self, param: Tensor, values: Mapping[str, Any]) -> None:
         """Store another state; an empty one makes the parameter start anew. Until the next step, its tensors are the state.
@@ -148,9 +157,9 @@ class ShownStates:
         """Store what was changed, and let go of what nobody else holds.
 
         Raises:
-            StaleStateError: a tensor was changed that was read before the last step.
+            StaleStateError: a tensor was changed that was read before the last step, or one that was lent.
         """
-        if not (self._shown or self._given or self._stale):
+        if not (self._shown or self._given or self._stale or self._lent):
             return
         for param, given in self._given.items():
             alive = [(name, value(), stamp) for name, (value, stamp) in given.items()]
@@ -174,6 +183,13 @@ class ShownStates:
                 self._stale = [pair for pair in self._stale if pair[1] is not shown]
             if changed_names:
                 raise StaleStateError(self._name(param), changed_names[0])
+        for fqn, shown in list(self._lent):
+            changed_names = shown.changes()
+            shown.note_stored()
+            if shown.forget():
+                self._lent = [pair for pair in self._lent if pair[1] is not shown]
+            if changed_names:
+                raise StaleStateError(fqn, changed_names[0], is_copy=True)
 
     def expire(self) -> None:
         """A step has been made, or all states were replaced: what was handed out is not the state any more."""
