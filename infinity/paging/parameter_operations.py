@@ -31,6 +31,12 @@ from infinity.units.layout import Slot
 from infinity.units.parameter import HeldTensor, PagedView, bind_view, host_of, unbind_view
 from infinity.units.unit import Unit
 
+_CURES = {
+    "share_memory_": "The engine's weights come and go, so other processes cannot look at them. Give them a copy: "
+    "copy.deepcopy(model).share_memory(); or engine.close(restore_weights=True) first, after which the model is an ordinary one",
+    "moving to the meta device": "To have the model without values, build another one inside `with torch.device('meta'):`; to "
+    "let go of the values of this one, engine.close(restore_weights=False)",
+}
 _Outlasting = Callable[[Unit, Slot, torch.Tensor], torch.Tensor]
 
 
@@ -76,7 +82,9 @@ class ParameterOperations:
         try:
             with contextlib.nullcontext() if trusts() else pager.turn.lent():
                 if name_of(function) in EXPOSING and not all(unit.num_active for unit in units):
-                    raise ParameterNotResidentError(fqn, operation=name_of(function))
+                    raise ParameterNotResidentError(
+                        fqn, operation=name_of(function), cure=_CURES.get(name_of(function))
+                    )
                 if not is_guest and not pager.is_computing:
                     if name_of(function) == "detach" and not isinstance(tensors[0], PagedView):
                         place = places[id(tensors[0])]
@@ -97,7 +105,8 @@ class ParameterOperations:
                             and result.is_meta
                         ):
                             # ``module.to("meta")`` would replace the parameter by one without values.
-                            raise ParameterNotResidentError(fqn, operation="moving to the meta device")
+                            what = "moving to the meta device"
+                            raise ParameterNotResidentError(fqn, operation=what, cure=_CURES[what])
                         return replaced(result, lambda leaf: self._outlasting(leaf, units, outlasting))
                 finally:
                     self._end(units)

@@ -313,6 +313,12 @@ class PagedView(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         detach_view(self, values)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
+        """As torch's: the view looks at other memory then, and the parameter stays as it is."""
+        with torch.no_grad():
+            detach_view(self, torch.empty(0, dtype=self.dtype, device=self.device).set_(*args, **kwargs))
+        return self
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         with torch.no_grad():
             return repr(self.detach().clone().requires_grad_(self.requires_grad))
