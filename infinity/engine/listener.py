@@ -31,6 +31,7 @@ class EngineListener(PagerListener):
     def check_usable(self) -> None:
         refuse_in_between("this call")
         self._guard.check_open()
+        self._parts.pager.turn.check_process("this call")
         if self._parts.storage.is_closed:
             raise EngineClosedError("this call", is_exit=True)
         self._parts.parameter_handler.check_assigned()

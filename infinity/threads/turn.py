@@ -223,9 +223,8 @@ class Turn:
             TurnError: whoever has the turn does not move any more.
             ForkedError: this is a forked child.
         """
+        self.check_process(what)
         me = get_ident()
-        if self._is_forked and self._owner != me:
-            raise ForkedError(what)
         ticket = _Ticket(me, reads)
         try:
             # Before the lock, which is not fair: those who come and go would take it again and again.
@@ -238,6 +237,11 @@ class Turn:
                     self._queue.remove(ticket)
                 if self._owner is None:
                     self._changed.notify_all()
+
+    def check_process(self, what: str) -> None:
+        """Raise `ForkedError` if this is a forked child. ``what`` it would do, for the message."""
+        if self._is_forked and self._owner != get_ident():
+            raise ForkedError(what)
 
     def _begin(self, ticket: _Ticket, what: str, *, joins: bool, inside: CodeType | None) -> bool:
         me = ticket.thread

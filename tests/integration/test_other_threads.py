@@ -402,13 +402,21 @@ def test_a_state_dict_that_raises_ends_its_turn(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.parametrize("mode", ["in memory", "in backward"])
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_MODES["in memory"]) as both:
+def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, mode: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
         weight = both.model.head.weight
 
         def is_refused() -> bool:
-            for read in (weight.clone, lambda: both.model(**both.batch(0)), both.model.state_dict, both.engine.flush):
+            for read in (
+                weight.clone,
+                lambda: both.model(**both.batch(0)),
+                lambda: both.engine(**both.batch(0)),
+                lambda: both.engine.train_batch(iter([both.batch(0)])),
+                both.model.state_dict,
+                both.engine.flush,
+            ):
                 try:
                     read()
                 except ForkedError:
