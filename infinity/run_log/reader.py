@@ -9,6 +9,7 @@ import fcntl
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.run_log.writer import FILE_NAME, FORMAT
 from infinity.telemetry.report import StepReport
 
 _FIELDS = {each.name: str(each.type) for each in fields(StepReport)}
+_LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _GOES_BACK = ("rollback", "load")
 _MARKS = ("lr", "spike", "note", "save", *_GOES_BACK)
 
@@ -70,7 +72,7 @@ class Run:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: it is not what this version writes.
         """
-        kind, step, seconds = str(record["kind"]), int(record["step"]), float(record["time"])
+        kind, step, seconds = str(record["kind"]), int(record["step"]), _time(record["time"])
         if kind == "start":
             self._begin(record, step, seconds)
         elif kind == "plan":
@@ -184,6 +186,19 @@ def read_run(directory: Path) -> Run:
     if not reader.run.num_starts:
         raise RunLogError(reader.run.directory / FILE_NAME, "has no start: it is empty, damaged, or no log of a run")
     return reader.run
+
+
+def _time(value: Any) -> float:
+    """As ``time.time`` counts.
+
+    Raises:
+        TypeError, ValueError: it is no time.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"no time: {value!r}")
+    if not 0 <= value <= _LAST_TIME:
+        raise ValueError(f"no time: {value!r}")
+    return float(value)
 
 
 def _report(record: Mapping[str, Any]) -> StepReport:

@@ -298,3 +298,12 @@ def test_a_reader_follows_a_writer(log: RunLog) -> None:
     log.close(2)
     reader.read_on()
     assert reader.run.has_ended and not reader.has_writer
+
+
+@pytest.mark.parametrize("time", ["1e300", "NaN", "Infinity", "-1", '"2024"', "true", "null", "1" + 400 * "0"])
+def test_a_line_whose_time_is_no_time_is_damaged(log: RunLog, time: str) -> None:
+    _start(log)
+    with log.path.open("a") as file:
+        file.write(f'{{"kind": "note", "step": 1, "text": "here", "time": {time}}}\n')
+    run = read_run(log.path.parent)
+    assert (run.num_damaged, run.marks) == (1, [])
