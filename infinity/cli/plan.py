@@ -16,7 +16,7 @@ from infinity.cli.config import loaded_for_one
 from infinity.cli.output import Console, PathType, check_picture, json_option, print_facts, print_json, table
 from infinity.cli.scale import PICTURES, show_scale
 from infinity.config import InfinityConfig
-from infinity.forecast.ladder import OFFLOADS, Ladder, Outcome
+from infinity.forecast.ladder import MOST_LAYERS, OFFLOADS, Ladder, Outcome
 from infinity.forecast.machine import Machine, glance
 from infinity.forecast.scale import Cluster, Scale
 from infinity.io_profile.machine import measure_flops_per_second
@@ -319,7 +319,8 @@ def _bytes(num_bytes: int | None) -> str:
 
 
 def _largest(most: tuple[int, int]) -> str:
-    return f"{most[0]:,} layers, {most[1] / 1e9:,.2f}B parameters"
+    more = " or more" if most[0] >= MOST_LAYERS else ""
+    return f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
 
 
 def _as_json(each: Outcome) -> dict[str, Any]:

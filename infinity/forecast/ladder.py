@@ -51,7 +51,8 @@ _ON_GPU = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("none", "nvme"), 
 OFFLOADS = tuple("/".join(tiers) for tiers in _ON_GPU)
 """Weights/states."""
 _TILES = ("256MiB", "64MiB")
-_MOST_LAYERS = 1 << 14
+MOST_LAYERS = 1 << 10
+"""`Ladder.largest` looks no further: models of tiny layers could be stacked for minutes."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,7 @@ class Ladder:
     def largest(self) -> tuple[int, int] | None:
         """The most layers with which a model like this one trains here, everything on drives, and its parameters.
 
-        None if it has no repeated layers, or does not train with one of them.
+        It looks no further than `MOST_LAYERS`. None if it has no repeated layers, or does not train with one of them.
         """
         config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
         try:
@@ -426,12 +427,14 @@ class _Layers:
 
 
 def _last(fits: Callable[[int], bool]) -> int:
-    """The largest number up to which it fits; 0 if not even one does."""
+    """The largest number up to which it fits, at most `MOST_LAYERS`; 0 if not even one does."""
     if not fits(1):
         return 0
     low = 1
-    while low < _MOST_LAYERS and fits(2 * low):
+    while low < MOST_LAYERS and fits(2 * low):
         low *= 2
+    if low == MOST_LAYERS:
+        return low
     high = 2 * low
     while high - low > max(1, low // 128):
         middle = (low + high) // 2
@@ -439,4 +442,4 @@ def _last(fits: Callable[[int], bool]) -> int:
     return low
 
 
-__all__ = ["OFFLOADS", "PLAIN", "Change", "Ladder", "Outcome", "Part"]
+__all__ = ["MOST_LAYERS", "OFFLOADS", "PLAIN", "Change", "Ladder", "Outcome", "Part"]

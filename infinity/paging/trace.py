@@ -29,9 +29,9 @@ settled beforehand, by ``infinity.planning.placement`` (``staying`` here), and t
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 _RESYNC_WINDOW = 32
 """How far ahead a unit may lie and still count as 'some layers were skipped'; beyond it the cursor stays where it is."""
@@ -171,40 +171,102 @@ def simulate(
         lasting_until: where what was fetched does not outlast these runs: the place in ``order`` from which on nothing is
             fetched for the next one.
     """
-    fetches: list[tuple[int, int]] = []
-    held: set[int] = set()
-    held_bytes = 0
     length = len(order)
-    uses: dict[int, list[int]] = {}
-    for place, unit in enumerate(order):
-        uses.setdefault(unit, []).append(place)
+    window = _Window(order, num_bytes, capacity_bytes, staying)
+    fetches: list[tuple[int, int]] = []
+    begun_with: frozenset[int] | None = None
+    per_cycle: list[tuple[int, int]] = []
+    for cycle in range(num_cycles + 1):  # one more, to warm up
+        begin = cycle * length
+        if cycle == 1 and lasting_until is not None:
+            window = _Window(order, num_bytes, capacity_bytes, staying, begin)
+        if cycle < 2 or begun_with != window.held:  # else the cycle before comes once more
+            begun_with = frozenset(window.held)
+            per_cycle = []
+            for place in range(length):
+                ends = lasting_until is not None and place >= lasting_until
+                until = begin + (length if ends else place + length) if prefetches else begin + place + 1
+                per_cycle += [(place, unit) for unit in window.move(begin + place, until)]
+        if cycle:
+            fetches += [(begin - length + place, unit) for place, unit in per_cycle]
+    return Simulation(fetches, frozenset(window.held.union(staying)))
 
-    def distance(unit: int, position: int) -> int:
-        """How far ahead the next use is."""
-        places = uses[unit]
-        later = bisect_left(places, position)
-        return places[later] - position if later < len(places) else places[0] + length - position
 
-    for step in range((num_cycles + 1) * length):  # one cycle more, to warm up
-        position = step % length
-        if lasting_until is not None and step == length:
-            held.clear()
-            held_bytes = 0
-        ends = lasting_until is not None and position >= lasting_until
-        ahead, place = (order[position:], 0) if ends else (order, position)
-        targets = wanted(ahead, place, num_bytes, capacity_bytes, staying) if prefetches else []
-        for unit in targets or [order[position]]:
-            if unit in held or unit in staying:
-                continue
-            while held_bytes + num_bytes[unit] > capacity_bytes:
-                victims = [other for other in held if other not in targets and other != unit]
-                if not victims:
+class _Window:
+    """The places from the one in use on whose units fit, and the units in memory. Places count from 0 over all cycles."""
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        num_bytes: Sequence[int],
+        capacity_bytes: int,
+        staying: Collection[int],
+        begin: int = 0,
+    ) -> None:
+        self.held: set[int] = set()
+        self._order, self._num_bytes, self._capacity_bytes = order, num_bytes, capacity_bytes
+        self._staying = frozenset(staying)
+        self._begin = self._end = begin
+        self._num_uses: dict[int, int] = {}  # within the window, of each unit that is in it
+        self._wanted_bytes = self._held_bytes = 0
+        self._leaving: list[tuple[int, int]] = []  # heap of (-next use, unit) of those held outside the window
+        last: dict[int, int] = {}
+        self._next_use = [0] * len(order)
+        for place in reversed(range(2 * len(order))):
+            if place < len(order):
+                self._next_use[place] = last[order[place]] - place
+            last[order[place % len(order)]] = place
+
+    def move(self, place: int, until: int) -> list[int]:
+        """``place`` is in use, and nothing from ``until`` on is wanted. Returns the units that are fetched.
+
+        The window only ever slides on, so all places together take as many moves of its ends as there are places.
+        """
+        while self._begin < place:
+            passed = self._begin
+            self._begin += 1
+            self._drop(passed, passed + self._next_use[passed % len(self._order)])
+        while self._end > until:
+            self._end -= 1
+            self._drop(self._end, self._end)
+        fetched: list[int] = []
+        while self._end < until:
+            unit = self._order[self._end % len(self._order)]
+            if unit in self._num_uses:
+                self._num_uses[unit] += 1
+            elif unit not in self._staying:
+                size = self._num_bytes[unit]
+                if (
+                    self._wanted_bytes + size > self._capacity_bytes and self._end > place
+                ):  # what is in use comes anyhow
                     break
-                victim = max(victims, key=lambda other: distance(other, position))
-                held.remove(victim)
-                held_bytes -= num_bytes[victim]
-            held.add(unit)
-            held_bytes += num_bytes[unit]
-            if step >= length:
-                fetches.append((step - length, unit))
-    return Simulation(fetches, frozenset(held.union(staying)))
+                self._num_uses[unit] = 1
+                self._wanted_bytes += size
+                if unit not in self.held:
+                    fetched.append(unit)
+            self._end += 1
+        for unit in fetched:
+            self._hold(unit)
+        return fetched
+
+    def _drop(self, place: int, next_use: int) -> None:
+        """``place`` is no longer in the window."""
+        unit = self._order[place % len(self._order)]
+        if unit in self._staying:
+            return
+        self._num_uses[unit] -= 1
+        if not self._num_uses[unit]:
+            del self._num_uses[unit]
+            self._wanted_bytes -= self._num_bytes[unit]
+            heappush(self._leaving, (-next_use, unit))
+
+    def _hold(self, unit: int) -> None:
+        """Of those that are not wanted, what is needed last makes room."""
+        size = self._num_bytes[unit]
+        while self._held_bytes + size > self._capacity_bytes and self._leaving:
+            victim = heappop(self._leaving)[1]
+            if victim in self.held and victim not in self._num_uses:
+                self.held.remove(victim)
+                self._held_bytes -= self._num_bytes[victim]
+        self.held.add(unit)
+        self._held_bytes += size

@@ -5,6 +5,7 @@ Must not know how a budget is divided, nor touch data: the model may lie on the 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -214,8 +215,10 @@ class Request:
 
     def map_bytes(self, units: Iterable[UnitSize]) -> int:
         """Bytes of the map that says where each version of a durable run's states lies."""
+        if not self.num_versions:
+            return 0
         stored = sum(unit.weight_bytes + self.record_bytes(unit) for unit in units)
-        return VersionedBackend.memory_bytes(stored, stored * self.num_versions) if self.num_versions else 0
+        return VersionedBackend.memory_bytes(stored, stored * self.num_versions)
 
     def serving_bytes(self, units: Iterable[UnitSize]) -> int:
         """Bytes of the memory through which shares of weights go to other processes."""
@@ -296,15 +299,17 @@ def guessed_order(num_units: int, *, is_trained: bool = True) -> list[int]:
 def needed_together(units: Sequence[UnitSize], request: Request, moving: Iterable[int]) -> int:
     """Bytes that units which come and go need at once: the two largest, or those that a block uses and the largest other."""
     moves = set(moving)
-    needed = sum(sorted((units[index].weight_bytes for index in moves), reverse=True)[:2])
+    largest_first = sorted(moves, key=lambda index: -units[index].weight_bytes)
+    needed = sum(units[index].weight_bytes for index in largest_first[:2])
     for together in request.used_together:
-        if len(together & moves) > 1:
-            others = [units[index].weight_bytes for index in moves - together]
-            needed = max(needed, sum(units[i].weight_bytes for i in together & moves) + max(others, default=0))
+        if len(inside := together & moves) > 1:
+            other = next((units[index].weight_bytes for index in largest_first if index not in together), 0)
+            needed = max(needed, sum(units[index].weight_bytes for index in inside) + other)
     return needed
 
 
-def spread(count: int) -> list[int]:
+@functools.lru_cache(maxsize=8)
+def spread(count: int) -> Sequence[int]:
     """``range(count)`` in an order whose every beginning is spread evenly over it."""
     num_bits = max(count - 1, 1).bit_length()
-    return sorted(range(count), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))
+    return tuple(sorted(range(count), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2)))

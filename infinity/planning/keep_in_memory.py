@@ -7,8 +7,10 @@ memory never saves less.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from infinity.planning.inputs import Request, UnitSize, spread
 from infinity.units.layout import CHUNK_GRANULE
@@ -18,11 +20,24 @@ from infinity.units.layout import CHUNK_GRANULE
 class GradientShare:
     """Which main gradients stay in memory, and the scratch for spilling the others."""
 
-    units: tuple[int, ...]
+    by_size: Sequence[int]
+    """All units with gradients, the largest first."""
+    runs: tuple[tuple[int, int], ...]
+    """Of `by_size`, those in memory: from, to."""
     scratch_bytes: int
     num_bytes: int
     """Those in memory and the scratch."""
     saved_bytes: int
+
+    @property
+    def num_units(self) -> int:
+        """How many stay in memory."""
+        return sum(stop - start for start, stop in self.runs)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Which stay in memory."""
+        return tuple(sorted(index for start, stop in self.runs for index in self.by_size[start:stop]))
 
 
 def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
@@ -50,21 +65,25 @@ def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: 
     numels = {index: unit.trainable_numel for index, unit in enumerate(units) if unit.trainable_numel}
     itemsize, scratch_itemsize = request.gradient_itemsize, request.scratch_itemsize
     moved = 2 * request.gradient_moves * itemsize
-    total = sum(numels.values())
-    if total * scratch_itemsize <= capacity_bytes:
-        yield GradientShare(tuple(numels), 0, total * scratch_itemsize, moved * total)
     by_size = sorted(numels, key=lambda index: -numels[index])
+    rising = [-numels[index] for index in by_size]
+    sums = [0, *accumulate(numels[index] for index in by_size)]
+    total = sums[-1]
+    if total * scratch_itemsize <= capacity_bytes:
+        yield GradientShare(by_size, ((0, len(by_size)),), 0, total * scratch_itemsize, moved * total)
     for largest in sorted(set(numels.values()), reverse=True):
         scratch_bytes = largest * scratch_itemsize
-        kept = [index for index in by_size if numels[index] > largest]
-        used = scratch_bytes + sum(numels[index] for index in kept) * itemsize
-        if used <= capacity_bytes:
-            for index in by_size[len(kept) :]:
-                if used + numels[index] * itemsize <= capacity_bytes:
-                    kept.append(index)
-                    used += numels[index] * itemsize
-            saved = moved * sum(numels[index] for index in kept)
-            yield GradientShare(tuple(sorted(kept)), scratch_bytes, used, saved)
+        place = bisect_left(rising, -largest)
+        room = (capacity_bytes - scratch_bytes) // itemsize - sums[place]
+        if room >= 0:
+            runs, kept = [(0, place)], sums[place]
+            # Of the others what fits, one after the other. What a run leaves is less than half of what it found.
+            while (place := bisect_left(rising, -room, place)) < len(rising):
+                stop = bisect_right(sums, sums[place] + room) - 1
+                runs.append((place, stop))
+                taken = sums[stop] - sums[place]
+                place, room, kept = stop, room - taken, kept + taken
+            yield GradientShare(by_size, tuple(runs), scratch_bytes, scratch_bytes + kept * itemsize, moved * kept)
         if itemsize < scratch_itemsize:
             break  # any of them may turn out to be a sum, and need the scratch
 
@@ -73,7 +92,7 @@ def most_gradients(shares: Iterator[GradientShare]) -> GradientShare:
     """The share that keeps most; if there are several, one that never has to spill, or else takes the least memory."""
     return max(
         shares,
-        key=lambda share: (share.saved_bytes, len(share.units), share.scratch_bytes == 0, -share.num_bytes),
+        key=lambda share: (share.saved_bytes, share.num_units, share.scratch_bytes == 0, -share.num_bytes),
     )
 
 

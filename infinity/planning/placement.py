@@ -353,12 +353,16 @@ class _Planner:
         states = tuple(unit.state_numel if option.keeps_all_records else 0 for unit in units)
         share = most_gradients(take_gradients(units, request, capacity))
         if self._may_keep_records() and not option.keeps_all_records:
-            best = -1
-            for candidate in take_gradients(units, request, capacity):
-                room = left - max(candidate.num_bytes - option.gradient_bytes - gradients, 0)
+            held = option.gradient_bytes + gradients
+            rooms = [(left - max(each.num_bytes - held, 0), each) for each in take_gradients(units, request, capacity)]
+            most = [each.saved_bytes + 2 * min(room, self._records) for room, each in rooms]
+            best = (-1, 0)
+            for number in sorted(range(len(rooms)), key=lambda number: -most[number]):
+                if most[number] < best[0]:
+                    break
+                room, candidate = rooms[number]
                 kept, rest = take_states(units, request, room)
-                gain = candidate.saved_bytes + 2 * (room - rest)
-                if gain > best:
+                if (gain := (candidate.saved_bytes + 2 * (room - rest), -number)) > best:
                     best, share, states = gain, candidate, kept
         saved += share.saved_bytes + 2 * self._kept_records(states)
         kept_bytes = option.kept_bytes + (0 if option.keeps_all_records else self._kept_records(states))
@@ -399,7 +403,7 @@ class _Planner:
             states_in_memory=states,
             kept_bytes=kept_bytes,
             minimum_bytes=minimum_bytes,
-            spills=len(share.units) < trainable,
+            spills=share.num_units < trainable,
         )
         return (saved - apparent_bytes(units, placement), left), placement
 

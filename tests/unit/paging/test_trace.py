@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -298,3 +300,20 @@ def test_what_does_not_outlast_a_step() -> None:
     assert simulate([0, 1, 2, 1], sizes, 15, prefetches=False, lasting_until=3).fetches == [(0, 0), (1, 1), (2, 2)]
     two = simulate([0, 1, 1, 0], [5, 5], 5, prefetches=True, num_cycles=2, lasting_until=2)
     assert two.fetches == [(0, 0), (1, 1), (3, 0), (5, 1), (7, 0)]
+
+
+class _Counted(list[int]):
+    """Counts how often its elements are looked at."""
+
+    looked = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.looked += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_a_simulation_takes_work_in_proportion_to_the_places(prefetches: bool) -> None:
+    order = _Counted([*range(2000), *reversed(range(2000))])
+    simulate(order, [1] * 2000, 1000, prefetches=prefetches, num_cycles=50)
+    assert order.looked < 40 * len(order)
