@@ -20,6 +20,10 @@ class SpaceAllocator:
         self.capacity_bytes = capacity_bytes
         # The free ranges follow from the taken ones: each change is one step, of which an interrupt leaves no half.
         self._taken: list[tuple[int, int]] = []
+        # Their sizes and starts, in order; None while a change is made, and after one that was interrupted, or came into
+        # another one.
+        self._sizes: list[tuple[int, int]] | None = None
+        self._last_change = object()
 
     @property
     def free_bytes(self) -> int:
@@ -42,11 +46,20 @@ class SpaceAllocator:
         size = round_up(num_bytes)
         if size == 0:
             return 0
-        fitting = [(stop - start, start) for start, stop in self._free() if stop - start >= size]
-        if not fitting:
+        change = self._last_change = object()
+        sizes, self._sizes = self._sizes, None
+        if sizes is None:
+            sizes = sorted((stop - start, start) for start, stop in self._free())
+        index = bisect_left(sizes, (size, 0))
+        if index == len(sizes):
+            self._sizes = sizes
             raise OutOfSpaceError(name, size, self.free_bytes, self.largest_free_bytes)
-        offset = min(fitting)[1]
+        found, offset = sizes.pop(index)
         insort(self._taken, (offset, offset + size))
+        if found > size:
+            insort(sizes, (found - size, offset + size))
+        if self._last_change is change:
+            self._sizes = sizes
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
@@ -54,7 +67,18 @@ class SpaceAllocator:
         size = round_up(num_bytes)
         index = bisect_left(self._taken, (offset, offset + size))
         if size and index < len(self._taken) and self._taken[index] == (offset, offset + size):
+            change = self._last_change = object()
+            sizes, self._sizes = self._sizes, None
+            low = self._taken[index - 1][1] if index else 0
+            high = self._taken[index + 1][0] if index + 1 < len(self._taken) else self.capacity_bytes
             del self._taken[index]
+            if sizes is not None and self._last_change is change:
+                for start, stop in ((low, offset), (offset + size, high)):
+                    if start < stop:
+                        del sizes[bisect_left(sizes, (stop - start, start))]
+                insort(sizes, (high - low, low))
+                if self._last_change is change:
+                    self._sizes = sizes
 
     def _free(self) -> Iterator[tuple[int, int]]:
         end = 0

@@ -36,18 +36,38 @@ class Tenant(Protocol):
 # Weakly: a request that nobody knows any more, the backend included, has nothing. Every change is a single step, which an
 # interrupt or another thread comes before or after, and who looks takes a copy: so there is no lock.
 _tenants: dict[weakref.ref[Tenant], tuple[int, int]] = {}
+# Where to look for them, by parts of the address space: found there before, and for as long as, they are tenants. Parts stay,
+# since another thread may just be about to put one in.
+_near: dict[int, dict[weakref.ref[Tenant], None]] = {}
+_PART_BITS = 20
 os.register_at_fork(after_in_child=_tenants.clear)  # a child has neither the requests nor their memory
+os.register_at_fork(after_in_child=_near.clear)
 
 
 def hold(tenant: Tenant) -> None:
     """The request has its memory from now on."""
     if tenant.num_bytes:
-        _tenants[weakref.ref(tenant)] = tenant.address, tenant.address + tenant.num_bytes
+        reference = weakref.ref(tenant)
+        stop = tenant.address + tenant.num_bytes
+        for part in _parts(tenant.address, stop):
+            _near.setdefault(part, {})[reference] = None
+        _tenants[reference] = tenant.address, stop
 
 
 def let_go(tenant: Tenant) -> None:
     """The backend does not touch the request's memory any more, if it ever had it."""
-    _tenants.pop(weakref.ref(tenant), None)
+    _forget(weakref.ref(tenant))
+
+
+def _forget(reference: weakref.ref[Tenant]) -> None:
+    memory = _tenants.pop(reference, None)
+    if memory is not None:
+        for part in _parts(*memory):
+            _near.get(part, {}).pop(reference, None)
+
+
+def _parts(start: int, stop: int) -> range:
+    return range(start >> _PART_BITS, ((stop - 1) >> _PART_BITS) + 1)
 
 
 def is_held(address: int, num_bytes: int) -> bool:
@@ -63,10 +83,12 @@ def hang_of(address: int, num_bytes: int) -> SwapperError | None:
 
 def _holders(address: int, num_bytes: int) -> Iterator[Tenant]:
     stop = address + num_bytes
-    for reference, (start, end) in _tenants.copy().items():
-        if start < stop and address < end:
-            tenant = reference()
-            if tenant is None:
-                _tenants.pop(reference, None)
-            else:
-                yield tenant
+    for part in _parts(address, stop):
+        for reference in _near.get(part, {}).copy():
+            start, end = _tenants.get(reference, (stop, stop))
+            if start < stop and address < end:
+                tenant = reference()
+                if tenant is None:
+                    _forget(reference)
+                else:
+                    yield tenant

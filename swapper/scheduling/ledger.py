@@ -9,13 +9,12 @@ broken, so a read behind it fails instead of returning stale bytes, and a later 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from swapper.backend import Direction
 from swapper.errors import BrokenExtentError, UnwrittenExtentError
 from swapper.extents.extent import Extent
 from swapper.extents.intervals import IntervalSet
 from swapper.scheduling.operation import Operation
+from swapper.scheduling.overlaps import Overlaps
 
 
 class Ledger:
@@ -31,9 +30,8 @@ class Ledger:
             self._written.add(0, extent.num_bytes)
         # Bytes whose last finished write failed.
         self._broken = IntervalSet()
-        # In submission order (a dict is an ordered set).
-        self._reads: dict[Operation, None] = {}
-        self._writes: dict[Operation, None] = {}
+        self._reads = Overlaps()
+        self._writes = Overlaps()
 
     @property
     def operations(self) -> list[Operation]:
@@ -65,12 +63,12 @@ class Ledger:
 
     def admit(self, operation: Operation) -> None:
         """Take an operation and put the ones it must wait for into its ``blockers``."""
-        _collect_overlapping(self._writes, operation)
+        operation.blockers.update(dict.fromkeys(self._writes.of(operation)))
         if operation.direction is Direction.READ:
-            self._reads[operation] = None
+            self._reads.add(operation)
         else:
-            _collect_overlapping(self._reads, operation)
-            self._writes[operation] = None
+            operation.blockers.update(dict.fromkeys(self._reads.of(operation)))
+            self._writes.add(operation)
             self._written.add(operation.offset, operation.stop)
 
     def settle(self, operation: Operation) -> None:
@@ -85,11 +83,4 @@ class Ledger:
 
     def discharge(self, operation: Operation) -> None:
         """Forget an operation that nothing is at work on any more."""
-        (self._reads if operation.direction is Direction.READ else self._writes).pop(operation, None)
-
-
-def _collect_overlapping(candidates: Iterable[Operation], operation: Operation) -> None:
-    start, stop = operation.hazard_start, operation.hazard_stop
-    for earlier in candidates:
-        if earlier.hazard_start < stop and start < earlier.hazard_stop:
-            operation.blockers[earlier] = None
+        (self._reads if operation.direction is Direction.READ else self._writes).pop(operation)

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from swapper import (
     StagingArena,
     Swapper,
 )
+from swapper.memory import held
 
 
 def test_pages_are_aligned_disjoint_pieces_of_one_region() -> None:
@@ -195,3 +197,32 @@ def test_a_page_may_be_released_when_its_write_is_done() -> None:
 def test_sizes(page_bytes: int, num_pages: int) -> None:
     with pytest.raises(ArgumentError, match="page"):
         StagingArena(page_bytes, num_pages)
+
+
+def test_memory_is_not_compared_with_that_of_all_requests() -> None:
+    num_looks = 0
+
+    class Request:
+        num_bytes, is_finished, error = 4096, False, None
+
+        def __init__(self, address: int) -> None:
+            self.address = address
+
+    class Counted(dict[Any, Any]):
+        def get(self, *args: Any) -> Any:
+            nonlocal num_looks
+            num_looks += 1
+            return super().get(*args)
+
+    requests = [Request(index << 20) for index in range(1000)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held, "_tenants", Counted())
+        patch.setattr(held, "_near", {})
+        for request in requests:
+            assert not held.is_held(request.address, request.num_bytes)
+            held.hold(request)
+            assert held.is_held(request.address + 4095, 1)
+        for request in requests:
+            held.let_go(request)
+            assert not held.is_held(request.address, request.num_bytes)
+    assert num_looks < 3 * len(requests)
