@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 from swapper.errors import ArgumentError
 
@@ -23,9 +24,16 @@ LEAST_DEADLINE_SECONDS = 0.01
 _MOST_SECONDS = min(1e9, threading.TIMEOUT_MAX)
 
 
-def bounded_seconds(seconds: float) -> float:
-    """Return a time that every call which waits takes: more than some decades is the same as for ever."""
-    return min(seconds, _MOST_SECONDS)
+def bounded_seconds(seconds: float, name: str = "timeout_seconds") -> float:
+    """Return a time that every call which waits takes: less than nothing is the same as none, and more than some decades as
+    for ever.
+
+    Raises:
+        ArgumentError: It is no number: ``name`` says what for.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, SupportsFloat) or math.isnan(seconds):
+        raise ArgumentError(f"{name} must be a number of seconds, got {seconds!r}; math.inf is for ever")
+    return min(max(0.0, float(seconds)), _MOST_SECONDS)
 
 
 class Priority(IntEnum):
@@ -107,8 +115,9 @@ class SwapperConfig:
         for name, least in (("num_threads", 1), ("max_inflight", 1), ("max_retries", 0), ("max_overtakes", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not self.deadline_seconds >= LEAST_DEADLINE_SECONDS:
+        deadline_seconds = bounded_seconds(self.deadline_seconds, "deadline_seconds")
+        if deadline_seconds < LEAST_DEADLINE_SECONDS:
             raise ArgumentError(
                 f"deadline_seconds must be at least {LEAST_DEADLINE_SECONDS:g}, got {self.deadline_seconds}"
             )
-        object.__setattr__(self, "deadline_seconds", bounded_seconds(self.deadline_seconds))
+        object.__setattr__(self, "deadline_seconds", deadline_seconds)

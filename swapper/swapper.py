@@ -12,7 +12,7 @@ from types import TracebackType
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
 from swapper.config import Priority, SwapperConfig, as_priority, whole_number
-from swapper.errors import ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
+from swapper.errors import ArgumentError, ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
 from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
 from swapper.measure.choice import open_backend
@@ -322,6 +322,8 @@ class Swapper(Uncopyable):
         self._scheduler.check_process()
 
     def _check_owned(self, extent: Extent) -> None:
+        if not isinstance(extent, Extent):
+            raise ArgumentError(f"an extent is needed, got {extent!r}; pass what allocate() returned")
         if extent.owner is not self:
             raise FreedExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")
 

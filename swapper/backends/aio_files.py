@@ -17,7 +17,6 @@ import queue
 import select
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +29,7 @@ from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.sync.callbacks import call_back
 from swapper.sync.limits import limits_in_words, start_threads
+from swapper.sync.patience import join_all
 from swapper.volumes.volume import Volume
 
 _T = TypeVar("_T")
@@ -226,9 +226,4 @@ class AiofilesBackend(VolumeBackend):
             self._is_closed = True
         self._finalizer()
         _open_backends.discard(self)
-        deadline = time.monotonic() + timeout_seconds
-        current = threading.current_thread()
-        threads = [thread for thread in self._loop.threads if thread is not current]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        return join_all(self._loop.threads, timeout_seconds)

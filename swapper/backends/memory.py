@@ -7,6 +7,7 @@ import numpy as np
 from swapper.backend import Direction, IORequest
 from swapper.backends.workers import WorkerPool
 from swapper.config import round_up
+from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
 from swapper.uncopyable import Uncopyable
 
@@ -41,6 +42,8 @@ class MemoryBackend(Uncopyable):
     num_bounced = 0
 
     def __init__(self, capacity_bytes: int, num_threads: int = 0) -> None:
+        if capacity_bytes < 0:
+            raise ArgumentError(f"capacity_bytes cannot be negative, got {capacity_bytes}")
         self.capacity_bytes = round_up(capacity_bytes)
         self.region = AlignedRegion(max(1, self.capacity_bytes))
         self.concurrency = max(1, num_threads)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from swapper.backend import IORequest
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.backends.workers import WorkerPool
+from swapper.sync.patience import join_all
 from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,6 @@ class ThreadsBackend(VolumeBackend):
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the workers and leave the files open for another backend; return whether all ended in time."""
-        deadline = time.monotonic() + timeout_seconds
         for pool in self._pools:
             pool.stop()  # all of them before waiting for one, which may hang
-        ended = [pool.close(max(0.0, deadline - time.monotonic())) for pool in self._pools]
-        return all(ended)
+        return join_all([thread for pool in self._pools for thread in pool.threads], timeout_seconds)

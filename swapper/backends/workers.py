@@ -7,7 +7,6 @@ import errno
 import os
 import queue
 import threading
-import time
 import weakref
 from functools import partial
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 from swapper.backend import Direction, IORequest
 from swapper.sync.callbacks import call_back
 from swapper.sync.limits import start_threads
+from swapper.sync.patience import join_all
 from swapper.uncopyable import Uncopyable
 
 
@@ -81,7 +81,7 @@ class WorkerPool(Uncopyable):
     def __init__(self, name: str, transfer: Transfer, num_threads: int) -> None:
         self.num_threads = num_threads
         self._queues: tuple[RequestQueue, RequestQueue] = (queue.SimpleQueue(), queue.SimpleQueue())
-        self._threads = [
+        self.threads = [
             threading.Thread(
                 target=_serve,
                 args=(self._queues[direction], transfer),
@@ -95,7 +95,7 @@ class WorkerPool(Uncopyable):
         self._finalizer = weakref.finalize(self, _stop, self._queues, num_threads, self._pid)
         self._finalizer.atexit = False
         self._is_closed = False
-        start_threads(*self._threads, stop=self.stop)
+        start_threads(*self.threads, stop=self.stop)
         _open_pools.add(self)
 
     def submit(self, request: IORequest) -> None:
@@ -114,9 +114,4 @@ class WorkerPool(Uncopyable):
     def close(self, timeout_seconds: float) -> bool:
         """Stop the workers after what is queued; return whether all of them ended in time."""
         self.stop()
-        deadline = time.monotonic() + timeout_seconds
-        current = threading.current_thread()
-        for thread in self._threads:
-            if thread is not current:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads if thread is not current)
+        return join_all(self.threads, timeout_seconds)

@@ -44,25 +44,45 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
     """
     if isinstance(buffer, torch.Tensor):
         return _bytes_of_tensor(buffer)
+    if isinstance(buffer, np.ndarray):
+        return _bytes_of_array(buffer, for_read=for_read)
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
         raise InvalidBufferError(
             f"a {type(buffer).__name__} has no memory to transfer; pass a CPU tensor, a numpy array or a bytearray"
         ) from error
-    if not view.c_contiguous:
+    if "O" in view.format:
+        raise _objects(buffer)
+    _check(buffer, is_contiguous=view.c_contiguous, is_writable=not view.readonly or not for_read)
+    return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else _EMPTY
+
+
+def _bytes_of_array(array: npt.NDArray[Any], *, for_read: bool) -> npt.NDArray[np.uint8]:
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidBufferError("the mask of a MaskedArray would be lost; pass its .data, and its .mask for itself")
+    if array.dtype.hasobject:
+        raise _objects(array)
+    _check(array, is_contiguous=array.flags.c_contiguous, is_writable=array.flags.writeable or not for_read)
+    # By way of the plain class: a matrix stays two-dimensional, whatever shape it is given.
+    return np.asarray(array).reshape(-1).view(np.uint8) if array.nbytes else _EMPTY
+
+
+def _check(buffer: Buffer, *, is_contiguous: bool, is_writable: bool) -> None:
+    if not is_contiguous:
         raise InvalidBufferError(
             f"a {type(buffer).__name__} that is not contiguous cannot be transferred; copy it first"
         )
-    if for_read and view.readonly:
+    if not is_writable:
         raise InvalidBufferError(
             f"a read cannot store into a {type(buffer).__name__} that is read-only; pass a writable one"
         )
-    if view.nbytes == 0:
-        return _EMPTY
-    if isinstance(buffer, np.ndarray):
-        return buffer.reshape(-1).view(np.uint8)
-    return np.frombuffer(view.cast("B"), dtype=np.uint8)
+
+
+def _objects(buffer: Buffer) -> InvalidBufferError:
+    return InvalidBufferError(
+        f"a {type(buffer).__name__} of objects has no bytes of its own, only references to them; pass an array of numbers"
+    )
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_UP_SECONDS = 1.0
 _HELD_SECONDS = 0.01
+_NUM_PAUSES = 16
 
 Pin = Callable[[int, int], Callable[[], None] | None]
 """``pin(address, num_bytes)`` registers memory with a device's driver and returns what undoes it; None if it cannot."""
@@ -143,7 +144,7 @@ class StagingArena(Uncopyable):
         self._pid = os.getpid()
         self.page_bytes = page_bytes
         self.num_pages = num_pages
-        self._deadline_seconds = bounded_seconds(deadline_seconds)
+        self._deadline_seconds = bounded_seconds(deadline_seconds, "deadline_seconds")
         self._region = AlignedRegion(page_bytes * num_pages)
         try:
             self._unpin = pin(self._region.address, self._region.num_bytes) if pin is not None else None
@@ -205,9 +206,10 @@ class StagingArena(Uncopyable):
         """
         self.check_process()
         refuse_owned(self._lock, "leasing a page")
+        timeout_seconds = self._deadline_seconds if timeout_seconds is None else bounded_seconds(timeout_seconds)
         with self._lock:
             if not self._has_page():
-                self._wait(self._deadline_seconds if timeout_seconds is None else bounded_seconds(timeout_seconds))
+                self._wait(timeout_seconds)
             return self._lend(owner)
 
     def try_lease(self, *, owner: str = "") -> Page | None:
@@ -237,11 +239,15 @@ class StagingArena(Uncopyable):
     def _wait(self, timeout_seconds: float) -> None:
         started_seconds = time.monotonic()
         left_seconds = timeout_seconds
+        most_seconds = max(timeout_seconds / _NUM_PAUSES, _HELD_SECONDS)
         while not (has_page := self._has_page()) and left_seconds > 0:
             # Who gives a page back says so. A transfer that lets go of one later does not: it is looked at now and then.
             pause_seconds = _HELD_SECONDS if len(self._leased) < self.num_pages else _LOOK_UP_SECONDS
-            self._available.wait(min(left_seconds, pause_seconds))
-            left_seconds = started_seconds + timeout_seconds - time.monotonic()
+            pause_seconds = min(left_seconds, pause_seconds, most_seconds)
+            paused_seconds = time.monotonic()
+            self._available.wait(pause_seconds)
+            # A process that was stopped meanwhile (SIGSTOP, a debugger) has lost no more than this pause.
+            left_seconds -= min(pause_seconds, time.monotonic() - paused_seconds)
         self._wait_seconds += time.monotonic() - started_seconds
         if not has_page:
             raise ArenaExhaustedError(self.num_pages, timeout_seconds, self._owners())

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from swapper.sync.bell import Bell, Latch
 from swapper.sync.callbacks import call_back
 from swapper.sync.limits import start_threads
+from swapper.sync.patience import join_all
 
 
 def _serve(hand_over: weakref.WeakMethod[Callable[[], None]], bell: Bell, stop: Latch) -> None:
@@ -60,5 +61,4 @@ class HandOver:
     def close(self, timeout_seconds: float) -> None:
         """Stop the thread and wait for it, so long at most: it may hang in a backend."""
         _stop(self._bell, self._stop, self._pid)  # not by the finalizer, which an interrupt would use up
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_seconds)
+        join_all([self._thread], timeout_seconds)

@@ -44,6 +44,7 @@ from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
 
+_IDLE_SECONDS = 10.0
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
 
 
@@ -435,6 +436,9 @@ class IOScheduler(Uncopyable):
             patience_seconds: How long to wait for what is at the backend; the deadline by default.
         """
         refuse_reentry("closing")
+        if patience_seconds is None:
+            patience_seconds = self._config.deadline_seconds
+        patience_seconds = bounded_seconds(patience_seconds, "patience_seconds")
         over: list[Operation] = []
         with self._lock:
             self._closed_because = self._closed_because or because
@@ -448,9 +452,8 @@ class IOScheduler(Uncopyable):
                     if not operation.outstanding:
                         self._finish(operation, over)
         announce(over)
-        if patience_seconds is None:
-            patience_seconds = self._config.deadline_seconds
-        patience_seconds = bounded_seconds(patience_seconds)
+        if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
+            patience_seconds = max(patience_seconds, _IDLE_SECONDS)
         self._hander.close(patience_seconds)
         is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
         if not is_ended:

@@ -12,6 +12,7 @@ from swapper.scheduling.operation import Operation
 from swapper.scheduling.pending import PendingErrors
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
 from swapper.sync.callbacks import call_back
+from swapper.sync.patience import wait_in_parts
 from swapper.sync.reentry import refuse_reentry, resting
 
 
@@ -51,6 +52,8 @@ class WaitingRoom:
             ReentryError: A signal handler or finalizer waits, in the midst of something that has to go on first.
         """
         refuse_reentry("waiting")
+        if timeout_seconds is not None:
+            timeout_seconds = bounded_seconds(timeout_seconds)
         # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
         waiter = threading.Lock()
         waiter.acquire()
@@ -77,7 +80,7 @@ class WaitingRoom:
     @resting
     def _sleep(self, operation: Operation, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
         if timeout_seconds is not None:
-            return waiter.acquire(timeout=max(0.0, bounded_seconds(timeout_seconds)))
+            return wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
         # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
         while num_idle < TICKS_PER_DEADLINE + 1:

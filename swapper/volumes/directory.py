@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.config import ALIGNMENT
+from swapper.config import ALIGNMENT, whole_number
 from swapper.errors import ArgumentError
 
 
@@ -29,18 +29,30 @@ class Directory:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        object.__setattr__(self, "path", Path(self.path))  # a str will do
+        object.__setattr__(self, "path", _path(self.path))  # a str will do
+        if self.capacity_bytes is not None:
+            object.__setattr__(self, "capacity_bytes", whole_number("capacity_bytes", self.capacity_bytes))
         if self.capacity_bytes is not None and self.capacity_bytes < ALIGNMENT:
             raise ArgumentError(
                 f"capacity_bytes of directory {str(self.path)!r} must be at least {ALIGNMENT}, got "
                 f"{self.capacity_bytes}; leave the directory out if it is not to be used"
             )
         speed = self.bytes_per_second
-        if speed is not None and not (speed > 0 and math.isfinite(speed)):
+        if speed is not None and not (isinstance(speed, int | float) and speed > 0 and math.isfinite(speed)):
             raise ArgumentError(f"bytes_per_second of directory {str(self.path)!r} must be positive, got {speed}")
 
 
-DirectoryLike = Directory | str | os.PathLike[str]
+def _path(value: object) -> Path:
+    try:
+        text = os.fsdecode(os.fspath(value))  # type: ignore[call-overload]
+    except TypeError:
+        raise ArgumentError(f"a directory must be a path, got {value!r}; pass a str or a Path") from None
+    if not text or "\0" in text:
+        raise ArgumentError(f"a directory cannot be {value!r}; name one, '.' for the working directory")
+    return Path(text)
+
+
+DirectoryLike = Directory | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """One directory: a path, or a path with what may be used of it."""
 
 
@@ -48,11 +60,13 @@ def as_directories(directories: Sequence[DirectoryLike] | DirectoryLike) -> list
     """Return one directory or many as a list.
 
     Raises:
-        ArgumentError: None is given.
+        ArgumentError: None is given, or something else than a path.
     """
-    if isinstance(directories, (Directory, str, os.PathLike)):
+    if isinstance(directories, (Directory, str, bytes, os.PathLike)):
         directories = [directories]
-    found = [each if isinstance(each, Directory) else Directory(Path(each)) for each in directories]
+    if not isinstance(directories, Iterable):
+        raise ArgumentError(f"directories must be paths, got {directories!r}; pass a list of str or Path")
+    found = [each if isinstance(each, Directory) else Directory(_path(each)) for each in directories]
     if not found:
         raise ArgumentError("no directory given; name at least one for the scratch files")
     return found

@@ -35,6 +35,7 @@ from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
+from swapper.sync.patience import wait_in_parts
 from swapper.wrappers.base import BackendWrapper
 from swapper.wrappers.checksum import PAGE_BYTES, Bytes, ChecksumTable, Segment, crc32c, is_fast
 
@@ -161,10 +162,11 @@ class IntegrityBackend(BackendWrapper):
 
     def close(self, timeout_seconds: float) -> bool:
         """Let requests go on for which something is read back, and close the inner backend."""
-        deadline = time.monotonic() + timeout_seconds
+        started = time.monotonic()
         with self._lock:
-            self._changed.wait_for(lambda: not self._preparing, timeout_seconds)
-        return self.inner.close(max(0.0, deadline - time.monotonic()))
+            wait_in_parts(lambda seconds: self._changed.wait_for(lambda: not self._preparing, seconds), timeout_seconds)
+        # At least half of it, also of a process that was stopped.
+        return self.inner.close(max(timeout_seconds / 2, timeout_seconds - (time.monotonic() - started)))
 
     # -- the way of a request ----------------------------------------------------------------------------------------
 

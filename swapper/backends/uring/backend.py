@@ -6,7 +6,6 @@ import contextlib
 import logging
 import resource
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from swapper.backends.workers import WorkerPool
 from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError, error_words
 from swapper.memory.region import AlignedRegion
+from swapper.sync.patience import join_all
 from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -114,9 +114,10 @@ class UringBackend(VolumeBackend):
 
     def stop(self, timeout_seconds: float) -> bool:
         """End the threads and leave the files open for another backend; return whether all ended in time."""
-        deadline = time.monotonic() + timeout_seconds
         self._loop.stop()
         with self._lock:
             pool = self._pool
-        has_ended = pool is None or pool.close(timeout_seconds)
-        return self._loop.close(deadline - time.monotonic()) and has_ended
+        if pool is not None:
+            pool.stop()
+        has_ended = join_all([self._loop.thread, *(pool.threads if pool is not None else ())], timeout_seconds)
+        return self._loop.close(0.0) and has_ended

@@ -34,6 +34,7 @@ from swapper.backends.uring.ring import Ring
 from swapper.errors import BackendUnavailableError, error_words
 from swapper.sync.callbacks import call_back
 from swapper.sync.limits import start_threads
+from swapper.sync.patience import join_all
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
@@ -110,13 +111,13 @@ class RingLoop(Uncopyable):
         self._wake_lock = threading.RLock()  # a finalizer may come in between, and stop the loop
         self._wake_fd = _make_eventfd()
         is_set_up: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(list(fds), is_set_up), name="swapper-ring", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(list(fds), is_set_up), name="swapper-ring", daemon=True)
         try:
-            start_threads(self._thread)
+            start_threads(self.thread)
             is_set_up.result()
         except BaseException:
             self.stop()
-            if not self._thread.is_alive():
+            if not self.thread.is_alive():
                 self._close_wake_fd()
             raise
         finally:
@@ -144,7 +145,7 @@ class RingLoop(Uncopyable):
         """
         future: Future[_Result] = Future()
         self._commands.append((future, function))
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             self._run_commands()
         if self._is_over:
             self._refuse()
@@ -165,9 +166,8 @@ class RingLoop(Uncopyable):
         """Stop the thread and wait for it; return whether it has ended and nothing is in flight."""
         self.stop()
         _open_loops.discard(self)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(max(0.0, timeout_seconds))
-        return not self._thread.is_alive() and not self._inflight
+        join_all([self.thread], timeout_seconds)
+        return not self.thread.is_alive() and not self._inflight
 
     def disown(self) -> None:
         """In a forked child: use nothing of this any more; the parent's thread goes on there."""

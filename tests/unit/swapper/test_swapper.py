@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -368,3 +369,48 @@ def test_a_float_is_refused_where_a_number_of_bytes_belongs(tmp_path: Path) -> N
             refused()
     with Swapper.in_memory(4096) as swapper, pytest.raises(ArgumentError, match="num_bytes must be an int"):
         swapper.allocate(4096.0, "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0, 0.0, -1, -1e300, 1e300, np.float32(2)])
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", "memory"])
+def test_an_idle_swapper_closes_within_any_patience(backend: str, seconds: float, tmp_path: Path) -> None:
+    before, files = set(threading.enumerate()), open_files(tmp_path)
+    config = SwapperConfig(backend=backend, verify_checksums=True) if backend != "memory" else SwapperConfig()  # type: ignore[arg-type]
+    swapper = Swapper.in_memory(4096) if backend == "memory" else Swapper.open(tmp_path, 4096, config)
+    handle = swapper.write(swapper.allocate(1, "x"), b"x")
+    handle.wait()
+    handle.wait(-1)
+    swapper.close(seconds)
+    assert set(threading.enumerate()) <= before and open_files(tmp_path) == files
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), "1", True, 1j, [1]])
+def test_times_that_are_no_numbers_change_nothing(seconds: Any) -> None:
+    with Swapper.in_memory(4096) as swapper:
+        extent = swapper.allocate(1, "x")
+        with pytest.raises(ArgumentError, match="patience_seconds must be a number of seconds"):
+            swapper.close(seconds)
+        swapper.write(extent, b"x").wait()
+    with pytest.raises(ArgumentError, match="deadline_seconds must be a number of seconds"):
+        SwapperConfig(deadline_seconds=seconds)
+
+
+@pytest.mark.parametrize("extent", [None, 0, "x"])
+def test_what_is_no_extent_is_refused(swapper: Swapper, extent: Any) -> None:
+    for refused in (lambda: swapper.read(extent, bytearray(1)), lambda: swapper.free(extent)):
+        with pytest.raises(ArgumentError, match="an extent is needed"):
+            refused()
+
+
+def test_negative_and_odd_numbers_are_refused(swapper: Swapper) -> None:
+    extent = swapper.allocate(8192, "x")
+    for offset in (-1, True, 1.0, "0", None):
+        with pytest.raises(ArgumentError, match="offset"):
+            swapper.write(extent, bytearray(8), offset=offset)  # type: ignore[arg-type]
+    for num_bytes in (-1, True, 1.0):
+        with pytest.raises(ArgumentError, match="num_bytes"):
+            swapper.write(extent, bytearray(8), num_bytes=num_bytes)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"num_bytes|cannot have"):
+            swapper.allocate(num_bytes, "y")  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="capacity_bytes"):
+            Swapper.in_memory(num_bytes)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 
 import numpy as np
 import pytest
@@ -65,6 +66,11 @@ def test_nothing(empty: object) -> None:
         (torch.zeros(4, device="meta"), "device 'meta'"),
         (torch.zeros(4).to_sparse(), "not contiguous"),
         (np.zeros((4, 4))[:, ::2], "not contiguous"),
+        (np.array([object()]), "ndarray of objects has no bytes"),
+        (np.zeros(2, dtype=[("a", "i4"), ("b", "O")]), "ndarray of objects has no bytes"),
+        ((ctypes.py_object * 2)(), "objects has no bytes"),
+        (np.ma.masked_array([1, 2], mask=[True, False]), "the mask of a MaskedArray would be lost"),
+        (np.zeros((4, 4), dtype="M8[s]")[:, ::2], "not contiguous"),
         (object(), "object has no memory"),
         ([1, 2], "list has no memory"),
         (None, "NoneType has no memory"),
@@ -74,3 +80,25 @@ def test_what_cannot_be_transferred(buffer: object, message: str) -> None:
     with pytest.raises(InvalidBufferError, match=message):
         bytes_of(buffer, for_read=False)
     assert issubclass(InvalidBufferError, ArgumentError)
+
+
+@pytest.mark.parametrize("dtype", ["M8[ns]", "m8[D]"])
+def test_times_are_bytes_as_well(dtype: str) -> None:
+    times = np.zeros((2, 3), dtype=dtype)
+    view = bytes_of(times, for_read=True)
+    view[:] = 1
+    assert view.shape == (48,) and (times.view(np.int64) == 0x0101010101010101).all()
+    assert bytes_of(np.zeros(0, dtype=dtype), for_read=False).size == 0
+    times.flags.writeable = False
+    assert bytes_of(times, for_read=False).size == 48
+    with pytest.raises(InvalidBufferError, match="read-only"):
+        bytes_of(times, for_read=True)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_a_matrix_is_flat() -> None:
+    matrix = np.asmatrix(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    view = bytes_of(matrix, for_read=True)
+    assert type(view) is np.ndarray and view.shape == (6,)
+    view[:2] = 9
+    assert matrix[0].tolist() == [[9, 9, 2]]

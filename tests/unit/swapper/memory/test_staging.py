@@ -20,7 +20,7 @@ from swapper import (
     StagingArena,
     Swapper,
 )
-from swapper.memory import held
+from swapper.memory import held, staging
 
 
 def test_pages_are_aligned_disjoint_pieces_of_one_region() -> None:
@@ -226,3 +226,32 @@ def test_memory_is_not_compared_with_that_of_all_requests() -> None:
             held.let_go(request)
             assert not held.is_held(request.address, request.num_bytes)
     assert num_looks < 3 * len(requests)
+
+
+def test_a_lease_loses_no_time_while_the_process_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock its time is over when the process goes on, but nobody had a chance to give a page back."""
+    with StagingArena(ALIGNMENT, 1) as arena:
+        page, stopped_seconds, monotonic = arena.lease(), 0.0, time.monotonic
+        monkeypatch.setattr(staging.time, "monotonic", lambda: monotonic() + stopped_seconds)
+        wait, num_waits = arena._available.wait, 0
+
+        def stopped(seconds: float) -> bool:
+            nonlocal stopped_seconds, num_waits
+            num_waits += 1
+            stopped_seconds = 3600.0
+            if num_waits == 3:
+                page.release()
+            return wait(min(seconds, 0.01))
+
+        monkeypatch.setattr(arena._available, "wait", stopped)
+        assert arena.lease(60.0).index == 0
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), "1", True, 1j])
+def test_a_time_that_is_no_number_is_refused(seconds: Any) -> None:
+    with pytest.raises(ArgumentError, match="deadline_seconds must be a number of seconds"):
+        StagingArena(ALIGNMENT, 1, deadline_seconds=seconds)
+    with StagingArena(ALIGNMENT, 1) as arena, pytest.raises(ArgumentError, match="timeout_seconds must be a number"):
+        arena.lease(seconds)
+    with StagingArena(ALIGNMENT, 1) as arena, arena.lease(), pytest.raises(ArenaExhaustedError):
+        arena.lease(-1)

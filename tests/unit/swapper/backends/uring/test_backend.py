@@ -229,7 +229,7 @@ def test_a_ring_that_breaks_refuses_instead_of_hanging(
     _Spy(monkeypatch, "submit", fail)
     lost = [start(backend, _READ, 0, aligned_bytes(ALIGNMENT)) for _ in range(5)]
     gate.set()
-    backend._loop._thread.join(_SECONDS)
+    backend._loop.thread.join(_SECONDS)
     assert [completion.num_calls for completion in lost] == [0, 0, 1, 1, 1], "who is not in flight is refused"
     late = start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
     late.wait()
