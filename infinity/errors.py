@@ -571,14 +571,21 @@ class EngineBusyError(InfinityError, RuntimeError):
 class EngineClosedError(InfinityError, RuntimeError):
     """A call to an engine after `close()`."""
 
-    def __init__(self, call: str, *, is_exit: bool = False) -> None:
-        """``is_exit``: the interpreter ends, and has closed it."""
+    def __init__(self, call: str, *, is_exit: bool = False, is_by_library: bool = False) -> None:
+        """``is_exit``: the interpreter ends, and has closed it. ``is_by_library``: `destroy` was called."""
         self.call = call
+        told = "Call infinity.initialize again to train on"
+        if is_by_library:
+            told = (
+                "For a second trainer.train(), or one after trainer.evaluate(), make another Trainer with trainer.model: "
+                "transformers has called engine.destroy(). After accelerator.free_memory(), pass model and optimizer to "
+                "accelerator.prepare again; without a library, to infinity.initialize"
+            )
         super().__init__(
             f"{call}: the interpreter ends, and the engine has ended before. Call atexit.register after `import infinity`, "
             "and what it registers comes first; or save at the end of the script"
             if is_exit
-            else f"{call}: the engine is closed. Call infinity.initialize again to train on; weights that were neither saved nor "
+            else f"{call}: the engine is closed. {told}; weights that were neither saved nor "
             "given back by engine.close(restore_weights=True) went with it"
         )
 

@@ -610,7 +610,8 @@ class Engine(Relayout):
     # ---------------------------------------------------------------------------------------------------------- the end
 
     def destroy(self) -> None:
-        """As `close`."""
+        """As `close`. Later calls are told what a library's user does then."""
+        self._guard.is_destroyed = True
         self.close()
 
     @property

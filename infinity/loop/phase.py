@@ -43,6 +43,8 @@ class PhaseGuard:
     def __init__(self, stepper: Stepper, step: Callable[[], int]) -> None:
         """``step`` gives the number of the present step, for messages."""
         self.phase = Phase.READY
+        self.is_destroyed = False
+        """Whether ``engine.destroy()`` was called, as libraries do it."""
         self.has_backward = False
         """Whether there was a backward since the last ``engine.step()``."""
         self._part_loaded: Path | None = None
@@ -87,7 +89,7 @@ class PhaseGuard:
     def check_open(self) -> None:
         """Raise `EngineClosedError` after ``close()``."""
         if self.phase is Phase.CLOSED:
-            raise EngineClosedError("this call")
+            raise EngineClosedError("this call", is_by_library=self.is_destroyed)
 
     def note_part_loaded(self, folder: Path | None) -> None:
         """A checkpoint was loaded in part, so that weights are those of two trainings; None: they are whole again."""

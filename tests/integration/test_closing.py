@@ -84,6 +84,14 @@ def test_an_exception_in_the_with_block_closes_and_is_passed_on(tmp_path: Path) 
         engine.step()
 
 
+def test_what_a_library_has_closed_names_the_cure_in_that_library(tmp_path: Path) -> None:
+    """transformers calls ``destroy`` before each training, and goes on with the engine that it has."""
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    engine.destroy()
+    with pytest.raises(EngineClosedError, match="second trainer.train.*make another Trainer with trainer.model"):
+        engine(**make_batch(0))
+
+
 @pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_the_model_is_an_ordinary_one_after_the_with_block(
