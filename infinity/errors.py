@@ -577,8 +577,8 @@ class EngineClosedError(InfinityError, RuntimeError):
         told = "Call infinity.initialize again to train on"
         if is_by_library:
             told = (
-                "For a second trainer.train(), or one after trainer.evaluate(), make another Trainer with trainer.model: "
-                "transformers has called engine.destroy(). After accelerator.free_memory(), pass model and optimizer to "
+                "For a second trainer.train(), or one after trainer.evaluate(), make another Trainer with trainer.model and "
+                "new TrainingArguments: transformers has called engine.destroy(). After accelerator.free_memory(), pass model and optimizer to "
                 "accelerator.prepare again; without a library, to infinity.initialize"
             )
         super().__init__(

@@ -611,7 +611,7 @@ class Engine(Relayout):
 
     def destroy(self) -> None:
         """As `close`. Later calls are told what a library's user does then."""
-        self._guard.is_destroyed = True
+        self._guard.note_destroyed()
         self.close()
 
     @property

@@ -43,8 +43,7 @@ class PhaseGuard:
     def __init__(self, stepper: Stepper, step: Callable[[], int]) -> None:
         """``step`` gives the number of the present step, for messages."""
         self.phase = Phase.READY
-        self.is_destroyed = False
-        """Whether ``engine.destroy()`` was called, as libraries do it."""
+        self._is_destroyed = False
         self.has_backward = False
         """Whether there was a backward since the last ``engine.step()``."""
         self._part_loaded: Path | None = None
@@ -86,10 +85,14 @@ class PhaseGuard:
         """Whether all weights belong to one step of one training, and nothing was cut off."""
         return self.phase is Phase.READY and not self._stepper.is_between_steps and self._part_loaded is None
 
+    def note_destroyed(self) -> None:
+        """``engine.destroy()`` was called, as libraries do it."""
+        self._is_destroyed = True
+
     def check_open(self) -> None:
         """Raise `EngineClosedError` after ``close()``."""
         if self.phase is Phase.CLOSED:
-            raise EngineClosedError("this call", is_by_library=self.is_destroyed)
+            raise EngineClosedError("this call", is_by_library=self._is_destroyed)
 
     def note_part_loaded(self, folder: Path | None) -> None:
         """A checkpoint was loaded in part, so that weights are those of two trainings; None: they are whole again."""
