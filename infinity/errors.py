@@ -578,8 +578,8 @@ class EngineClosedError(InfinityError, RuntimeError):
         if is_by_library:
             told = (
                 "For a second trainer.train(), or one after trainer.evaluate(), make another Trainer with trainer.model and "
-                "new TrainingArguments: transformers has called engine.destroy(). After accelerator.free_memory(), pass model and optimizer to "
-                "accelerator.prepare again; without a library, to infinity.initialize"
+                "new TrainingArguments: transformers has called engine.destroy(). After accelerator.free_memory(), pass "
+                "model and optimizer to accelerator.prepare again; without a library, to infinity.initialize"
             )
         super().__init__(
             f"{call}: the interpreter ends, and the engine has ended before. Call atexit.register after `import infinity`, "

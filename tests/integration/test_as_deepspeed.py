@@ -113,7 +113,8 @@ def test_it_is_seen_wherever_libraries_look() -> None:
         version = importlib.metadata.version("deepspeed")
         import deepspeed, infinity
         assert deepspeed.__version__ == version
-        assert deepspeed.initialize is infinity.initialize and deepspeed.DeepSpeedEngine is infinity.Engine
+        assert deepspeed.initialize.__wrapped__ is infinity.initialize
+        assert deepspeed.DeepSpeedEngine is infinity.Engine
         import deepspeed.comm as dist
         from deepspeed.accelerator import get_accelerator
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -145,6 +146,42 @@ def test_it_is_seen_wherever_libraries_look() -> None:
                 sys.exit(statement)
     """
     run(["-c", "if 1:" + code], PYTHONPATH=str(_ROOT))
+
+
+def test_a_training_after_another_of_the_same_model(tmp_path: Path) -> None:
+    """As Lightning's second ``fit`` of a model, or that after ``lr_find``: nobody closes the first engine."""
+    code = """
+        import json, sys
+        import infinity.as_deepspeed
+        import deepspeed, torch
+        found = []
+        for is_plain in (True, False):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+            engines = []
+            for _ in range(2):
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+                engine = model
+                if not is_plain:
+                    config = json.load(open(sys.argv[1]))
+                    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+                    engines.append(engine)
+                for number in range(2):
+                    loss = engine(torch.full((2, 4), float(number))).square().mean()
+                    loss.backward() if is_plain else engine.backward(loss)
+                    optimizer.step() if is_plain else engine.step()
+                    optimizer.zero_grad() if is_plain else None
+            found.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+        assert [each.is_closed for each in engines] == [True, False]
+        assert deepspeed.initialize(model=model, model_parameters=[], config={**config, "optimizer": None})[0] is engine
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    """
+    config = offloading(tmp_path / "nvme")
+    kept = {key: config[key] for key in ("zero_optimization", "infinity")} | {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+    }
+    run(["-c", "if 1:" + code, written(tmp_path, kept)])
 
 
 def test_it_is_refused_where_it_comes_too_late() -> None:
