@@ -81,6 +81,7 @@ def test_the_optimizer_that_deepspeed_wraps(engine: Any) -> None:
     while hasattr(unwrapped, "optimizer"):
         unwrapped = unwrapped.optimizer
     assert isinstance(unwrapped, torch.optim.Optimizer) and unwrapped.param_groups is inner.param_groups
+    assert type(unwrapped).__name__ == "AdamW" and unwrapped == inner
 
 
 def test_what_was_passed_to_initialize(tmp_path: Path) -> None:
@@ -90,6 +91,7 @@ def test_what_was_passed_to_initialize(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     with engine:
         assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
+        assert engine.optimizer.optimizer in [optimizer] and engine.optimizer not in [optimizer]
         assert engine.training_data is None and engine.collate_fn is None
 
 

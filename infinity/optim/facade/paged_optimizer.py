@@ -223,7 +223,7 @@ class PagedOptimizer(Optimizer):
     @property
     def optimizer(self) -> Optimizer:
         """Where DeepSpeed has the optimizer that it wraps: this one, with the same groups and states."""
-        return _Unwrapped(self)
+        return _Unwrapped.named_as(self._template.optimizer)(self)
 
     @cached_property
     def parameter_offload(self) -> NoHooks:
@@ -400,6 +400,18 @@ class _Unwrapped(PagedOptimizer):
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
         self.__dict__ = optimizer.__dict__
+
+    @classmethod
+    def named_as(cls, optimizer: Optimizer) -> type[_Unwrapped]:
+        """A class with the name of the user's: loggers show it."""
+        return type(type(optimizer).__name__, (cls,), {})
+
+    def __eq__(self, other: object) -> bool:
+        """In DeepSpeed it is the very one that was passed, in which schedulers are looked for."""
+        return other is self._template.optimizer or (isinstance(other, _Unwrapped) and vars(other) is vars(self))
+
+    def __hash__(self) -> int:
+        return hash(self._template.optimizer)
 
     @property
     def optimizer(self) -> Optimizer:
