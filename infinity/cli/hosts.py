@@ -33,6 +33,12 @@ def read_hostfile(path: Path) -> Hosts:
     return found
 
 
+def largest_slot(choice: str) -> int:
+    """Of those that `chosen` would be given; -1 if it names none."""
+    numbers = [slot for part in choice.split("@") for slot in part.partition(":")[2].split(",")]
+    return max((int(slot) for slot in numbers if slot.isdecimal()), default=-1)
+
+
 def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
     """What ``include`` names, or all but what ``exclude`` names: ``worker-1@worker-2:0,2`` is one host, and two slots of another.
 
@@ -48,7 +54,7 @@ def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
         host, _, slots = part.strip().partition(":")
         known = hosts.get(host)
         if known is None:
-            raise ConfigError(f"'{host}' is not in the hostfile. Its hosts are: {', '.join(hosts)}")
+            raise ConfigError(f"'{host}' is none of the hosts. They are: {', '.join(hosts)}")
         try:
             numbers = {int(slot) for slot in slots.split(",")} if slots else set(known)
         except ValueError:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from infinity.cli.hosts import Hosts, chosen, read_hostfile
+from infinity.cli import rank_script
+from infinity.cli.hosts import Hosts, chosen, largest_slot, read_hostfile
 from infinity.cli.output import print_json
 from infinity.errors import ConfigError, InfinityError
 
@@ -25,6 +27,9 @@ _PASSED_ON = ("PYTHONPATH", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "HF_")
 """Environment variables that other hosts get: these, or all that begin so."""
 _POLL_SECONDS = 0.2
 _STDERR = 2
+_LOCALHOST = "localhost"
+_LOCAL_NAMES = (_LOCALHOST, "127.0.0.1", socket.gethostname())
+"""Of this host, which needs no ssh."""
 _GRACE_SECONDS = 40.0
 """torchrun kills what has not ended 30 seconds after it told it to."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,7 +41,8 @@ def add(commands: Any) -> None:
         "launch",
         help="start a training on the hosts of a DeepSpeed hostfile",
         description="Starts torchrun on each host, over ssh, in the present directory and with the same Python. When one ends "
-        "with an error, so do the others, and all do at SIGTERM and Ctrl-C. Without a hostfile, on this host alone.",
+        "with an error, so do the others, and all do at SIGTERM and Ctrl-C. Without a hostfile, on this host alone, localhost, "
+        "which never needs ssh.",
     )
     parser.add_argument("--hostfile", type=Path, help="lines like: worker-1 slots=8")
     parser.add_argument("--include", default="", help="hosts, or slots of them: worker-1@worker-2:0,2")
@@ -74,10 +80,17 @@ def _hosts(arguments: argparse.Namespace) -> Hosts:
             raise ConfigError(
                 f"--num_gpus {arguments.num_gpus}: one process is the least. Give 1 or more, or leave it out"
             )
-        if arguments.include or arguments.exclude or (arguments.num_nodes or 1) > 1:
-            raise ConfigError("--include, --exclude and --num_nodes need hosts. Pass --hostfile")
-        return {"localhost": list(range(arguments.num_gpus or max(torch.cuda.device_count(), 1)))}
-    found = chosen(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
+        if (arguments.num_nodes or 1) > 1:
+            raise ConfigError(f"--num_nodes {arguments.num_nodes}: there is this host alone. Pass --hostfile")
+        choice = _choice(arguments)
+        num_slots = arguments.num_gpus or max(torch.cuda.device_count(), 1)
+        if choice:  # without a GPU, slots are just processes, of which there can be any number
+            num_slots = torch.cuda.device_count() or num_slots + 1 + largest_slot(choice)
+        host = choice.partition(":")[0]
+        found = {host if host in _LOCAL_NAMES else _LOCALHOST: list(range(num_slots))}
+    else:
+        found = read_hostfile(arguments.hostfile)
+    found = chosen(found, arguments.include, arguments.exclude)
     if arguments.num_nodes is not None and not 0 < arguments.num_nodes <= len(found):
         raise ConfigError(f"--num_nodes {arguments.num_nodes}: there are {len(found)} hosts. Take as many at most")
     found = dict(islice(found.items(), arguments.num_nodes))
@@ -89,18 +102,34 @@ def _hosts(arguments: argparse.Namespace) -> Hosts:
     return {host: slots[: arguments.num_gpus] for host, slots in found.items()}
 
 
+def _choice(arguments: argparse.Namespace) -> str:
+    return str(arguments.include or arguments.exclude)
+
+
+def _environment(slots: Sequence[int], arguments: argparse.Namespace, mine: Mapping[str, str]) -> dict[str, str]:
+    """What a process on this host gets besides what this one has."""
+    if arguments.hostfile is None and not _choice(arguments):
+        return {}
+    visible = mine.get("CUDA_VISIBLE_DEVICES", "").split(",") if arguments.hostfile is None else []
+    names = [visible[slot] if slot < len(visible) and visible[slot] else str(slot) for slot in slots]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
 def commands_of(hosts: Hosts, arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, list[str]]:
     """Host -> what to start for it on this one."""
-    is_local = arguments.hostfile is None
-    master = arguments.master_addr or ("127.0.0.1" if is_local else next(iter(hosts)).rpartition("@")[2])
+    is_alone = len(hosts) == 1 and next(iter(hosts)) in _LOCAL_NAMES
+    master = arguments.master_addr or ("127.0.0.1" if is_alone else next(iter(hosts)).rpartition("@")[2])
     found: dict[str, list[str]] = {}
     for rank, (host, slots) in enumerate(hosts.items()):
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         torchrun += [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--nproc-per-node={len(slots)}"]
         torchrun += [f"--master-addr={master}", f"--master-port={arguments.master_port}"]
-        torchrun += [arguments.script, *arguments.arguments]
-        if is_local:
-            found[host] = torchrun
+        torchrun += [rank_script.__file__, arguments.script, *arguments.arguments]
+        if host in _LOCAL_NAMES:
+            there = _environment(slots, arguments, environment)
+            found[host] = (
+                ["env", *(f"{name}={value}" for name, value in there.items()), *torchrun] if there else torchrun
+            )
             continue
         exported = {name: value for name, value in sorted(environment.items()) if name.startswith(_PASSED_ON)}
         exported["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))

@@ -22,6 +22,8 @@ from infinity.units.unit import dense_strides
 _SHORT = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _OTHER_HOLDERS = frozenset({"_parameters", "_buffers", "_modules"})
 
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+
 
 def check_model(model: nn.Module) -> None:
     """Check modules and parameters.
@@ -34,6 +36,15 @@ def check_model(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"module '{fqn or type(module).__name__}' was compiled with torch.jit, which hides its accesses to parameters",
                 cure="Pass the model as it was before compiling",
+                fqn=fqn,
+            )
+        wrapper = next((each for each in type(module).__mro__ if each.__name__ in _WRAPPERS and _is_torch(each)), None)
+        if wrapper is not None:
+            raise UnsupportedModelError(
+                f"module '{fqn or type(module).__name__}' is wrapped in torch's {wrapper.__name__}, which exchanges gradients "
+                "or weights of its own",
+                cure="Pass the bare module: infinity.initialize exchanges what zero_optimization.stage says, among the processes "
+                "that torchrun or infinity launch has started",
                 fqn=fqn,
             )
     parameters = list(model.named_parameters())
@@ -70,6 +81,10 @@ def check_model(model: nn.Module) -> None:
     _check_views(model, parameters)
     if not parameters:
         raise NoTrainableParameterError()
+
+
+def _is_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 def warn_of_other_dtypes(model: nn.Module) -> None:

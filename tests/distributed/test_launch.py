@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.cli import rank_script
 from infinity.cli.hosts import chosen, read_hostfile
 from infinity.cli.main import main
 from infinity.errors import ConfigError
@@ -74,9 +75,8 @@ def test_torchrun_on_each_host(hostfile: Path, tmp_path: Path, monkeypatch: pyte
         assert words[words.index(sys.executable) : words.index(f"--node-rank={rank}")] == [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2")
         ]
-        assert words[-6:] == [
-            *("--nproc-per-node=2", "--master-addr=worker-1", "--master-port=29500", "train.py", "--lr", "it's 1")
-        ]
+        assert words[-7:-4] == ["--nproc-per-node=2", "--master-addr=worker-1", "--master-port=29500"]
+        assert words[-4:] == [rank_script.__file__, "train.py", "--lr", "it's 1"]
 
 
 def test_the_first_host_without_its_user_is_the_address(
@@ -149,8 +149,39 @@ def test_a_host_that_is_killed_is_named(
     assert "worker-1 ended by signal 9" in capsys.readouterr().err
 
 
-def test_one_host_needs_no_ssh(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "first", "second"),
+    [
+        (["--num_gpus", "2"], "-", "-"),
+        (["--include", "localhost:1,2"], "1,2", "1,2"),
+        (["--num_gpus", "2", "--exclude", "localhost:1"], "0,2", "0,2"),
+        (["--hostfile", "hostfile", "--exclude", "localhost:0"], "1,2", "1,2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_one_host_needs_no_ssh(
+    options: list[str], first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     script = tmp_path / "train.py"
-    script.write_text("import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n")
-    assert main(["launch", "--num_gpus", "2", "--master_port", "0", str(script), str(tmp_path)]) == 0
-    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+    script.write_text(
+        "import os, pathlib, sys\nfile = pathlib.Path(sys.argv[1], os.environ['RANK'])\n"
+        "file.write_text(os.environ.get('CUDA_VISIBLE_DEVICES', '-'))\n"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hostfile").write_text("localhost slots=3\n")
+    options = [str(tmp_path / word) if word == "hostfile" else word for word in options]
+    assert main(["launch", *options, "--master_port", "0", str(script), str(tmp_path)]) == 0
+    assert {path.name: path.read_text() for path in tmp_path.glob("[0-9]")} == {"0": first, "1": second}
+
+
+def test_a_rank_that_fails_before_it_joins_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    import missing_of_ours\ntime.sleep(600)\n")
+    assert main(["launch", "--num_gpus", "2", "--master_port", "0", str(script)]) == 1
+    told = capfd.readouterr().err
+    cause = told[told.rindex("Root Cause") :]
+    assert "rank      : 1 " in cause and "No module named 'missing_of_ours'" in cause
+    assert "localhost ended with status 1" in cause
