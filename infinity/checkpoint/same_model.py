@@ -1,16 +1,99 @@
-"""Whether a checkpoint is of the model that is to take it: what only one of them has is refused, or told of where it may be."""
+"""Whether a checkpoint is of the model that is to take it: what only one of them has is refused, or told of where it may be.
+
+Of frozen parameters that it leaves out it knows checksums, so that it is not loaded beside other ones: they cost one read of
+these weights, when a checkpoint is saved and when it is loaded.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
 
 from infinity.checkpoint.saved import Checkpoint
 from infinity.errors import UnsupportedModelError
+from infinity.numerics.raw_bytes import raw_bytes
+from infinity.optim.groups import TiledGroups
+from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.pager import Pager
+from infinity.torch_internals.foreign_writes import plain_array
+from swapper.wrappers.checksum import crc32c
 
 logger = logging.getLogger(__name__)
-
+_PIECE_BYTES = 1 << 20
 _MOST_SHOWN = 4
+Checksums = dict[str, tuple[str, int]]
+"""FQN -> dtype, and crc32c of the elements in C order."""
+
+
+class LeftOut:
+    """Looks at the values of frozen parameters; must not know what a checkpoint does with checksums."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], hooks: ModuleHooks, pager: Pager, tiled: TiledGroups
+    ) -> None:
+        """``parameters``: by FQN, in an order in which those of a unit stand together."""
+        self._parameters = parameters
+        self._hooks = hooks
+        self._pager = pager
+        self._tiled = tiled
+
+    def checksums(self) -> Checksums:
+        """Of the values as they are now."""
+        found = {}
+        for fqn, parameter in self._parameters.items():
+            checksum = 0
+            for part in self._tiled.all_of(parameter):
+                for piece in self._pieces(part):
+                    checksum = crc32c(plain_array(piece), after=checksum)
+            found[fqn] = str(self._tiled.first_of(parameter).dtype).removeprefix("torch."), checksum
+        return found
+
+    def check(self, saved: Mapping[str, tuple[str, int]]) -> None:
+        """Compare with what a checkpoint has; what has another dtype now cannot be compared, and what it does not know neither.
+
+        Raises:
+            UnsupportedModelError: some are others than when the checkpoint was written.
+        """
+        others, casts = [], []
+        known = {fqn: each for fqn, each in self._parameters.items() if fqn in saved}
+        for fqn, (dtype, checksum) in LeftOut(known, self._hooks, self._pager, self._tiled).checksums().items():
+            if dtype != saved[fqn][0]:
+                casts.append(fqn)
+            elif checksum != saved[fqn][1]:
+                others.append(fqn)
+        if others:
+            shown, num_more = ", ".join(f"'{fqn}'" for fqn in others[:4]), len(others) - 4
+            raise UnsupportedModelError(
+                f"the checkpoint was written without frozen parameters, and those of the model have other values now: {shown}"
+                + (f" and {num_more} more" if num_more > 0 else ""),
+                cure="Load the weights with which it was trained before infinity.initialize, or pass load_module_strict=False "
+                "to take those that are there",
+            )
+        if casts:
+            logger.warning(
+                "%d frozen parameters that the checkpoint leaves out ('%s', ...) have another dtype than when it was written: "
+                "whether they have the same values is not known",
+                len(casts),
+                casts[0],
+            )
+
+    def _pieces(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        if not self._hooks.holds(parameter):
+            yield from _bytes_of(parameter.detach())
+            return
+        unit, slot = self._hooks.locate(parameter)
+        with self._pager.opened(unit):
+            yield from _bytes_of(unit.weight(slot).detach())
+
+
+def _bytes_of(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    rows = values.reshape(1) if not values.dim() else values
+    num = max(_PIECE_BYTES // max(rows[:1].nbytes, 1), 1)
+    for start in range(0, rows.shape[0] if rows.numel() else 0, num):
+        yield raw_bytes(rows[start : start + num].cpu())
 
 
 class SameModel:
@@ -72,4 +155,4 @@ def _shown(words: Collection[str], between: str) -> str:
     return between.join([*words][:_MOST_SHOWN]) + (f" and {num_others} more" if num_others > 0 else "")
 
 
-__all__ = ["SameModel"]
+__all__ = ["Checksums", "LeftOut", "SameModel"]

@@ -21,9 +21,8 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
-from infinity.checkpoint.left_out import LeftOut
 from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
-from infinity.checkpoint.same_model import SameModel
+from infinity.checkpoint.same_model import LeftOut, SameModel
 from infinity.checkpoint.saved import (
     EXCLUDED,
     EXCLUDED_CHECKSUMS,
