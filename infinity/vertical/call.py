@@ -9,6 +9,7 @@ those, nothing of the inside of a call may be left: its activations would fill t
 
     forward     inputs -> kept (`Boundary`), detached -> `Entered` -> the module -> results -> detached -> `Returned` -> caller
     backward    kept -> leaves -> the module again -> results <- gradients that `Returned` has received
+                what has come for the inputs from later calls -> the leaves' sums, which begin with it, as in autograd
                 gradients of the leaves -> to the edges where the inputs came from (see [Note: glue] in
                 ``infinity.vertical.glue``); gradients of the parameters -> accumulated, as ever
 
@@ -285,15 +286,18 @@ class UnitCall:
         return any(gradient is not None for gradient in self._gradients)
 
     def backward(
-        self, recomputing: Callable[[], contextlib.AbstractContextManager[None]]
+        self,
+        recomputing: Callable[[], contextlib.AbstractContextManager[None]],
+        take: Callable[[Edge], torch.Tensor | None],
     ) -> list[tuple[Edge, torch.Tensor]]:
         """Compute once more, and differentiate. Gradients of parameters are accumulated in the parameters.
 
         Args:
             recomputing: surrounds the computation.
+            take: gives what has come for an input so far, and forgets it. The sum begins with that, as in one single backward.
 
         Returns:
-            The gradients of the inputs, and where they go.
+            The gradients of the inputs so far, and where they go.
         """
         gradients, self._gradients = self._gradients, []
         leaves = [
@@ -307,10 +311,14 @@ class UnitCall:
                 stack.enter_context(self._random.replayed())
             if self._buffer_values is not None:
                 stack.enter_context(self._buffer_values.replayed(self.site.buffers))
+            earlier = [None if edge is None else take(edge) for edge in self._edges]
             with recomputing():
-                results = self._compute(leaves)
+                # What is no leaf takes gradients part by part.
+                given = [x if g is None else _enter(x, None) for x, g in zip(leaves, earlier, strict=True)]
+                results = self._compute(given)
             self._check_same(results)
-            roots = [(tensor, g) for tensor, g in zip(results, gradients, strict=True) if g is not None]
+            roots = [(x, g) for x, g in zip([*given, *results], [*earlier, *gradients], strict=True) if g is not None]
+            del given, earlier
             del results, gradients
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
         pairs = zip(self._edges, leaves, strict=True)

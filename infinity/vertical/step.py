@@ -295,10 +295,11 @@ class VerticalStep:
                 if not call.has_gradient:
                     call.drop()
                     continue
-                for edge, gradient in call.backward(self._recomputing):
+                for edge, gradient in call.backward(self._recomputing, batch.glue.take):
                     if batch.glue.add(edge, gradient):
                         self._differs(
-                            "parts of a value's gradient come from several blocks, and are added up in another order"
+                            "a block gets one value as several tensors, and the parts of its gradient are added up in "
+                            "another order"
                         )
                 self._gather(batch, 2 * position - 1)
         finally:

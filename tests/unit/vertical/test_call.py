@@ -53,10 +53,10 @@ class _Bench:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self.call.run(args, {}, torch.zeros((), requires_grad=True))
 
-    def backward(self, *roots: Tensor) -> list[Tensor]:
+    def backward(self, *roots: Tensor, earlier: Tensor | None = None) -> list[Tensor]:
         self.owner.is_forward_over = True
         torch.autograd.backward([root.sum() for root in roots])
-        return [gradient for _, gradient in self.call.backward(contextlib.nullcontext)]
+        return [gradient for _, gradient in self.call.backward(contextlib.nullcontext, lambda _: earlier)]
 
 
 def _input() -> Tensor:
@@ -180,6 +180,25 @@ def test_a_gradient_before_the_end_of_forward_or_after_the_backward_is_noticed()
     bench.backward(result * 2)
     with pytest.raises(RuntimeError, match="came after its backward"):
         bench.call.receive(None, [torch.ones(4, 3)])
+
+
+class _UsesOften(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() * x.sin() + x.tanh()
+
+
+def test_the_sum_for_an_input_begins_with_what_later_calls_have_given() -> None:
+    """As in one single backward: the last bits are those of torch."""
+    x, later = torch.randn(1000), torch.randn(1000)
+    plain = x.clone().requires_grad_() * 1
+    result = _UsesOften()(plain)
+    (expected,) = torch.autograd.grad([result.sum(), (plain * later).sum()], plain)
+    found = []
+    for earlier in (later, None):
+        bench = _Bench(_UsesOften())
+        found += bench.backward(bench.run(x.clone().requires_grad_()), earlier=earlier)
+    assert torch.equal(found[0], expected)
+    assert not torch.equal(found[1] + later, expected), "another order has other bits"
 
 
 def test_what_has_come_for_a_result_is_taken_once() -> None:
