@@ -26,11 +26,11 @@ Examples:
 )
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @json_option
-def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> None:
+def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
     """Remove what durable runs (infinity.durable) and killed saves have left in DIR, and in what lies below it.
 
     Scratch files of other runs have no names and vanish with their process. What a process uses is left alone. A run that is
-    removed cannot be gone on with: it is asked for before, unless --yes is given.
+    removed cannot be gone on with: it is asked for before, unless --yes is given. Exit status 1 if something cannot be removed.
     """
     runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
     saves = list({save.path.resolve(): save for directory in directories for save in left_saves(directory)}.values())
@@ -38,7 +38,7 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> None:
     if not as_json:
         _print(runs, saves)
     if (free or saves) and not yes and not as_json:
-        if not sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here; pass --yes to remove it.")
         click.confirm(f"Remove {_counted(free, saves)}, for good?", abort=True)
     gone: list[LeftRun] = []
@@ -50,20 +50,17 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> None:
         for parent in {save.path.parent for save in saves}:
             remove_abandoned(parent)
         ended = [save for save in saves if not save.path.exists()]
+    stuck = [save for save in saves if save not in ended] if yes or not as_json else []
     if as_json:
         removed = [*(run.path for run in gone), *(save.path for save in ended)]
         print_json(
             {"runs": [_as_json(run) for run in runs], "saves": [save.path for save in saves], "removed": removed}
         )
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    if gone or ended:
-        console.print(f"\nRemoved {_counted(gone, ended)}.", markup=False)
-    for save in saves:
-        if save not in ended:
-            console.print(
-                f"{save.path} cannot be removed: change its permissions, or remove it yourself.", markup=False
-            )
+    elif gone or ended:
+        Console(highlight=False, soft_wrap=True).print(f"\nRemoved {_counted(gone, ended)}.", markup=False)
+    for save in stuck:
+        click.echo(f"{save.path} cannot be removed: change its permissions, or remove it yourself.", err=True)
+    return 1 if stuck else 0
 
 
 def _counted(runs: Sequence[LeftRun], saves: Sequence[LeftSave]) -> str:

@@ -72,7 +72,10 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
     console.print(shown)
     num_cures = sum(bool(finding.cure) for finding in findings)
     told = "This machine can train." if is_ready else "This machine cannot train as it is: see the lines with an X."
-    console.print(f"\n{told} {f'{num_cures} things would help: the lines with ->.' if num_cures else ''}", markup=False)
+    if num_cures:
+        many = "1 thing would help: the line" if num_cures == 1 else f"{num_cures} things would help: the lines"
+        told += f" {many} with ->."
+    console.print(f"\n{told}", markup=False)
 
 
 def _plain(text: str) -> str:

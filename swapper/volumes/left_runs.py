@@ -109,7 +109,7 @@ def left_saves(directory: Path) -> list[LeftSave]:
 
 def _is_being_written(save: Path) -> bool:
     try:
-        with (save / _SAVE_LOCK).open("rb+") as file:
+        with (save / _SAVE_LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from torch import nn
 
 import infinity
 from infinity.cli.main import main
+
+clean_module = importlib.import_module("infinity.cli.clean")
 
 
 def _config(*drives: Path) -> dict[str, Any]:
@@ -129,3 +133,40 @@ def test_saves_below_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "Removed 1 killed save, 12,288 bytes." in capsys.readouterr().out
         assert living.exists() and theirs.exists() and not (folder / name).exists()
     assert _told(tmp_path, capsys, "--yes")["removed"] == [str(living.parent)]
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_save_that_cannot_be_removed_is_a_failure(
+    tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / ".tag.saving-0123456789abcdef"
+    save.mkdir()
+    monkeypatch.setattr(clean_module, "remove_abandoned", lambda parent: None)  # what it does where it has no rights
+    assert main(["clean", str(tmp_path), "--yes", *more]) == 1
+    assert capsys.readouterr().err == f"{save} cannot be removed: change its permissions, or remove it yourself.\n"
+
+
+def test_a_save_on_a_file_system_that_is_read_only_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / ".tag.saving-0123456789abcdef" / ".lock"
+    lock.parent.mkdir()
+    lock.touch()
+    opened = Path.open
+
+    def open_for_reading(path: Path, mode: str = "r", *more: Any, **named: Any) -> Any:
+        if path == lock and mode != "rb":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, mode, *more, **named)
+
+    monkeypatch.setattr(Path, "open", open_for_reading)
+    assert _told(tmp_path, capsys)["saves"] == [str(lock.parent)]
+
+
+def test_a_closed_stdin_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".tag.saving-0123456789abcdef").mkdir()
+    monkeypatch.setattr("sys.stdin", None)  # as after `<&-`
+    assert main(["clean", str(tmp_path)]) == 2
+    assert "pass --yes" in capsys.readouterr().err
