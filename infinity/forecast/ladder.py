@@ -25,6 +25,7 @@ from infinity.config.schema.directories import describe_directories
 from infinity.device.host_memory import free_share
 from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError, format_bytes
 from infinity.forecast.draft import Draft
+from infinity.forecast.experts import active_share
 from infinity.forecast.machine import Machine
 from infinity.optim.template import Template, build_template
 from infinity.planning.inputs import UnitSize, guessed_order, needed_together
@@ -346,23 +347,6 @@ class Ladder:
 
         count = _last(fits)
         return None if not count else (count, layers.num_parameters(count))
-
-
-def active_share(model: nn.Module) -> float:
-    """Of a model's parameters, those that one token is computed with: of experts that lie in one tensor, the chosen ones."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    num_chosen = getattr(text, "num_experts_per_tok", None)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    if not isinstance(num_chosen, int) or not total:
-        return 1.0
-    idle = 0.0
-    for module in model.modules():
-        num_experts = getattr(module, "num_experts", None)
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() == 3 and len(parameter) == num_experts:
-                idle += parameter.numel() * max(0.0, 1 - num_chosen / len(parameter))
-    return 1 - idle / total
 
 
 def _divided(draft: Draft, num_ranks: int) -> tuple[Draft, int]:

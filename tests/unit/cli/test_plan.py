@@ -18,6 +18,7 @@ from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.errors import ConfigValueError, OptimizerNotPageableError, StorageError
 from infinity.forecast import ladder as ladder_module
+from infinity.forecast.experts import active_share
 from infinity.forecast.ladder import Ladder
 from infinity.forecast.machine import Machine
 from infinity.io_profile.model import ModelRefused, read_model
@@ -343,8 +344,8 @@ def test_a_token_is_computed_with_the_chosen_experts() -> None:
         model = transformers.MixtralForCausalLM(config)
     total = sum(each.numel() for each in model.parameters())
     experts = 2 * 8 * 3 * 64 * 96
-    assert ladder_module.active_share(model) == pytest.approx((total - experts * 6 / 8) / total)
-    assert ladder_module.active_share(_plain()) == 1
+    assert active_share(model) == pytest.approx((total - experts * 6 / 8) / total)
+    assert active_share(_plain()) == 1
 
 
 def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path) -> None:
