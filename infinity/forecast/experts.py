@@ -23,7 +23,7 @@ def active_share(model: nn.Module) -> float:
     idle = 0.0
     for name, module in model.named_modules():
         for numel, num_experts in _experts(name, module):
-            idle += numel * max(0.0, 1 - num_chosen / num_experts)
+            idle += numel and numel * max(0.0, 1 - num_chosen / num_experts)
     return 1 - idle / total
 
 
@@ -43,8 +43,9 @@ def _num_chosen(config: Any) -> int | None:
 def _experts(name: str, module: nn.Module) -> list[tuple[int, int]]:
     """Elements of experts that this module holds itself, and how many experts share them."""
     last = name.rpartition(".")[2]
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in last and "shared" not in last and len(module):
-        return [(sum(parameter.numel() for parameter in module.parameters()), len(module))]
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in last and "shared" not in last:
+        numels = [sum(parameter.numel() for parameter in each.parameters()) for each in module.children()]
+        return [(sum(numels), sum(numel > 0 for numel in numels))]  # an activation may lie beside them
     own = list(module.parameters(recurse=False))
     if isinstance(count := getattr(module, "num_experts", None), int):
         return [(each.numel(), count) for each in own if each.dim() == 3 and len(each) == count]
