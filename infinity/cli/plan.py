@@ -301,7 +301,9 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
         console.print(f"\nIt fits {how}. Activations come on top of what is shown.", markup=False)
         return
     console.print(f"\nIt does not fit: {given.problem}.", markup=False)
-    if change is None:
+    if change is None and not given.lacks_room:
+        console.print("Neither memory nor drives would help: change what is named there.", markup=False)
+    elif change is None:
         console.print("No change of the config helps: it takes more memory or more space on the drives.", markup=False)
     else:
         changes = change.change.beyond(given).items()

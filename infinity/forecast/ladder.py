@@ -27,8 +27,10 @@ from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotP
 from infinity.forecast.draft import Draft
 from infinity.forecast.experts import active_share
 from infinity.forecast.machine import Machine
+from infinity.optim.facade.no_optimizer import absent_template
 from infinity.optim.template import Template, build_template
 from infinity.planning.inputs import UnitSize, guessed_order, needed_together
+from infinity.planning.page_sizes import PageSizes
 from infinity.planning.placement import HOST_KEY
 from infinity.planning.plan import Plan
 from infinity.planning.volumes import Volumes
@@ -40,6 +42,8 @@ from infinity.vertical.eligibility import place_for_schedule
 
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; 8 where blocks are computed once more (activation checkpointing)."""
+_FORWARD = 2
+"""Of a token's forward alone, where nothing is trained."""
 PLAIN: Mapping[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -106,6 +110,7 @@ class Outcome:
         tokens: of a step.
         weight_itemsize: bytes of a model weight.
         moved_kinds: of what is read from drives and written to them in a step, what kind it is of.
+        lacks_room: whether it is memory or drives that it does not fit into; else an engine would refuse it anywhere.
     """
 
     param_tier: str
@@ -117,6 +122,7 @@ class Outcome:
     tokens: int
     weight_itemsize: int
     moved_kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    lacks_room: bool = True
 
     @property
     def fits(self) -> bool:
@@ -196,10 +202,11 @@ class Ladder:
         return keys
 
     def smallest_change(self, given: Outcome) -> Outcome | None:
-        """The first that fits of: more of the memory that is free, the next rungs and those before, large layers in tiles,
-        narrower states."""
+        """The first that fits of: pages that are large enough, more of the memory that is free, the next rungs and those
+        before, large layers in tiles, narrower states."""
         lowest = self._tiers("nvme", "nvme")
-        candidates: list[dict[str, Any]] = []
+        page = self._page_that_fits(given)
+        candidates: list[dict[str, Any]] = [{}] if page else []
         if given.minimum_bytes and given.minimum_bytes < 0.95 * self._machine.host_free_bytes:
             candidates.append({HOST_KEY: given.minimum_bytes})
         unlimited, kept = {HOST_KEY: None}, {"infinity.keep_in_memory": True}
@@ -210,7 +217,21 @@ class Ladder:
         candidates += [self._tiers(*tiers) for tiers in (*rungs[place + 1 :], *rungs[: max(place, 0)][::-1])]
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
-        return next((found for found in self._outcomes(candidates) if found.fits), None)
+        return next((found for found in self._outcomes({**page, **each} for each in candidates) if found.fits), None)
+
+    def _page_that_fits(self, given: Outcome) -> dict[str, Any]:
+        """The least ``page_bytes``, where the config's are less; else nothing."""
+        config = self._config(given.change.keys)
+        if config.infinity.page_bytes is None:
+            return {}
+        try:
+            draft, _ = self._draft(config, *self._cut(config))
+        except (ConfigValueError, OptimizerNotPageableError):
+            return {}
+        sizes = draft.sizes
+        widest, largest = max(each.num_states for each in sizes), max(each.trainable_numel for each in sizes)
+        least = PageSizes.least_bytes(draft.request, widest, largest)
+        return {"infinity.page_bytes": least} if config.infinity.page_bytes < least else {}
 
     def _outcomes(self, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Outcome]:
         """Of those changes with which there is a config: not every tier goes with every other key."""
@@ -239,11 +260,12 @@ class Ladder:
             least = error.minimum_bytes + room if error.key == HOST_KEY else 0
             return Outcome(*tiers, Change(keys), None, least, _too_small(error, room), self._tokens, itemsize)
         except (ConfigValueError, OptimizerNotPageableError) as error:  # as an engine would
-            return Outcome(*tiers, Change(keys), None, 0, str(error), self._tokens, itemsize)
+            return Outcome(*tiers, Change(keys), None, 0, str(error), self._tokens, itemsize, lacks_room=False)
         plan = tracker.first
         machine = self._machine
         speed = machine.flops_per_second
-        per_parameter = FLOPS_PER_PARAMETER + 2 * config.infinity.activation_checkpointing
+        is_trained = plan.num_trainable > 0
+        per_parameter = FLOPS_PER_PARAMETER + 2 * config.infinity.activation_checkpointing if is_trained else _FORWARD
         num_active = plan.num_parameters * active_share(self._model)
         plan = dataclasses.replace(
             plan,
@@ -298,6 +320,8 @@ class Ladder:
         tiling = Tiling(model, limit, config.compute_dtype.itemsize, ())
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(each)], each) for each in tiling.groups.with_tiles(model.parameters()) or ()]
+        if not any(parameter.requires_grad for _, parameter in named):  # as an engine: it evaluates only
+            return model, absent_template(named, torch.device("cpu"))
         source = config.optimizer or OptimizerSection("AdamW", {})
         with without_compiler():
             return model, build_template(source, named, torch.device("cpu"), tiled=tiling.groups)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import json
 import math
 import os
 import re
@@ -145,6 +146,7 @@ def _from_config(path: Path) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelRefused(f"--model {path}: there is no config.json in this directory")
+    _check_json(path, file)
     with _without_collections():
         model = _built(path, file)
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
@@ -152,6 +154,20 @@ def _from_config(path: Path) -> nn.Module:
             f"--model {path}: a model has at most {_MOST_PARAMETERS:.0e} parameters: look at the sizes in {file.name}"
         )
     return model
+
+
+def _check_json(path: Path, file: Path) -> None:
+    """What is no object makes transformers raise whatever comes to it. The rest it says itself."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(found, dict):
+        what = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(found), "a number")
+        raise ModelRefused(
+            f"--model {path}: {file.name} is {what}, and a model's config is an object of keys and values: name the "
+            "config.json that lies beside a model's weights"
+        )
 
 
 @contextlib.contextmanager
@@ -171,9 +187,11 @@ def _without_collections() -> Iterator[None]:
 def _built(path: Path, file: Path) -> nn.Module:
     try:
         import transformers
-    except ImportError:
+    except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        why = "" if is_missing else f", which cannot be imported here: {_one_line(error)}"
         raise ModelRefused(
-            f"--model {path}: a Hugging Face config needs transformers (pip install 'infinity-offload[hf]'); a number "
+            f"--model {path}: a Hugging Face config needs transformers (pip install 'infinity-offload[hf]'){why}; a number "
             "such as --model 7B does not"
         ) from None
     refused: Exception | None = None
@@ -188,8 +206,11 @@ def _built(path: Path, file: Path) -> nn.Module:
                 refused = error
     except Exception as error:  # whatever an unusual config makes the library raise
         refused = error
-    reason = re.sub(r"\s+", " ", str(refused)).strip()[:300]
-    raise ModelRefused(f"--model {path}: no model can be made of this config: {reason}") from refused
+    raise ModelRefused(f"--model {path}: no model can be made of this config: {_one_line(refused)}") from refused
+
+
+def _one_line(error: Exception | None) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:300]
 
 
 def _builders(transformers: Any, config: Any) -> Iterator[Callable[[Any], Any]]:

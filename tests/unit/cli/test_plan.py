@@ -399,3 +399,72 @@ def test_the_compiler_comes_after_all_where_somebody_asks_for_it() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["True", "True"]
+
+
+def test_pages_that_are_too_small_are_made_as_large_as_they_must_be(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        shapes = _plain()
+    config = _config(tmp_path, infinity={"page_bytes": 4096})
+    ladder = Ladder(shapes, config, _SMALL, str(tmp_path), 64)
+    found = ladder.smallest_change(ladder.given())
+    assert found is not None
+    ((key, least),) = found.change.beyond(ladder.given()).items()
+    assert key == "infinity.page_bytes"
+    for num_bytes, fits in ((least, True), (least - 4096, False)):
+        assert Ladder(shapes, config, _SMALL, str(tmp_path), 64).outcome({key: num_bytes}).fits is fits
+
+
+def test_memory_is_not_asked_for_where_it_would_not_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OptimizerNotPageableError("AdamW", "it is a test's", cure="Take another one")
+
+    monkeypatch.setattr(ladder_module.Draft, "of", refuse)
+    assert main(["plan", "--params", "10m", "--no-measure"]) == 1
+    told = capsys.readouterr().out
+    assert "Neither memory nor drives would help" in told and "it takes more memory" not in told
+
+
+def test_a_model_that_is_frozen_is_planned_as_evaluating(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        shapes = _plain().requires_grad_(requires_grad=False)
+    machine = Machine(4 * 10**9, 10**12, None, flops_per_second=1e9)
+    given = Ladder(shapes, _config(tmp_path), machine, str(tmp_path), 64).given()
+    assert given.fits and given.plan is not None
+    assert (given.plan.num_trainable, given.plan.states_bytes["nvme"]) == (0, 0)
+    num_parameters = sum(each.numel() for each in shapes.parameters())
+    assert given.plan.compute_seconds == pytest.approx(2 * num_parameters * 64 / 1e9)
+
+
+@pytest.mark.parametrize(("text", "what"), [("[1]", "a list"), ("7", "a number"), ('"a"', "a text"), ("null", "null")])
+def test_a_config_that_is_no_object_is_named_as_such(text: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelRefused, match=f"config.json is {what}, and"):
+        read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModuleNotFoundError("No module named 'transformers'", name="transformers"), r"\(pip install [^)]*\);"),
+        (ImportError("cannot import name 'x' from\n 'y'"), "cannot be imported here: cannot import name 'x' from 'y';"),
+        (
+            ModuleNotFoundError("No module named 'regex'", name="regex"),
+            "cannot be imported here: No module named 'regex'",
+        ),
+    ],
+)
+def test_why_transformers_cannot_be_imported_is_told(
+    error: ImportError, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "transformers":
+                raise error
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(ModelRefused, match=told):
+        read_model(str(tmp_path))
