@@ -52,8 +52,7 @@ class WaitingRoom:
             ReentryError: A signal handler or finalizer waits, in the midst of something that has to go on first.
         """
         refuse_reentry("waiting")
-        if timeout_seconds is not None:
-            timeout_seconds = bounded_seconds(timeout_seconds)
+        left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
         # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
         waiter = threading.Lock()
         waiter.acquire()
@@ -64,7 +63,7 @@ class WaitingRoom:
             operation.num_observers += observes
         is_woken = False
         try:
-            is_woken = self._sleep(operation, waiter, timeout_seconds)
+            is_woken = self._sleep(operation, waiter, left_seconds)
         finally:
             with self._lock:
                 operation.num_observers -= observes
