@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.distributed.collectives import Ranks
 from infinity.errors import OtherNumbersWarning, StaleDataError, UnsupportedModelError
+from infinity.paging.assigned import Assigned
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_operations import ParameterOperations
@@ -81,8 +82,8 @@ class ParameterHandler:
         self._gradients = gradients
         self._gatherer = gatherer
         self._has_warned_of_strides = False
-        self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """What was assigned to ``.data``, by the parameter's FQN, and torch's count of writes to it then."""
+        self._assigned: dict[str, Assigned] = {}
+        """What was assigned to ``.data``, by the parameter's FQN."""
 
     @property
     def gatherer(self) -> Gatherer | None:
@@ -133,6 +134,11 @@ class ParameterHandler:
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
         _check_assigned(slot, parameter, values)
+        before = self._assigned.get(slot.spec.fqn)
+        is_plain = type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided
+        is_plain &= host_of(values) is None and not values.is_inference()
+        if before is not None and is_plain and before.shows_the_weight(values):
+            return
         if not self._has_warned_of_strides and host_of(values) is None and not _lies_alike(values, slot):
             self._has_warned_of_strides = True
             what = (
@@ -141,7 +147,6 @@ class ParameterHandler:
             )
             cure = "Convert the model before infinity.initialize"
             warnings.warn(OtherNumbersWarning(slot.spec.fqn, what, cure=cure), stacklevel=3)
-        assigned = values
         if host_of(values) is not None:
             values = values.detach().clone()  # else both would have to be in memory at a time
         for view in unit.handed_out(slot):
@@ -152,8 +157,8 @@ class ParameterHandler:
                 keep_saved(unit, slot, lambda: parameter.data.clone())
             parameter.data.copy_(values)
         self._assigned.pop(slot.spec.fqn, None)
-        if assigned is values and not values.is_inference():
-            self._assigned[slot.spec.fqn] = weakref.ref(values), values._version
+        if is_plain:
+            self._assigned[slot.spec.fqn] = Assigned(values)
 
     def check_assigned(self) -> None:
         """Raise if a tensor that was assigned to ``.data`` has been written to since: in torch the weight would have changed.
@@ -161,12 +166,12 @@ class ParameterHandler:
         Raises:
             StaleDataError: once for each such write.
         """
-        for fqn, (reference, version) in list(self._assigned.items()):
-            values = reference()
-            if values is None or values._version != version:
+        for fqn, assigned in list(self._assigned.items()):
+            if assigned.is_gone:
                 del self._assigned[fqn]
-                if values is not None:
-                    raise StaleDataError(fqn)
+            elif assigned.is_written:
+                del self._assigned[fqn]
+                raise StaleDataError(fqn)
 
     def before_write(self, parameter: nn.Parameter) -> None:
         self._pager.residency.remember(*self._module_hooks.locate(parameter))

@@ -289,6 +289,31 @@ def test_a_write_in_inference_mode_counts(mode: str, tmp_path: Path) -> None:
     train(PLAIN, mode, tmp_path, between=between)
 
 
+def test_an_assigned_tensor_follows_the_weight(tmp_path: Path) -> None:
+    """Assigned once more, it has in torch what the weight has become (Lightning's ModelPruning does so); unless written to."""
+    found = []
+    for is_plain in (True, False):
+        model = PLAIN.make("none")
+        parameter = model.get_parameter("blocks.0.up.weight")
+        kept = torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine: Any = model
+        if not is_plain:
+            config = everything_on_nvme(tmp_path, {"optimizer": None, "gradient_clipping": 0})
+            engine, optimizer, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
+        for step in range(4):
+            if step == 3:
+                kept.data.zero_()  # which torch does not count
+            parameter.data = kept.data
+            engine(**make_batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        if not is_plain:
+            engine.close()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
     with engine:
