@@ -75,6 +75,9 @@ def _one_of(*names: str) -> _Listed:
     return _Listed(known, ",".join(names))
 
 
+_one_of_stages = _one_of("0", "1", "2", "3")
+
+
 @click.group()
 def bench() -> None:
     """Measure the training step against what bounds it and beside its peers, or updates alone."""
@@ -288,6 +291,72 @@ def scale(
         write_json(found, json_file)
     if png is not None:
         scaling.draw(results, limit, png)
+
+
+@bench.command(
+    epilog="""\b
+Examples:
+  infinity bench ranks
+  infinity bench ranks --ranks 1,2 --stages 1,3 --nvme-path /mnt/nvme
+  infinity bench ranks --drives /mnt/nvme0,/mnt/nvme1 --throttle 300
+  infinity bench ranks --json | jq '.stages[].ranks[].deviations'"""
+)
+@click.option(
+    "--ranks", type=_Listed(_count, "1,2,4,8"), default=(1, 2, 4, 8), help="Numbers of them; 1,2,4,8 by default."
+)
+@click.option("--stages", type=_one_of_stages, default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
+@click.option("--layers", type=_AT_LEAST_ONE, default=8, show_default=True, help="Of the model.")
+@click.option("--width", type=click.IntRange(min=64), default=1024, show_default=True, help="Of each layer, both ways.")
+@click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="That count.")
+@click.option(
+    "--drives",
+    type=_Listed(Path, "/mnt/nvme0,/mnt/nvme1"),
+    help="One rank on the first against one on each, at --throttle.",
+)
+@click.option(
+    "--throttle", type=_AT_LEAST_ONE, default=300, show_default=True, help="MB/s each way of each of --drives."
+)
+@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@json_or_file_option
+def ranks(
+    ranks: tuple[int, ...],
+    stages: tuple[str, ...],
+    layers: int,
+    width: int,
+    steps: int,
+    drives: tuple[Path, ...] | None,
+    throttle: int,
+    nvme_path: Path,
+    json_file: Path | None,
+) -> None:
+    """Measure what each of N processes keeps, reads, writes and sends beside the ZeRO paper's formulas, or drives together.
+
+    Processes are of this machine and meet over gloo. With --drives, in place of the table: the time of a step of one process on
+    the first directory, and of one on each of them, each held to --throttle by a control group (version 1, needs root).
+    """
+    from infinity.bench import ranks as measuring
+
+    problem = next((found for path in drives or (nvme_path,) if (found := program.place_problem(path))), None)
+    if problem is None and drives is not None and (reason := why_unavailable("blkio")) is not None:
+        problem = f"--drives cannot be used: {reason}; run it as root on a machine with control groups, version 1"
+    if drives is not None and len(drives) < 2:
+        problem = f"--drives {drives[0]}: one drive is compared with nothing; name two or more, one for each process"
+    if problem is not None:
+        raise click.UsageError(f"{problem}.")
+    if json_file is not None:
+        check_output(json_file)
+    console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
+    jobs = [measuring.Job(int(stage), width, layers, steps) for stage in stages]
+    if drives is not None:
+        found = measuring.drives_as_json(jobs[0], drives, throttle * 1_000_000)
+        console.print(
+            f"{len(drives)} drives at {throttle} MB/s: {found['together_seconds']:.2f} s a step, one alone "
+            f"{found['alone_seconds']:.2f} s: {found['ratio']:.2f}"
+        )
+    else:
+        found = {"stages": [measuring.as_json(job, ranks, nvme_path, console.print) for job in jobs]}
+    if json_file is not None:
+        write_json({"machine": describe_machine(nvme_path), **found}, json_file)
 
 
 __all__ = ["bench"]

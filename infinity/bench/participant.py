@@ -21,7 +21,7 @@ from infinity.bench.measured.models import Workload
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 """For all participants alike: torch asks for huge pages, without which a CPU spends much of a step in page faults."""
 _MEASURED = Path(__file__).resolve().parent / "measured"
-_OURS = Path(__file__).resolve().parents[2]
+OURS = Path(__file__).resolve().parents[2]
 # Takes that folder for a package of its own: a peer's environment has not what importing `infinity` needs, and a peer's memory is
 # measured without it.
 _START = (
@@ -85,7 +85,7 @@ class Participant:
                 # The environment's own tools (ninja for one) come first.
                 "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 # A peer must not find our libraries instead of its own.
-                "PYTHONPATH": str(_OURS) if self.spec.python == sys.executable else "",
+                "PYTHONPATH": str(OURS) if self.spec.python == sys.executable else "",
                 "HF_HUB_OFFLINE": "1",
             }
         )

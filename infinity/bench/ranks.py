@@ -1,0 +1,188 @@
+"""What each of N ranks keeps, reads, writes and sends beside the formulas of the ZeRO paper; and two drives against one.
+
+Ranks are processes of this machine, over gloo. Each tells what it has counted, see `measured.rank`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from infinity.bench.cgroup import Cgroup
+from infinity.bench.participant import OURS
+from infinity.errors import InfinityError
+
+KINDS = ("parameters", "gradients", "optimizer", "read", "written", "sent")
+_WEIGHT, _GRADIENT, _STATES = 2, 4, 10
+"""Bytes per parameter: bf16 weights, fp32 means, and what makes a weight an fp32 one (2) with the two moments of AdamW."""
+_LIMIT_SECONDS = 600.0
+_MEGA = 1e6
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained: linear layers, all alike."""
+
+    stage: int
+    width: int = 1024
+    layers: int = 8
+    steps: int = 3
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model."""
+        return self.layers * self.width * self.width
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of host memory, for each rank: everything but the states fits, so stage 3 fetches a weight once in a step."""
+        return 12 * self.num_parameters + (256 << 20)
+
+
+def formulas(job: Job, num: int) -> dict[str, float]:
+    """Bytes of each of N ranks by the paper: kept, and moved in a step. All fits, so stage 3 fetches each weight once."""
+    states, gradients, weights = (1 / num if job.stage >= least else 1.0 for least in (1, 1, 3))
+    others, count = (num - 1) / num, job.num_parameters
+    paged = weights * _WEIGHT if job.stage == 3 else 0.0  # on the drive
+    fetched = 2 * paged if num > 1 else 0.0  # in forward, and in the update; alone, weights stay in memory
+    return {
+        "parameters": count * _WEIGHT * weights,
+        "gradients": count * _GRADIENT * gradients,
+        "optimizer": count * _STATES * states,
+        "read": count * (_STATES * states + fetched),
+        "written": count * (_STATES * states + paged),
+        "sent": count * others * (2 * _GRADIENT if job.stage == 0 else _GRADIENT + _WEIGHT),
+    }
+
+
+def train(job: Job, num: int, directories: Sequence[Path], throttle: int | None = None) -> list[dict[str, float]]:
+    """What each of so many ranks has counted, of which each uses the next of the directories.
+
+    Args:
+        throttle: bytes per second, each way, of each rank's directory, by a control group of its own.
+
+    Raises:
+        InfinityError: one has failed, with its last words.
+    """
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_ranks_")))
+        running = []
+        for rank in range(num):
+            directory = directories[rank % len(directories)]
+            own = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_ranks_", dir=directory))
+            group = None
+            if throttle is not None:
+                group = stack.enter_context(Cgroup(f"rank{rank}", ("blkio",)))
+                group.throttle(directory, throttle)
+            asked = {"rank": rank, "num": num, "store": str(place / "store"), "directory": own, "stage": job.stage}
+            asked |= {"width": job.width, "layers": job.layers, "steps": job.steps, "budget": job.budget_bytes}
+            asked["answer"] = str(place / f"{rank}.json")
+            running.append(_start(asked, group, place, stack))
+        return [_answer(process, place / f"{rank}.json") for rank, process in enumerate(running)]
+
+
+def _start(
+    asked: Mapping[str, Any], group: Cgroup | None, place: Path, stack: contextlib.ExitStack
+) -> subprocess.Popen[bytes]:
+    rank, num = str(asked["rank"]), str(asked["num"])
+    ours = {
+        "PYTHONPATH": str(OURS),
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    join = "" if group is None else " && ".join(f'echo $$ > "{path}"' for path in group.task_files) + " && "
+    program = [sys.executable, "-m", "infinity.bench.measured.rank", json.dumps(asked)]
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", f'{join}exec "$@"', "sh", *program],
+        env=os.environ | ours,
+        stdout=subprocess.DEVNULL,
+        stderr=stack.enter_context((place / f"{rank}.log").open("w")),
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def _answer(process: subprocess.Popen[bytes], answer: Path) -> dict[str, float]:
+    try:
+        status = process.wait(timeout=_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise InfinityError(f"a rank took more than {_LIMIT_SECONDS:.0f} s; give it less with --layers") from None
+    if status:
+        words = answer.with_suffix(".log").read_text().split()[-60:]
+        raise InfinityError(f"a rank ended with status {status}: {' '.join(words)}")
+    found: dict[str, float] = json.loads(answer.read_text())
+    return found
+
+
+def deviation(measured: float, formula: float) -> float:
+    """In per cent; 0 where both are nothing."""
+    return 100 * (measured / formula - 1) if formula else (100.0 if measured else 0.0)
+
+
+def worst(job: Job, of_ranks: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """By kind, the figure of the rank that deviates most, and by how many per cent. One rank takes no means."""
+    wanted = formulas(job, len(of_ranks))
+    kinds = [kind for kind in KINDS if kind != "gradients" or len(of_ranks) > 1]
+    found = {kind: [(each[kind], deviation(each[kind], wanted[kind])) for each in of_ranks] for kind in kinds}
+    return {kind: max(pairs, key=lambda pair: abs(pair[1])) for kind, pairs in found.items()}
+
+
+def ranks_table(job: Job, measured: Mapping[int, Sequence[Mapping[str, float]]]) -> Table:
+    """A row for each N."""
+    title = f"stage {job.stage}, {job.num_parameters:,} parameters, bf16, AdamW: MB of a rank (off the formula)"
+    shown = Table(title=title, title_justify="left")
+    for heading in ("ranks", *KINDS, "step"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for num, of_ranks in measured.items():
+        found = worst(job, of_ranks)
+        cells = [
+            f"{found[kind][0] / _MEGA:,.1f} ({found[kind][1]:+.1f} %)" if kind in found else "all" for kind in KINDS
+        ]
+        shown.add_row(str(num), *cells, f"{max(each['seconds'] for each in of_ranks):.2f} s")
+    return shown
+
+
+def as_json(job: Job, nums: Sequence[int], directory: Path, tell: Callable[[Table], None]) -> dict[str, Any]:
+    """Measure each number of ranks; the table goes to ``tell``, and all of it comes back as plain values."""
+    measured = {num: train(job, num, [directory]) for num in nums}
+    tell(ranks_table(job, measured))
+    rows = [
+        {
+            "num": num,
+            "formulas": formulas(job, num),
+            "of_ranks": of_ranks,
+            "deviations": {kind: percent for kind, (_, percent) in worst(job, of_ranks).items()},
+        }
+        for num, of_ranks in measured.items()
+    ]
+    return {"stage": job.stage, "num_parameters": job.num_parameters, "ranks": rows}
+
+
+def drives_as_json(job: Job, drives: Sequence[Path], bytes_per_second: int) -> dict[str, Any]:
+    """Seconds of a step of one rank on the first drive, and of one rank on each, all throttled alike."""
+    alone, together = (train(job, num, drives, bytes_per_second) for num in (1, len(drives)))
+    seconds = alone[0]["seconds"], max(each["seconds"] for each in together)
+    return {
+        "drives": [str(path) for path in drives],
+        "bytes_per_second": bytes_per_second,
+        "alone_seconds": seconds[0],
+        "together_seconds": seconds[1],
+        "ratio": seconds[1] / seconds[0],
+    }
+
+
+__all__ = ["KINDS", "Job", "as_json", "deviation", "drives_as_json", "formulas", "ranks_table", "train", "worst"]
