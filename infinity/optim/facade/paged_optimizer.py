@@ -445,6 +445,10 @@ class _EntryAccess:
 class _DictAccess(_EntryAccess):
     """The same for an entry of a state dict: as in torch, its tensors are those of the state."""
 
+    def read(self) -> dict[str, Any]:
+        with self._optimizer.reading_states():
+            return self._shown.read_anew(self._param)
+
     def replace(self, values: Mapping[str, Any]) -> None:
         raise TypeError(
             "this entry of a state dict stands for what lies outside memory. Change optimizer.state[parameter], or a "

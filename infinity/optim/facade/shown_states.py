@@ -125,6 +125,13 @@ class ShownStates:
             shown = self._shown[param] = _Shown(values)
         return shown.values()
 
+    def read_anew(self, param: Tensor) -> dict[str, Any]:
+        """As `read`, with a look at where the state rests even if somebody still holds it: all ranks look as often."""
+        values = self.copy(param)
+        if values and param not in self._shown:
+            self._shown[param] = _Shown(values)
+        return self._shown[param].values() if values else {}
+
     def copy(self, param: Tensor) -> dict[str, Any]:
         """A copy of the state as it is now, of which no note is taken."""
         self.settle()
