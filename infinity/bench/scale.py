@@ -16,8 +16,10 @@ from rich.table import Table
 from infinity.bench.measured.models import Workload
 from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
 
-_RAM_SHARE, _DRIVE_SHARE = 0.6, 0.2
-"""Of the limit, what is ours to manage. Libraries, activations and the page cache need the rest."""
+_BESIDE_BYTES, _LEAST_RAM_SHARE = 800 << 20, 0.5
+"""Libraries, activations and what torch allocates for a while take so much of the limit where states stay in RAM."""
+_DRIVE_SHARE = 0.2
+"""Of the limit, what is ours to manage with states on a drive. The page cache needs some, too."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,14 @@ class Largest:
 def ways(limit_bytes: int, peers: Iterator[ParticipantSpec]) -> list[Way]:
     """Plain torch, ours with states in RAM, ours with everything on the drive, and others."""
 
-    def ours(device: str, share: float) -> ParticipantSpec:
-        settings = {"budget": int(limit_bytes * share), "device": device, "builds_on_drive": device == "nvme"}
+    def ours(device: str, budget_bytes: float) -> ParticipantSpec:
+        settings = {"budget": int(budget_bytes), "device": device, "builds_on_drive": device == "nvme"}
         return ParticipantSpec(f"offload_{device}", "ours", settings)
 
     found = [
         Way("plain torch", ParticipantSpec("in_memory", "in_memory")),
-        Way("offload to RAM", ours("cpu", _RAM_SHARE)),
-        Way("offload to the drive", ours("nvme", _DRIVE_SHARE)),
+        Way("offload to RAM", ours("cpu", max(limit_bytes - _BESIDE_BYTES, _LEAST_RAM_SHARE * limit_bytes))),
+        Way("offload to the drive", ours("nvme", _DRIVE_SHARE * limit_bytes)),
         *(Way(spec.name, spec) for spec in peers),
     ]
     return [replace(way, spec=replace(way.spec, memory_limit_bytes=limit_bytes)) for way in found]
