@@ -6,13 +6,14 @@ import io
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
-from swapper.errors import DamagedCommitError, VolumeError
+from swapper.errors import DamagedCommitError, VolumeError, error_words
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
@@ -88,7 +89,7 @@ class Versions:
         wanted = as_directories(directories)
         for directory in wanted:
             run.lock(directory.path)
-        is_there = [(each.path / f"{_NAME}-{i}-of-{len(wanted)}").exists() for i, each in enumerate(wanted, 1)]
+        is_there = [_exists(each.path, f"{_NAME}-{i}-of-{len(wanted)}") for i, each in enumerate(wanted, 1)]
         if any(is_there) and not is_there[0]:
             raise VolumeError(
                 wanted[0].path,
@@ -216,6 +217,15 @@ class Versions:
             if old not in self._kept:
                 self._run.remove(old)
         self._slots.retain(self._kept)
+
+
+def _exists(directory: Path, name: str) -> bool:
+    try:
+        return (directory / name).exists()
+    except OSError as error:
+        raise VolumeError(
+            directory, f"cannot look into {str(directory)!r}: {error_words(error)}; choose another directory"
+        ) from error
 
 
 def _read(run: RunDirectory, number: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from swapper.errors import UnwritableDirectoryError, VolumeError
+from swapper.uncopyable import closed_unless_made
 from swapper.volumes.file_system import Drive
 from swapper.volumes.publish import sync_directory
 from swapper.volumes.scratch_file import ScratchFile
@@ -29,22 +30,27 @@ class NamedFile(ScratchFile):
         self.is_there = is_there
         super().__init__(drive)
         self.name = f"{str(drive.path / file_name)!r} on {drive.words()}"
-        self.num_bytes = os.fstat(self.fd).st_size
+        try:
+            self.num_bytes = os.fstat(self.fd).st_size
+        except OSError as error:
+            self.close()
+            raise UnwritableDirectoryError(self.directory, error) from error
 
     def _open(self) -> int:
         path = self.directory / self.file_name
-        others = [other.name for other in self.directory.glob(f"{self.file_name.split('-')[0]}-*-of-*")]
-        if others and path.name not in others:
-            raise VolumeError(
-                self.directory,
-                f"{str(self.directory)!r} holds {others[0]} of a run, and is now to hold {path.name}: name the same directories "
-                "in the same order, or remove the run's directories to begin anew",
-            )
         try:
+            others = [other.name for other in self.directory.glob(f"{self.file_name.split('-')[0]}-*-of-*")]
+            if others and path.name not in others:
+                raise VolumeError(
+                    self.directory,
+                    f"{str(self.directory)!r} holds {others[0]} of a run, and is now to hold {path.name}: name the same "
+                    "directories in the same order, or remove the run's directories to begin anew",
+                )
             if self.is_there:
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            sync_directory(self.directory)
+            with closed_unless_made(os.close, descriptor):
+                sync_directory(self.directory)
             return descriptor
         except FileNotFoundError as error:
             raise VolumeError(

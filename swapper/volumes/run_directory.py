@@ -58,8 +58,12 @@ class RunDirectory(Uncopyable):
         """By directory, the descriptor that holds its lock."""
         _open_runs.add(self)
         self.lock(directory)
-        for left in directory.glob(f".{_PREFIX}*"):
-            left.unlink(missing_ok=True)
+        try:
+            for left in directory.glob(f".{_PREFIX}*"):
+                left.unlink(missing_ok=True)
+        except OSError as error:
+            self.close()
+            raise UnwritableDirectoryError(directory, error) from error
 
     def __del__(self) -> None:
         self.close()
@@ -95,7 +99,10 @@ class RunDirectory(Uncopyable):
 
     def commits(self) -> list[int]:
         """Return the numbers of all commits, the newest first."""
-        names = (path.name.removeprefix(_PREFIX) for path in self.path.glob(f"{_PREFIX}*"))
+        try:
+            names = [path.name.removeprefix(_PREFIX) for path in self.path.glob(f"{_PREFIX}*")]
+        except OSError as error:
+            raise UnwritableDirectoryError(self.path, error) from error
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def newest(self) -> tuple[int, list[bytes]] | None:

@@ -86,11 +86,21 @@ class ScratchFile(Uncopyable):
             VolumeTooSmallError: There is not enough.
             VolumeError: It cannot be reserved for another reason.
         """
-        if num_bytes < self.num_bytes:
-            os.ftruncate(self.fd, num_bytes)
-        elif num_bytes > self.num_bytes:
-            self._grow(num_bytes)
+        try:
+            if num_bytes < self.num_bytes:
+                os.ftruncate(self.fd, num_bytes)
+            elif num_bytes > self.num_bytes:
+                self._grow(num_bytes)
+        except OSError as error:
+            raise self._unreserved(num_bytes, error) from error
         self.num_bytes = num_bytes
+
+    def _unreserved(self, num_bytes: int, error: OSError) -> VolumeError:
+        return VolumeError(
+            self.directory,
+            f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}: "
+            f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
+        )
 
     def _grow(self, num_bytes: int) -> None:
         directory = self.directory
@@ -125,11 +135,7 @@ class ScratchFile(Uncopyable):
             os.ftruncate(self.fd, self.num_bytes)
         if error.errno in FULL:
             raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
-        raise VolumeError(
-            directory,
-            f"cannot reserve {num_bytes} bytes in directory {str(directory)!r} on {self.drive.words()}: "
-            f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
-        ) from error
+        raise self._unreserved(num_bytes, error) from error
 
     def _fill(self, num_bytes: int) -> bool:
         """Take the space by writing zeros; return false if the file system does not give any for them.

@@ -163,7 +163,7 @@ class Volume(Uncopyable):
                     space.lessen(error.column, less_bytes, "found when reserving")
         except BaseException:
             for file, num_bytes in zip(self.files, held_bytes, strict=True):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(VolumeError):
                     file.reserve(min(num_bytes, file.num_bytes))  # their lengths tell what lies where
             raise
         self._map = stripes

@@ -7,10 +7,11 @@ import fcntl
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swapper import NewerFormatError, RunDirectory, RunInUseError, VolumeError
+from swapper import NewerFormatError, RunDirectory, RunInUseError, SwapperConfig, Versions, VolumeError
 from tests.open_files import open_files
 
 
@@ -43,3 +44,41 @@ def test_another_format_is_named_and_nothing_older_is_taken(version: int, tmp_pa
             run.write(2, [b"new"])
         with pytest.raises(NewerFormatError, match=f"has format {version}, and this version knows format 1"):
             run.newest()
+
+
+@pytest.mark.parametrize("call", ["open", "stat", "fstat", "fstatvfs", "ftruncate", "fsync"])
+def test_whatever_fails_while_a_run_is_opened_is_told_and_leaves_nothing_open(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call of the system fails, then the second, and so on, until all of them are behind."""
+    config, states = SwapperConfig(num_threads=1, backend="threads"), tmp_path / "states"
+    states.mkdir()
+    real = getattr(os, call)
+    for nth in range(1, 100):
+        num_calls = 0
+
+        def fails(*args: Any, nth: int = nth, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == nth:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args, **kwargs)
+
+        run: RunDirectory | None = None
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fails)
+            try:
+                run = RunDirectory(tmp_path / "run")
+                versions = Versions.open(run, [states], 1 << 20, 4 << 20, config)
+            except VolumeError as error:
+                assert "Input/output error" in str(error)
+            else:
+                versions.swapper.close()
+        if run is not None:
+            run.close()
+        assert open_files(tmp_path) == []
+        for left in states.glob("states-*"):
+            left.unlink()
+        if num_calls < nth:
+            break
+    assert num_calls < nth and (nth > 1 or call == "ftruncate")
