@@ -31,7 +31,9 @@ def bounded_seconds(seconds: float, name: str = "timeout_seconds") -> float:
     Raises:
         ArgumentError: It is no number: ``name`` says what for.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, SupportsFloat) or math.isnan(seconds):
+    given: object = seconds
+    is_number = isinstance(given, SupportsFloat) and not isinstance(given, bool)
+    if not is_number or math.isnan(seconds):
         raise ArgumentError(f"{name} must be a number of seconds, got {seconds!r}; math.inf is for ever")
     return min(max(0.0, float(seconds)), _MOST_SECONDS)
 

@@ -455,7 +455,11 @@ class IOScheduler(Uncopyable):
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
             patience_seconds = max(patience_seconds, _IDLE_SECONDS)
         self._hander.close(patience_seconds)
-        is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
+        try:
+            is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
+        except Exception:
+            logger.exception("the backend raised while it was closed")
+            is_ended = False
         if not is_ended:
             logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())
         self._watchdog.close()

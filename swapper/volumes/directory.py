@@ -37,7 +37,7 @@ class Directory:
                 f"capacity_bytes of directory {str(self.path)!r} must be at least {ALIGNMENT}, got "
                 f"{self.capacity_bytes}; leave the directory out if it is not to be used"
             )
-        speed = self.bytes_per_second
+        speed: object = self.bytes_per_second
         if speed is not None and not (isinstance(speed, int | float) and speed > 0 and math.isfinite(speed)):
             raise ArgumentError(f"bytes_per_second of directory {str(self.path)!r} must be positive, got {speed}")
 

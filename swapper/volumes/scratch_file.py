@@ -180,7 +180,10 @@ class ScratchFile(Uncopyable):
         """Close the file, with which its space goes back to the file system. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            try:
+                os.close(fd)
+            except OSError as error:  # the number is free all the same, and whatever else is to be closed must be
+                logger.error("%s was closed with an error: %s", self.name, error_words(error))
 
 
 def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:

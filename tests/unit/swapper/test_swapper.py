@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from swapper import (
     Swapper,
     SwapperClosedError,
     SwapperConfig,
+    TransferError,
     UnwrittenExtentError,
 )
 from swapper.backend import IOBackend, IORequest
@@ -414,3 +416,28 @@ def test_negative_and_odd_numbers_are_refused(swapper: Swapper) -> None:
             swapper.allocate(num_bytes, "y")  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="capacity_bytes"):
             Swapper.in_memory(num_bytes)  # type: ignore[arg-type]
+
+
+def test_a_swapper_closes_although_its_file_cannot_be_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = set(threading.enumerate())
+    swapper = Swapper.open(tmp_path, 4096, SwapperConfig(backend="threads"))
+    extent = swapper.allocate(1, "x")
+    os.close(swapper.backend.volume.files[0].fd)  # type: ignore[attr-defined]
+    with pytest.raises(TransferError, match="EBADF"):
+        swapper.write(extent, b"x").wait()
+    swapper.close()
+    assert swapper.is_closed and set(threading.enumerate()) <= before
+    assert "was closed with an error: Bad file descriptor" in caplog.text
+
+
+def test_a_swapper_closes_although_its_backend_raises(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(MemoryBackend):
+        def close(self, timeout_seconds: float) -> bool:
+            super().close(timeout_seconds)
+            raise OSError(5, "broken")
+
+    before = set(threading.enumerate())
+    swapper = Swapper(Broken(4096))
+    swapper.close()
+    assert swapper.is_closed and set(threading.enumerate()) <= before
+    assert "the backend raised while it was closed" in caplog.text
