@@ -37,6 +37,7 @@ from infinity.integrations.engine_files import (
     save_engine,
 )
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed
+from infinity.loop.batches import cast
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,11 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step_was_skipped(self) -> bool:
         """Whether gradients were not finite, and the config checks that."""
         return self.engine.was_step_skipped()
+
+
+def _cast(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a model with weights of ``dtype`` gets: after its engine's close, too."""
+    return cast((args, kwargs), dtype) if any(each.dtype is dtype for each in model.parameters()) else (args, kwargs)
 
 
 class _Placeholder(dict[str, torch.Tensor]):
@@ -303,6 +309,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare_model(model, False, evaluation_mode or self.num_processes > 1)
         if not any(each is model for each in self._models):
             self._models.append(model)
+            hook = functools.partial(_cast, engine.config.compute_dtype)
+            model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         return model
 
     def _is_to_be_taken(self, optimizer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_what_the_config_leaves_open(options: dict[str, Any], tmp_path: Path) ->
         assert torch.equal(saved.state_dict()[name], value)
         assert torch.equal(values[name], value)
     accelerator.engine.close()
+
+
+def test_16_bit_weights_by_the_config(tmp_path: Path) -> None:
+    """What the model gets is cast to their dtype; the accelerator's ``mixed_precision`` does nothing more."""
+    changes = {"bf16": {"enabled": True}}
+    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme", **changes), mixed_precision="bf16")
+    _, model = losses_of(accelerator)
+    inputs = torch.ones(1, 8)
+    expected = copy.deepcopy(model)(inputs.bfloat16())
+    assert expected.dtype is torch.bfloat16 and torch.equal(model(inputs), expected)
+    accelerator.engine.close()
+    assert torch.equal(model(inputs), expected)
+    assert model.float()(inputs).dtype is torch.float32
 
 
 def test_clipping_by_the_config(tmp_path: Path) -> None:
