@@ -21,6 +21,12 @@ from tests.waiting import wait_until
 _HOSTS = {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
 
 
+@pytest.fixture(autouse=True)
+def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun leaves them there."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 @pytest.fixture
 def hostfile(tmp_path: Path) -> Path:
     path = tmp_path / "hostfile"

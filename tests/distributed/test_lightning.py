@@ -192,4 +192,4 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_as_deepspeed(tmp_path: Path) -> None:
     """Lightning's own DeepSpeedStrategy under torchrun."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity.as_deepspeed"]
-    run([*launch, "-m", "tests.stand_in.lightning_ranks", str(tmp_path)])
+    run([*launch, "-m", "tests.stand_in.lightning_ranks", str(tmp_path)], TMPDIR=str(tmp_path))  # for logs of torchrun

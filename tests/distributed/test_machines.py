@@ -88,6 +88,7 @@ def _start(machine: str, shared: Path, volume: Path, hangs_in: int, *options: st
     torchrun = ["ip", "netns", "exec", machine, sys.executable, "-m", "torch.distributed.run"]
     script = [shared / "train.py", shared, volume, hangs_in]
     environment = {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
+    environment["TMPDIR"] = str(volume)  # torchrun leaves its logs there
     return subprocess.Popen(
         [*torchrun, *options, f"--master-addr={_ADDRESSES[0]}", "--master-port=29577", *map(str, script)],
         env=os.environ | environment,

@@ -61,6 +61,7 @@ def _start(directory: Path, dies_with: str, *options: str) -> subprocess.Popen[s
     script.write_text(_SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(directory), dies_with]
     environment = {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["TMPDIR"] = str(directory)  # torchrun leaves its logs there
     return subprocess.Popen(
         command, env=os.environ | environment, text=True, stderr=subprocess.PIPE, start_new_session=True
     )

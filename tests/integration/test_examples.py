@@ -36,7 +36,7 @@ _LEAVES = {
 """What each leaves in the directory in which it is started."""
 
 _RUNNING = """
-import contextlib, importlib, json, os, runpy, sys, traceback
+import contextlib, importlib, json, os, runpy, sys, tempfile, traceback
 for library in ("torch", "infinity", "transformers.trainer", "peft", "lightning"):
     with contextlib.suppress(ImportError):
         importlib.import_module(library)
@@ -45,6 +45,7 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.chdir(directory)
+        tempfile.tempdir = os.environ["TMPDIR"] = os.path.abspath("..")  # torchrun leaves its logs there
         printed = os.open("../printed", os.O_WRONLY | os.O_CREAT)
         os.dup2(printed, 1)
         os.dup2(printed, 2)

@@ -52,9 +52,10 @@ _WITH_A_PATH: dict[tuple[str, ...], list[str]] = {
     ("clean",): ["PATH", "--yes"],
     ("bench", "step"): ["--nvme-path", "PATH"],
     ("bench", "scale"): ["--nvme-path", "PATH"],
+    ("bench", "ranks"): ["--nvme-path", "PATH"],
 }
 """Each command that reads something, and where the path of it stands."""
-_TAKES_ANY_DIRECTORY = {("profile",), ("clean",), ("bench", "step"), ("bench", "scale")}
+_TAKES_ANY_DIRECTORY = {("profile",), ("clean",), ("bench", "step"), ("bench", "scale"), ("bench", "ranks")}
 _PATHS_ARE_TEXTS = {("launch",), ("plan",), ("profile",), ("train",)}
 _WITHOUT = {("completion",), ("bench", "update"), ("config", "schema")}
 
