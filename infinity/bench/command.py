@@ -346,17 +346,18 @@ def ranks(
     if json_file is not None:
         check_output(json_file)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
+    told: dict[str, Any]
     jobs = [measuring.Job(int(stage), width, layers, steps) for stage in stages]
     if drives is not None:
-        found = measuring.drives_as_json(jobs[0], drives, throttle * 1_000_000)
+        told = measuring.drives_as_json(jobs[0], drives, throttle * 1_000_000)
         console.print(
-            f"{len(drives)} drives at {throttle} MB/s: {found['together_seconds']:.2f} s a step, one alone "
-            f"{found['alone_seconds']:.2f} s: {found['ratio']:.2f}"
+            f"{len(drives)} drives at {throttle} MB/s: {told['together_seconds']:.2f} s a step, one alone "
+            f"{told['alone_seconds']:.2f} s: {told['ratio']:.2f}"
         )
     else:
-        found = {"stages": [measuring.as_json(job, ranks, nvme_path, console.print) for job in jobs]}
+        told = {"stages": [measuring.as_json(job, ranks, nvme_path, console.print) for job in jobs]}
     if json_file is not None:
-        write_json({"machine": describe_machine(nvme_path), **found}, json_file)
+        write_json({"machine": describe_machine(nvme_path), **told}, json_file)
 
 
 __all__ = ["bench"]

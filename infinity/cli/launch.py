@@ -126,9 +126,9 @@ def commands_of(hosts: Hosts, arguments: argparse.Namespace, environment: Mappin
         torchrun += [f"--master-addr={master}", f"--master-port={arguments.master_port}"]
         torchrun += [rank_script.__file__, arguments.script, *arguments.arguments]
         if host in _LOCAL_NAMES:
-            there = _environment(slots, arguments, environment)
+            added = _environment(slots, arguments, environment)
             found[host] = (
-                ["env", *(f"{name}={value}" for name, value in there.items()), *torchrun] if there else torchrun
+                ["env", *(f"{name}={value}" for name, value in added.items()), *torchrun] if added else torchrun
             )
             continue
         exported = {name: value for name, value in sorted(environment.items()) if name.startswith(_PASSED_ON)}

@@ -174,14 +174,14 @@ def simulate(
     length = len(order)
     window = _Window(order, num_bytes, capacity_bytes, staying)
     fetches: list[tuple[int, int]] = []
-    begun_with: frozenset[int] | None = None
+    begun_with: set[int] | None = None
     per_cycle: list[tuple[int, int]] = []
     for cycle in range(num_cycles + 1):  # one more, to warm up
         begin = cycle * length
         if cycle == 1 and lasting_until is not None:
             window = _Window(order, num_bytes, capacity_bytes, staying, begin)
         if cycle < 2 or begun_with != window.held:  # else the cycle before comes once more
-            begun_with = frozenset(window.held)
+            begun_with = set(window.held)
             per_cycle = []
             for place in range(length):
                 ends = lasting_until is not None and place >= lasting_until

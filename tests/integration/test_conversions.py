@@ -70,6 +70,7 @@ def test_a_conversion_to_something_else_is_refused_under_torchs_flags(engine: in
 
 def test_torch_asks_for_its_flags_itself_when_the_last_engine_is_closed(engine: infinity.Engine) -> None:
     engine.close()
+    assert torch.utils.swap_tensors.__code__.co_filename == torch.utils.__file__
     assert type(torch.__future__.get_swap_module_params_on_conversion).__name__ == "function"
 
 
@@ -78,8 +79,12 @@ def test_torch_asks_for_its_flags_itself_when_the_last_engine_is_closed(engine: 
     [
         (lambda model: model.share_memory(), r"copy\.deepcopy\(model\)\.share_memory\(\)"),
         (lambda model: model.to("meta"), r"torch\.device\('meta'\)"),
+        (
+            lambda model: torch.utils.swap_tensors(nn.Parameter(torch.ones(8, 8)), model[0].weight),
+            r"0\.weight.*p\.data\.copy_",
+        ),
     ],
-    ids=["share_memory", "meta"],
+    ids=["share_memory", "meta", "swap_tensors"],
 )
 def test_what_an_engine_cannot_do_names_its_cure(
     convert: Callable[[nn.Module], object], cure: str, engine: infinity.Engine

@@ -6,12 +6,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import infinity
 from infinity.distributed.collectives import world
+from infinity.tiers.state_store import PagedStateStore
 
 
 def config_of(asked: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +58,8 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     after, moved = storage.counters(), world().sent_bytes - sent
     # Of what it has the mean, others send a rank their parts; in stage 0, where it is told of all, it sends as much again.
     means = moved["gradients"] / max(world().num - 1, 1) * (world().num / 2 if asked["stage"] == 0 else 1)
-    extents = [each.extent for each in storage.records._records.values() if each.extent is not None]
+    records = cast(PagedStateStore, storage.records)
+    extents = [each.extent for each in records._records.values() if each.extent is not None]
     found = {
         "parameters": float(sum(kinds.get("weights", 0) for kinds in storage.resting_bytes().values())),
         "gradients": means / asked["steps"],

@@ -22,7 +22,7 @@ version = __version__
 deepspeed_modules.install(sys.modules[__name__])
 
 
-@functools.wraps(infinity.initialize)
+@functools.wraps(infinity.initialize)  # type: ignore[no-redef]
 def initialize(args: Any = None, model: Any = None, optimizer: Any = None, *others: Any, **options: Any) -> Any:
     """As `infinity.initialize`; an engine that has trained this very model is closed for another one that trains it.
 
