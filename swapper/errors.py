@@ -11,7 +11,7 @@
     │   ├── VolumeTooSmallError         what is needed and what there is are attributes
     │   ├── RunInUseError               another process uses the directory of a durable run
     │   ├── DamagedCommitError          a commit of a durable run is not what was written
-    │   └── NewerFormatError            a later version wrote it
+    │   └── NewerFormatError            another version wrote it
     ├── BackendUnavailableError         this way of moving bytes cannot be used here; says what would make it work
     ├── LimitError (RuntimeError)       a limit of the system on threads, memory or open files is reached
     ├── OutOfSpaceError                 no room for one more extent in an open volume

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from infinity.threads.turn import is_in
+from infinity.threads.frames import is_in
 from swapper.backend import IOBackend, IORequest
 from swapper.scheduling.operation import Operation, Transfer
 from swapper.scheduling.scheduler import IOScheduler

@@ -23,7 +23,7 @@ step "$python" -m mypy --strict infinity swapper
 
 # Four processes on two cores: much of a test is waiting. pytest-timeout ends a single test; `timeout` ends a run that a lock in
 # C++ keeps it from ending, after all stacks were printed.
-side_by_side=(-n 4 --dist worksteal)
+side_by_side=(-n 4 --dist worksteal --durations=25)
 step timeout --kill-after=30 3000 "$python" -m pytest "${side_by_side[@]}" "$@"
 [ $# -eq 0 ] || exit 0
 step timeout --kill-after=30 1200 "$python" -m pytest "${side_by_side[@]}" tests/simulated_gpu

@@ -35,17 +35,17 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Protocol
 
 from infinity.errors import ForkedError, TurnError
+from infinity.threads.frames import is_alive, is_in, position
 from infinity.threads.interrupts import refuse_in_between
 from infinity.torch_internals.names import backward_number, no_override
 from swapper.sync.reentry import resting
@@ -367,7 +367,7 @@ class Turn:
                 thread = on_whom()
                 if self._has_left(thread):
                     continue
-                if self._owner is None and not _is_alive(thread):
+                if self._owner is None and not is_alive(thread):
                     return  # nobody will make the weights whole
                 mark = self._positions(thread), self._num_moves
                 if mark != seen or self._rules.is_waiting():
@@ -384,17 +384,17 @@ class Turn:
     def _positions(self, thread: int) -> list[tuple[int, int] | None]:
         """Changes while the Python code of a thread goes on, or of one that it may wait for. Who waits here stands still."""
         others = [thread, *self._deputies, *self._guests]
-        return [_position(other) for other in others if other not in self._waiting]
+        return [position(other) for other in others if other not in self._waiting]
 
     def _has_left(self, thread: int) -> bool:
         """Whether a thread took part that has ended, or left what it did so for. It does not any more."""
         share = self._shares.get(thread)
-        if share is None or (_is_alive(thread) and (share.inside is None or is_in(thread, share.inside))):
+        if share is None or (is_alive(thread) and (share.inside is None or is_in(thread, share.inside))):
             return False
         if thread != self._owner:
             self._dismiss(thread)
             return True
-        if _is_alive(thread) and self._depth != 1:
+        if is_alive(thread) and self._depth != 1:
             return False
         # Nobody else may begin before what was cut off is put in order.
         me = get_ident()
@@ -446,16 +446,6 @@ def _in_turn(method: Callable[..., Any], *, reads: bool) -> Callable[..., Any]:
     return call
 
 
-def is_in(thread: int, code: object) -> bool:
-    """Whether a function of which ``code`` is the code runs in a thread."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _thread(ident: int) -> threading.Thread | None:
     return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
 
@@ -466,19 +456,9 @@ def is_native(ident: int) -> bool:
     return thread is None or isinstance(thread, threading._DummyThread)
 
 
-def _is_alive(ident: int) -> bool:
-    return ident in sys._current_frames()
-
-
 def _name(ident: int) -> str:
     thread = _thread(ident)
     return "another" if thread is None else thread.name
-
-
-def _position(ident: int) -> tuple[int, int] | None:
-    """Changes while a thread's Python code goes on."""
-    frame = sys._current_frames().get(ident)
-    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def _forget_all() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import infinity
 import swapper
 from infinity.errors import EngineBusyError, InfinityError
+from infinity.threads.frames import frames
 from infinity.updates import stream as update_module
 from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
 from swapper.scheduling.transfer_queue import TransferQueue
@@ -257,11 +257,7 @@ def test_a_handler_that_comes_while_the_main_thread_only_waits_can_read_and_writ
             main = threading.main_thread().ident
 
             def send() -> None:
-                gc.disable()  # a collection within _current_frames waits for ever, before Python 3.11.8
-                try:
-                    wait_until(lambda: sys._current_frames()[main or 0].f_code.co_name == "_sleep")
-                finally:
-                    gc.enable()
+                wait_until(lambda: frames()[main or 0].f_code.co_name == "_sleep")
                 signal.pthread_kill(main or 0, signal.SIGUSR1)
 
             sender = threading.Thread(target=send)

@@ -19,6 +19,7 @@ _METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
 _FUNCTIONS = {"bool", "float", "int"}
 
 _BACKGROUND = "in a thread of the engine's own"
+_ASSIGNED = "what a user assigns to a parameter's .data, once each time"
 _NO_TENSOR = "of no tensor"
 _HOST = "of host memory"
 _ALLOWED: dict[str, dict[str, str]] = {
@@ -95,6 +96,11 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(is_decoupled)": _NO_TENSOR,
         "int(scale is not None)": _NO_TENSOR,
         "int(struct.unpack('<i', struct.pack('<f', value))[0])": _NO_TENSOR,
+    },
+    "paging/assigned.py": {
+        "bool(self._memory.expired())": _NO_TENSOR,
+        "values.detach().resolve_conj().resolve_neg().cpu()": _ASSIGNED,
+        "values.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()": _ASSIGNED,
     },
     "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
     "paging/pager.py": {"bool(self.clock.waiting_for)": _NO_TENSOR, "int(is_inside)": _NO_TENSOR},

@@ -19,7 +19,8 @@ import torch
 
 from infinity.errors import ForkedError, TurnError
 from infinity.threads import turn as module
-from infinity.threads.turn import Turn, guard, is_in, take_turns, trusts
+from infinity.threads.frames import position
+from infinity.threads.turn import Turn, guard, take_turns, trusts
 from tests.waiting import wait_until
 
 
@@ -495,12 +496,12 @@ def test_a_thread_whose_code_goes_on_is_waited_for(turn: Turn, rules: _Rules, wo
     def look() -> bool:
         """The waiting thread looks a second time: the other one goes on."""
         nonlocal num_looks
-        before = module._position(workers[0].ident)
+        before = position(workers[0].ident)
         goes_on.put(None)
         num_looks += 1
         if num_looks > 40:  # it is about to end, and may have to wait for a processor
             return True
-        wait_until(lambda: module._position(workers[0].ident) != before, "the next line")
+        wait_until(lambda: position(workers[0].ident) != before, "the next line")
         return False
 
     rules.on_wait = look
@@ -588,20 +589,3 @@ def test_calls_of_an_engine_are_made_in_turn_and_wait_for_whole_weights_if_they_
     with pytest.raises(ZeroDivisionError):
         engine.step(1, fails=True)
     assert len(begun) == len(ends) == 3
-
-
-def test_whether_a_function_runs_in_a_thread(workers: list[_Worker]) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def function() -> None:
-        inside.set()
-        leave.wait(60)
-
-    running = workers[0].start(function)
-    inside.wait(60)
-    assert is_in(workers[0].ident, function.__code__)
-    assert not is_in(get_ident(), function.__code__)
-    leave.set()
-    running.result(60)
-    assert not is_in(workers[0].ident, function.__code__)
-    assert not is_in(-5, function.__code__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def test_a_file_system_without_locks_is_not_called_in_use(
         with pytest.raises(VolumeError, match=f"cannot be locked: .*{errno.errorcode[code]}.*-o flock") as caught:
             RunDirectory(tmp_path)
     assert type(caught.value) is VolumeError and caught.value.directory == tmp_path
-    assert open_files(tmp_path) == before
+    assert not Counter(open_files(tmp_path)) - Counter(before)
     run = RunDirectory(tmp_path)
     with pytest.raises(RunInUseError):
         RunDirectory(tmp_path)
@@ -53,7 +54,7 @@ def test_whatever_fails_while_a_run_is_opened_is_told_and_leaves_nothing_open(
     """The first call of the system fails, then the second, and so on, until all of them are behind."""
     config, states = SwapperConfig(num_threads=1, backend="threads"), tmp_path / "states"
     states.mkdir()
-    real = getattr(os, call)
+    real, before = getattr(os, call), open_files(tmp_path)
     for nth in range(1, 100):
         num_calls = 0
 
@@ -76,7 +77,7 @@ def test_whatever_fails_while_a_run_is_opened_is_told_and_leaves_nothing_open(
                 versions.swapper.close()
         if run is not None:
             run.close()
-        assert open_files(tmp_path) == []
+        assert open_files(tmp_path) == before
         for left in states.glob("states-*"):
             left.unlink()
         if num_calls < nth:

@@ -1,0 +1,56 @@
+"""What Python code other threads run at this moment."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from types import FrameType
+
+_lock = threading.RLock()
+
+
+def frames() -> dict[int, FrameType]:
+    """The frame that each thread runs, by the thread's identifier.
+
+    Without garbage collection: until Python 3.11.8 and 3.12.1, ``sys._current_frames`` holds the lock of the list of threads.
+    A finalizer that lets another thread run meanwhile would wait for it for ever, as soon as that one begins or ends a thread.
+    """
+    with _lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+def is_alive(thread: int) -> bool:
+    """Whether a thread has not ended."""
+    return thread in frames()
+
+
+def is_in(thread: int, code: object) -> bool:
+    """Whether a function of which ``code`` is the code runs in a thread."""
+    frame = frames().get(thread)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def position(thread: int) -> tuple[int, int] | None:
+    """Changes while a thread's Python code goes on."""
+    frame = frames().get(thread)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _free_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_in_child)
