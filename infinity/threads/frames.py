@@ -19,8 +19,8 @@ def frames() -> dict[int, FrameType]:
     """
     with _lock:
         collects = gc.isenabled()
-        gc.disable()
         try:
+            gc.disable()
             return sys._current_frames()
         finally:
             if collects:
