@@ -23,7 +23,7 @@ LONG_BUDGETS = {"memory": 48 << 20, "nvme": 48 << 20, "cpu": 1400 << 20}
 """Of `train_on_long_sequences`, by where activations are: with "cpu" they are part of it."""
 NUM_STEPS = 2
 """Nothing is known of the model in the first step; the second is like all that follow."""
-_WIDTH, _NUM_RESULTS, _NUM_TOKENS, _NUM_BLOCKS = 1024, 32_000, 16, 4
+_WIDTH, _NUM_RESULTS, _NUM_TOKENS, _NUM_BLOCKS = 1024, 32_000, 2, 4
 _SAVING_BYTES = _WIDTH * _NUM_RESULTS * 2 + (48 << 20)
 """The head's flat buffer, which is part of the budget but may have been given back, and less than a copy of the head."""
 

@@ -38,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # Threads of other processes that wait for each other sleep meanwhile: there are more of them than processors.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Shells start what runs in the background with SIGINT ignored, also in what that starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

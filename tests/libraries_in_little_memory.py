@@ -88,7 +88,7 @@ class Saves:
             from infinity.integrations.transformers import InfinityTrainer
 
             base, more = InfinityTrainer, {"infinity_config": self._config}
-        trainer = base(self._model(), arguments, train_dataset=rows(1, 32), **more)
+        trainer = base(self._model(), arguments, train_dataset=rows(1, 4), **more)
         trainer.train()
         engine = trainer.deepspeed if self._is_deepspeed else trainer.engine
         with self._limited(engine):
@@ -112,7 +112,7 @@ class Saves:
             accelerator = InfinityAccelerator(infinity_config=self._config)
         model = self._model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        loader = torch.utils.data.DataLoader(rows(1, 32), batch_size=1)
+        loader = torch.utils.data.DataLoader(rows(1, 4), batch_size=1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for batch in loader:
             accelerator.backward(model(**batch).loss)
@@ -178,7 +178,7 @@ class Saves:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Module(), torch.utils.data.DataLoader(rows(1, 32), batch_size=1))
+        trainer.fit(Module(), torch.utils.data.DataLoader(rows(1, 4), batch_size=1))
 
 
 def run(group: str, directory: str, *, is_deepspeed: bool) -> None:
