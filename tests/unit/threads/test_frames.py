@@ -47,32 +47,28 @@ def test_garbage_is_collected_again_where_it_was() -> None:
 
 
 _LOOKS_WHILE_THREADS_BEGIN = """
-import gc, sys, threading, time
+import gc, threading, time
 from infinity.threads.frames import frames
 
-class Garbage:
-    def __init__(self):
-        self.me = self
-    def __del__(self):
-        time.sleep(0)  # another thread may run
+def let_others_run(phase, info):  # as a finalizer may
+    if threading.current_thread() is looking:
+        time.sleep(0.001)
 
 def begin_and_end():
-    while looks.is_alive():
+    while looking.is_alive():
         thread = threading.Thread(target=int)
         thread.start()
         thread.join()
 
 def look():
-    for _ in range(2000):
-        Garbage()
-        gc.set_threshold(1)
-        kept.append(frames())  # a dictionary that was freed would be used again, and nothing collected
-        gc.set_threshold(0)
+    for _ in range(500):
+        frames()
 
-kept = [{} for _ in range(200)]
-gc.set_threshold(0)
-looks = threading.Thread(target=look)
-looks.start()
+looking = threading.Thread(target=look)
+gc.freeze()
+gc.callbacks.append(let_others_run)
+gc.set_threshold(1)
+looking.start()
 begin_and_end()
 """
 
