@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 import threading
 from types import FrameType
+
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_MOST_LOOKS = 1000
 
 _lock = threading.RLock()
 
@@ -34,11 +38,16 @@ def is_alive(thread: int) -> bool:
 
 def is_in(thread: int, code: object) -> bool:
     """Whether a function of which ``code`` is the code runs in a thread."""
-    frame = frames().get(thread)
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
+    for _ in range(_MOST_LOOKS):
+        frame, is_generator = frames().get(thread), False
+        while frame is not None:
+            if frame.f_code is code:
+                return True
+            is_generator = bool(frame.f_code.co_flags & _GENERATORS)
+            frame = frame.f_back
+        if not is_generator:
+            return False
+        # The thread goes on meanwhile: a generator that has yielded since says no more who called it.
     return False
 
 

@@ -20,6 +20,7 @@ from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.shapes.blocks import Block, Net, token_batch
 from tests.exactness.written import smallest, train
+from tests.waiting import wait_until
 
 _MODES = ("in backward", "bf16 resident", "vertical")
 

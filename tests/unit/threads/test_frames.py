@@ -36,6 +36,27 @@ def test_whether_a_function_runs_in_a_thread() -> None:
     assert not is_in(other, function.__code__)
 
 
+def test_a_function_that_iterates_over_a_generator_is_not_left() -> None:
+    begun, leave = threading.Event(), threading.Event()
+
+    def function() -> None:
+        begun.set()
+        while not leave.is_set():
+            sum(number for number in range(1000))
+
+    thread = threading.Thread(target=function)
+    interval = sys.getswitchinterval()
+    thread.start()
+    begun.wait()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert all(is_in(thread.ident or 0, function.__code__) for _ in range(5000))
+    finally:
+        sys.setswitchinterval(interval)
+        leave.set()
+        thread.join()
+
+
 def test_garbage_is_collected_again_where_it_was() -> None:
     for collects in (True, False):
         (gc.enable if collects else gc.disable)()
