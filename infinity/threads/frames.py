@@ -1,4 +1,7 @@
-"""What Python code other threads run at this moment."""
+"""What Python code other threads run at this moment.
+
+Knows threads and their frames; must not know turns, units or modules.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ _lock = threading.RLock()
 def frames() -> dict[int, FrameType]:
     """The frame that each thread runs, by the thread's identifier.
 
-    Without garbage collection: until Python 3.11.8 and 3.12.1, ``sys._current_frames`` holds the lock of the list of threads.
-    A finalizer that lets another thread run meanwhile would wait for it for ever, as soon as that one begins or ends a thread.
+    Without garbage collection: in Python 3.11, ``sys._current_frames`` may collect while it holds the lock of the list of
+    threads (python/cpython#106883). A finalizer that lets another thread run meanwhile would wait for it for ever, as soon as
+    that one begins or ends a thread.
     """
     with _lock:
         collects = gc.isenabled()

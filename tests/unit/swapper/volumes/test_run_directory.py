@@ -77,7 +77,7 @@ def test_whatever_fails_while_a_run_is_opened_is_told_and_leaves_nothing_open(
                 versions.swapper.close()
         if run is not None:
             run.close()
-        assert open_files(tmp_path) == before
+        assert not Counter(open_files(tmp_path)) - Counter(before)
         for left in states.glob("states-*"):
             left.unlink()
         if num_calls < nth:
