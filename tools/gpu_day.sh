@@ -7,10 +7,12 @@
 # others from running; the exit code then is 1. OUT/report.md gathers what all slots so far have printed.
 #
 #   machine           the machine and its drive, copies to and from the GPU, updates on 1 and more cores
-#   tests             tests/gpu, with all kernels loaded before
+#   tests             tests/gpu, with all kernels loaded before, but for the grid
+#   grid              the exactness grid and all models, with the least device memory
 #   blocking          the exactness rows again, where each launch waits for its kernel
 #   slow-copies       the exactness rows again, where each copy begins late
 #   sanitizer         five exactness rows under torch's CUDA sanitizer, which finds accesses in no order
+#   same-bits         1B parameters, deterministic: paged with 8 update workers as in memory with one
 #   train-3b          3B parameters on NVMe, 8 GB of host memory, 6 GB of the GPU's: loss, peaks, bytes, time, a timeline
 #   train-8b          8B parameters, 60 GB of host memory, 1 and 8 micro-batches
 #   update-on-gpu     1B parameters, the optimizer on the GPU
@@ -20,7 +22,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-all=(machine tests blocking slow-copies sanitizer train-3b train-8b update-on-gpu synchronisations)
+all=(machine tests grid blocking slow-copies sanitizer same-bits train-3b train-8b update-on-gpu synchronisations)
 simulated='' out=gpu_day nvme_path='' slots=()
 usage() {
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
@@ -59,7 +61,7 @@ if [ -z "$simulated" ]; then
 else
     tests=tests/simulated_gpu
 fi
-pytest=("$python" -m pytest -q -p no:cacheprovider -rfE)
+pytest=("$python" -m pytest -q -p no:cacheprovider -p no:benchmark -rfE) # that plugin warns, and warnings are errors
 rows=("$tests/test_training.py" -k bits_of_plain_torch)
 
 slot() {
@@ -68,7 +70,12 @@ slot() {
             "$python" -m infinity doctor --nvme-path "$nvme_path" # what it advises against is no failure of this slot
             "${day[@]}" machine && "$python" tools/bench_update.py "${updates[@]}"
             ;;
-        tests) CUDA_MODULE_LOADING=EAGER "${pytest[@]}" "$tests" ;;
+        tests) CUDA_MODULE_LOADING=EAGER "${pytest[@]}" "$tests" --ignore tests/gpu/test_grid.py ;;
+        grid)
+            # The simulated GPU has its rows and models in the slot before.
+            if [ -z "$simulated" ]; then "${pytest[@]}" tests/gpu/test_grid.py; fi
+            ;;
+        same-bits) "${day[@]}" same-bits --size 1b --host-budget 3GB ;;
         blocking) CUDA_LAUNCH_BLOCKING=1 "${pytest[@]}" "${rows[@]}" ;;
         slow-copies) INFINITY_SLOW_COPIES=1 "${pytest[@]}" "${rows[@]}" ;;
         sanitizer)

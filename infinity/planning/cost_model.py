@@ -59,7 +59,7 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
         return prediction.read_bytes + prediction.write_bytes
 
     found = placements(units, request)[: _SIMULATED if len(units) <= _MANY_UNITS else 1]
-    kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, placement))
+    kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, request, placement))
     try:
         passing = place(units, dataclasses.replace(request, keeps_in_memory=False))
     except BudgetTooSmallError:

@@ -205,6 +205,11 @@ class Request:
         """Whether the config wants all optimizer state in host memory."""
         return self.optimizer_tier == "cpu" or (self.optimizer_tier == "none" and self.shares_host_memory)
 
+    @property
+    def records_on_device(self) -> bool:
+        """Whether optimizer state rests on a device with a memory of its own, and is updated there."""
+        return self.optimizer_tier == "none" and not self.shares_host_memory
+
     def record_bytes(self, unit: UnitSize) -> int:
         """Bytes of a unit's optimizer state as this process stores it."""
         return self.record_format.record_bytes(unit.state_numel, unit.num_states)

@@ -19,9 +19,13 @@ _MOST_PAGES = 16
 _PREFERRED_PAGES = 8
 _ENOUGH_PAGE_BYTES = 48 << 20
 """For all pages together: more in flight makes no drive faster. All three are for up to two workers."""
+_TIMES, _MOST_SHARE = (2, 4), 6
+"""Larger chunks are fewer, though: so many times as much is worth a trial, if it is no more than this part of the budget."""
 _PAGE_GRANULE = 4096
 _SMALLEST_CHUNK = 32 * CHUNK_GRANULE
 _LARGEST_CHUNK = 1024 * CHUNK_GRANULE
+_CHUNK_ON_DEVICE = 8192 * CHUNK_GRANULE
+"""Where records rest on a device: there is no page to fill, and a kernel for each costs the host more than it saves."""
 
 
 class PageSizes:
@@ -49,11 +53,15 @@ class PageSizes:
         self.smallest_bytes = self._bytes_for(self._smallest_chunk)
         """Of one page."""
 
-    def enough_bytes(self, *, keeps_all_records: bool) -> int:
-        """More for all pages together brings nothing. ``keeps_all_records``: nothing is read into pages or written from them."""
-        largest = self._bytes_for(self._largest_chunk)
-        enough = min(int(_ENOUGH_PAGE_BYTES * self._share), self._most_pages * largest)
-        return min(enough, self._fewest_pages * largest) if keeps_all_records else enough
+    def enough_bytes(self, *, keeps_all_records: bool) -> set[int]:
+        """More for all pages together brings nothing: one number or some, of which none is always the best.
+
+        ``keeps_all_records``: nothing is read into pages or written from them.
+        """
+        enough = int(_ENOUGH_PAGE_BYTES * self._share)
+        more = [times * enough for times in _TIMES if times * enough <= self._request.budget_bytes // _MOST_SHARE]
+        most_pages = self._fewest_pages if keeps_all_records else self._most_pages
+        return {min(each, most_pages * self._bytes_for(self._largest_chunk)) for each in (enough, *more)}
 
     @property
     def _fewest_pages(self) -> int:
@@ -64,8 +72,15 @@ class PageSizes:
         return int(_MOST_PAGES * self._share)
 
     def cut(self, area_bytes: int, *, keeps_all_records: bool) -> tuple[int, int, int]:
-        """Elements per chunk, bytes per page, number of pages in ``area_bytes``; if that is 0, of the smallest."""
+        """Elements per chunk, bytes per page, number of pages in ``area_bytes``; if that is 0, of the smallest.
+
+        No pages where records rest on a device.
+        """
         chunk_numel = self._smallest_chunk
+        if self._request.records_on_device:
+            if self._request.page_bytes is None:
+                chunk_numel = max(chunk_numel, min(_CHUNK_ON_DEVICE, self._largest_numel))
+            return chunk_numel, self._bytes_for(chunk_numel), 0
         if self._request.page_bytes is None and area_bytes:
             number = self._fewest_pages if keeps_all_records else int(_PREFERRED_PAGES * self._share)
             numel = self._numel_in(area_bytes // number)

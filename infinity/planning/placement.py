@@ -14,8 +14,8 @@ second has no such measure. And the more units stay, the less room the others ne
 best for one unit more is not best for all of them. Hence:
   1. `_Planner.options`: some numbers of units that stay, with and without all states in memory. Each costs what all else
      needs at least: room for the two largest of the other units, three pages, the gradients of the largest unit.
-  2. `_Planner.divide`, for each: at most half of what is left goes to staging (pages first, see `_Planner._staging`), all else
-     keeps things off the drives, each kind as much as fits.
+  2. `_Planner.divide`, for each, with pages of some sizes: at most half of what is left goes to staging (pages first, see
+     `_Planner._staging`), all else keeps things off the drives, each kind as much as fits.
   3. The option with the highest score is taken: bytes saved, less what its chunks cost. An engine simulates the first few.
 Eight units of 8 Mi parameters in bf16 with remainders: weights of 16 MiB, states of 80, gradients of 32 (fp32, one
 micro-batch, updates in backward). Keeping the weights of one saves 48 MiB in a step. A budget of 200, in MiB:
@@ -45,7 +45,8 @@ from infinity.planning.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSize
 HOST_KEY = "infinity.host_memory_budget"
 DEVICE_KEY = "infinity.device_memory_budget"
 _CHUNK_COST_BYTES = 512 << 10
-"""So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing."""
+"""So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing, and with eight
+workers, which wait for each other there, 1.5 (measured on 16 cores)."""
 _UPLOAD_PAGE_BYTES = 4 << 20
 _FEWEST_UPLOAD_PAGES = 2
 _PREFERRED_UPLOAD_PAGES = 8
@@ -60,6 +61,8 @@ _UNITS_AHEAD = 2
 _MOST_OPTIONS = 48
 _UNITS_OF_GRADIENTS = 3
 """On a device of its own memory: one unit's that autograd makes, and two whose update has not fetched them yet."""
+_CHUNKS_ON_DEVICE = 2
+"""Whose gradients and weights have working memory there, where updates run there."""
 _SHARE_OF_DEVICE = 0.65
 """Of what the engine's other memory leaves of a device: the rest is for activations, which nobody knows before a step."""
 
@@ -175,15 +178,15 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
             minimum_bytes=least.cost_bytes,
             reason=_explain(units, request, least),
         )
-    found = [pair for option in options if (pair := planner.divide(option, least.cost_bytes)) is not None]
+    found = [pair for option in options for pair in planner.divide(option, least.cost_bytes)]
     return [placement for _, placement in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
-def apparent_bytes(units: Sequence[UnitSize], placement: Placement) -> int:
+def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
     """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
     moving = (unit.state_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
     num_chunks = sum(-(-numel // placement.chunk_numel) for numel in moving)
-    return num_chunks * _CHUNK_COST_BYTES
+    return num_chunks * _CHUNK_COST_BYTES * max(request.update_workers * 3 // 8, 1)
 
 
 class _Planner:
@@ -195,7 +198,6 @@ class _Planner:
         self._total = sum(self._sizes)
         self._largest_numel = max(unit.trainable_numel for unit in units)
         self._records = sum(request.record_bytes(unit) for unit in units)
-        self._has_pages = request.optimizer_tier != "none" or request.shares_host_memory
         widest = max((unit.num_states for unit in units), default=0)
         self._pages = PageSizes(request, widest, self._largest_numel)
         self._device_bytes = self._total
@@ -237,8 +239,11 @@ class _Planner:
             return self._total
         largest = max(self._sizes)
         others = _UNITS_OF_GRADIENTS * largest + FP32_BYTES * self._largest_numel  # the last for a norm in fp32
-        if request.optimizer_tier == "none":
-            others += self._records
+        if request.records_on_device:
+            chunk_numel, _, _ = self._pages.cut(0, keeps_all_records=True)
+            others += self._records + _CHUNKS_ON_DEVICE * chunk_numel * (
+                FP32_BYTES + request.record_format.weight_dtype.itemsize
+            )
         left = request.device_free_bytes - others
         if left < least_bytes:
             raise BudgetTooSmallError(
@@ -246,7 +251,7 @@ class _Planner:
                 budget_bytes=max(left, 0),
                 minimum_bytes=least_bytes,
                 reason=f"The device has {format_bytes(request.device_free_bytes)} free, of which gradients"
-                f"{' and optimizer states' if request.optimizer_tier == 'none' else ''} take {format_bytes(others)}, and "
+                f"{' and optimizer states' if request.records_on_device else ''} take {format_bytes(others)}, and "
                 f"{format_bytes(least_bytes)} of weights must be there together",
                 cure="Free memory of the device, put what is there elsewhere (offload_param, offload_optimizer), or name "
                 "smaller modules in infinity.units",
@@ -295,7 +300,7 @@ class _Planner:
             keeps_all_records=records,
             flat_bytes=flat_bytes,
             page_bytes=self._pages.smallest_bytes,
-            num_pages=FEWEST_PAGES if self._has_pages else 0,
+            num_pages=0 if request.records_on_device else FEWEST_PAGES,
             upload_bytes=upload_bytes,
             landing_bytes=min(self._wished_landing(), _LEAST_LANDING_BYTES),
             # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
@@ -329,14 +334,19 @@ class _Planner:
     def _may_host(self) -> bool:
         return self._request.keeps_in_memory and self._request.param_tier == "nvme"
 
-    def divide(self, option: _Option, minimum_bytes: int) -> tuple[tuple[int, int], Placement] | None:
-        """The placement that begins with ``option``, and how good it is; None if the budget is too small for that."""
+    def divide(self, option: _Option, minimum_bytes: int) -> Iterator[tuple[tuple[int, int], Placement]]:
+        """The placements that begin with ``option``, and how good each is; none if the budget is too small for that."""
+        if option.cost_bytes <= self._request.budget_bytes:
+            for enough in self._pages.enough_bytes(keeps_all_records=option.keeps_all_records):
+                yield self._divided(option, minimum_bytes, enough)
+
+    def _divided(
+        self, option: _Option, minimum_bytes: int, enough_page_bytes: int
+    ) -> tuple[tuple[int, int], Placement]:
         units, request = self._units, self._request
         left = request.budget_bytes - option.cost_bytes
-        if left < 0:
-            return None
         moving = [index for index in self._order if index not in option.residents]
-        pages, flats, uploads, gradients, landing = self._staging(option, moving, left)
+        pages, flats, uploads, gradients, landing = self._staging(option, moving, left, enough_page_bytes)
         left -= pages + flats + uploads + gradients + landing
         page_area = option.page_bytes * option.num_pages + pages
         chunk_numel, page_bytes, num_pages = self._pages.cut(page_area, keeps_all_records=option.keeps_all_records)
@@ -405,7 +415,7 @@ class _Planner:
             minimum_bytes=minimum_bytes,
             spills=share.num_units < trainable,
         )
-        return (saved - apparent_bytes(units, placement), left), placement
+        return (saved - apparent_bytes(units, request, placement), left), placement
 
     def _kept_records(self, numels: Sequence[int]) -> int:
         record_bytes = self._request.record_format.record_bytes
@@ -429,14 +439,15 @@ class _Planner:
         itemsize = request.record_format.weight_dtype.itemsize if request.num_micro_batches == 1 else FP32_BYTES
         return _UNITS_LANDING * (self._largest_numel * itemsize + _LANDING_GAP_BYTES)
 
-    def _staging(self, option: _Option, moving: Sequence[int], left: int) -> tuple[int, int, int, int, int]:
+    def _staging(
+        self, option: _Option, moving: Sequence[int], left: int, enough_page_bytes: int
+    ) -> tuple[int, int, int, int, int]:
         """Bytes beyond the least, of at most half of ``left``: for pages, flat buffers, upload pages, gradients that wait and
         gradients that arrive."""
         request = self._request
         wished = [0, 0, 0, 0, 0]
         if option.num_pages and not (request.page_bytes is not None and option.keeps_all_records):
-            enough = self._pages.enough_bytes(keeps_all_records=option.keeps_all_records)
-            wished[0] = max(enough - option.page_bytes * option.num_pages, 0)
+            wished[0] = max(enough_page_bytes - option.page_bytes * option.num_pages, 0)
         if request.shares_host_memory:
             ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
             room = option.flat_bytes - self._bytes_of([*option.residents])

@@ -106,7 +106,7 @@ class Plan:
                 f"{_size(self.host_budget_bytes)} ({self.host_budget_source}; minimum {_size(self.minimum_budget_bytes)})",
             ),
             ("  flat buffers for weights", _size(placement.weights_bytes)),
-            ("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}"),
+            *([("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}")] if placement.num_pages else []),
             (
                 "  gradients",
                 _size(placement.gradient_bytes)

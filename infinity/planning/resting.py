@@ -50,7 +50,7 @@ def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> d
         is_hosted = index in placement.hosted_units
         tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
         tiers[tier]["weights"] += size.weight_bytes if index in placement.resident_units else size.stored_weight_bytes
-        if request.optimizer_tier == "none" and not request.shares_host_memory:
+        if request.records_on_device:
             add_records("device", size.state_numel, size.num_states)
         else:
             add_records("host", kept, size.num_states)

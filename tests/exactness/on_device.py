@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from infinity.errors import BudgetTooSmallError
+from infinity.planning import placement
+from infinity.planning.cost_model import best_placement
+from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.placement import Placement
+from infinity.vertical import eligibility
 from tests.exactness.case import Case
 from tests.exactness.driver import train
 from tests.exactness.grid import Row
@@ -35,6 +43,7 @@ class OnTheDevice(PlainTorch):
         **settings: Any,
     ) -> None:
         super().__init__(model, make_optimizer, device=device, main_device=updates_on, **settings)
+        self._device = device
         self._gradients: dict[str, torch.Tensor] = {}
         self._norms: dict[str, torch.Tensor] = {}
 
@@ -45,13 +54,19 @@ class OnTheDevice(PlainTorch):
                 gradient = param.grad.float()
                 if fqn in self._gradients:
                     gradient = self._gradients[fqn] + gradient.cpu()
+                if self._rounds_gradients:
+                    gradient = gradient.bfloat16().float()
                 self._norms[fqn] = torch.nn.utils.get_total_norm([gradient])
                 self._gradients[fqn] = gradient.cpu()
                 param.grad = None
 
     def step(self) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(torch.stack([self._norms[fqn] for fqn in self.main if fqn in self._norms]))
-        norm = norm.cpu()
+        norms = [self._norms[fqn] for fqn in self.main if fqn in self._norms]
+        if any(
+            norm.device.type != "cpu" for norm in norms
+        ):  # of parameters that had a gradient in one micro-batch alone
+            norms = [norm.to(self._device) for norm in norms]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).cpu()
         if self.max_norm > 0:
             coefficient = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
             self._gradients = {fqn: gradient * coefficient for fqn, gradient in self._gradients.items()}
@@ -60,6 +75,28 @@ class OnTheDevice(PlainTorch):
         self._gradients, self._norms = {}, {}
         self.update()
         return norm
+
+
+_UPLOAD_PAGE_BYTES = 8192
+"""Small enough to cut the units of small models."""
+
+
+def _least_device_memory(units: Sequence[UnitSize], request: Request) -> int:
+    with pytest.raises(BudgetTooSmallError) as caught:
+        placement.place(units, dataclasses.replace(request, device_budget_bytes=0))
+    return caught.value.minimum_bytes
+
+
+def give_least_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines get as little of the device's memory for weights as can be, and small pages for uploads."""
+
+    def place(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
+        if request.param_tier != "none":
+            request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
+        return best_placement(units, request, order, backward_start)
+
+    monkeypatch.setattr(eligibility, "best_placement", place)
+    monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
 
 
 def _without_norms(record: Record) -> Record:

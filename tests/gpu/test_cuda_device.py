@@ -15,6 +15,7 @@ from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import ParameterSpec, UnitLayout
 from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper
+from tests.gpu.libraries import load_libraries
 
 pytestmark = pytest.mark.gpu
 
@@ -103,9 +104,9 @@ def test_the_computation_waits_for_an_upload_and_the_host_does_not(device: CudaD
         with torch.cuda.stream(torch.cuda.default_stream()):
             device.compute_waits_for(fence)
             total = target.sum()
-        assert not device.is_done(late), "the host waited"
-        assert not device.is_done(fence)
-        assert int(total) == 3 * _PAGE
+            assert not device.is_done(late), "the host waited"
+            assert not device.is_done(fence)
+            assert int(total) == 3 * _PAGE
         device.synchronize(fence)
 
 
@@ -128,7 +129,7 @@ def test_a_copy_between_two_places_of_the_gpu_follows_the_kernels_before_it(devi
 
 
 def test_flat_buffers_count_their_views_and_keep_their_memory_for_them(device: CudaDevice) -> None:
-    torch.cuda.synchronize()
+    load_libraries(8)
     before = torch.cuda.memory_allocated()
     flat = device.allocate_flat(4 * _PAGE)
     assert isinstance(flat, CudaFlatBuffer)
@@ -190,4 +191,7 @@ def test_norms_of_gradients_are_torchs(numel: int, dtype: torch.dtype) -> None:
 def test_the_adam_kernel_is_found_to_have_torchs_bits(kind: type[torch.optim.Adam | torch.optim.AdamW]) -> None:
     weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
     optimizer = kind([weight], weight_decay=0.1, fused=True)
-    assert GpuAdam.of(build_template(optimizer, [("weight", weight)], "cuda"), weight.device) is not None
+    kernel = GpuAdam.of(build_template(optimizer, [("weight", weight)], "cuda"), weight.device)
+    assert kernel is not None
+    assert kernel.runs({**optimizer.param_groups[0], "weight_decay": 0.0})
+    assert kernel.runs(optimizer.param_groups[0]) or kind is torch.optim.Adam, "whose decay is added to the gradient"

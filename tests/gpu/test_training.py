@@ -16,6 +16,7 @@ from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
 from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
+from tests.gpu.libraries import load_libraries
 
 pytestmark = pytest.mark.gpu
 
@@ -78,7 +79,7 @@ def _config(directory: Path, **own: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 @pytest.mark.parametrize("num_units", [2, 4])
 def test_device_memory_is_bounded_by_the_resident_units(num_units: int, clipping: float, tmp_path: Path) -> None:
-    _load_libraries()
+    load_libraries(_WIDTH)
     before = torch.cuda.memory_allocated()
     config = {**_config(tmp_path, device_memory_budget=num_units * _UNIT_BYTES), "gradient_clipping": clipping}
     engine, *_ = infinity.initialize(model=_Stack(), config=config)
@@ -94,19 +95,11 @@ def test_device_memory_is_bounded_by_the_resident_units(num_units: int, clipping
     # Gradients: one unit's in the hands of autograd, two whose update has not fetched them yet, and one for the norm.
     assert peak < (num_units + 4) * _UNIT_BYTES + _SLACK_BYTES, f"{peak / _UNIT_BYTES:.1f} units"
     assert peak >= num_units * _UNIT_BYTES, "the budget was not used"
-    engine.close()
+    engine.close()  # which gives the model its weights back
+    del engine
     gc.collect()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < _SLACK_BYTES
-
-
-def _load_libraries() -> None:
-    """cuBLAS keeps a workspace from its first use on: it is no part of what an engine takes."""
-    layer = nn.Linear(_WIDTH, _WIDTH, bias=False, device=DEVICE)
-    layer(torch.randn(4, _WIDTH, device=DEVICE, requires_grad=True)).sum().backward()
-    del layer
-    gc.collect()
-    torch.cuda.synchronize()
 
 
 def test_uploads_and_computation_overlap_in_training(tmp_path: Path) -> None:
@@ -117,7 +110,7 @@ def test_uploads_and_computation_overlap_in_training(tmp_path: Path) -> None:
     config = _config(tmp_path, device_memory_budget=4 * _UNIT_BYTES)
     engine, *_ = infinity.initialize(model=_Stack(), config=config)
     x = torch.randn(8192, _WIDTH, device=DEVICE)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(4):
             engine.backward(engine(x))
             engine.step()
@@ -142,7 +135,8 @@ def test_pages_of_an_engine_are_pinned(tmp_path: Path, monkeypatch: pytest.Monke
         arenas.append(self)
 
     monkeypatch.setattr(StagingArena, "__init__", noted)
-    engine, *_ = infinity.initialize(model=_Stack(), config=_config(tmp_path))
+    config = _config(tmp_path, device_memory_budget=4 * _UNIT_BYTES, keep_in_memory=False)
+    engine, *_ = infinity.initialize(model=_Stack(), config=config)
     assert len(arenas) >= 2, "one for weights on their way up, one for optimizer state"
     assert all(arena.is_pinned for arena in arenas)
     engine.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,10 @@ from infinity.errors import BudgetTooSmallError
 from infinity.gradients import main_grads
 from infinity.optim.classes.lamb import Lamb
 from infinity.planning import placement
-from infinity.planning.cost_model import best_placement
-from infinity.planning.inputs import Request, UnitSize
-from infinity.planning.placement import Placement
-from infinity.vertical import eligibility as worth
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import WORKERS, Row
-from tests.exactness.on_device import require_exact_training_on
+from tests.exactness.on_device import give_least_device_memory, require_exact_training_on
 from tests.exactness.shapes import SHAPES
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
@@ -43,7 +39,6 @@ except backend.NoSimulation as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 _CASES = {case.name: case for case in (*SHAPES, *FAMILIES)}
-_UPLOAD_PAGE_BYTES = 8192
 _ROOMY = 1 << 20
 MODELS = (
     "tied_weights",
@@ -85,25 +80,11 @@ ROWS = (
 ROWS = tuple(dataclasses.replace(row, workers=WORKERS[number % 4]) for number, row in enumerate(ROWS))
 
 
-def _least_device_memory(units: Sequence[UnitSize], request: Request) -> int:
-    with pytest.raises(BudgetTooSmallError) as caught:
-        placement.place(units, dataclasses.replace(request, device_budget_bytes=0))
-    return caught.value.minimum_bytes
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
-    """What engines are made on in this test, with as little of its memory for weights as can be.
-
-    Pages for uploads are small enough to cut the units of small models.
-    """
+    """What engines are made on in this test, with as little of its memory for weights as can be."""
     gpu = SimulatedGpu()
     open_storage = EngineResources.__init__
-
-    def place(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
-        if request.param_tier != "none":
-            request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
-        return best_placement(units, request, order, backward_start)
 
     def opened(self: EngineResources, *args: Any, **kwargs: Any) -> None:
         open_storage(self, *args, **kwargs)
@@ -112,8 +93,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     # The function of the same name hides the module in the package's namespace.
     module = importlib.import_module("infinity.initialize")
     monkeypatch.setattr(module, "device_for", lambda torch_device: gpu)
-    monkeypatch.setattr(worth, "best_placement", place)
-    monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
+    give_least_device_memory(monkeypatch)
     monkeypatch.setattr(EngineResources, "__init__", opened)
     yield gpu
     gpu.end()

@@ -91,9 +91,9 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "float(count)": _NO_TENSOR,
         "bool(group.get('fused'))": _NO_TENSOR,
         "bool(group.get('decoupled_weight_decay', self._is_decoupled))": _NO_TENSOR,
+        "int(self._is_decoupled_in(group))": _NO_TENSOR,
         "bool(lerp_weight < 0.5)": _NO_TENSOR,
         "int(gradient.dtype == torch.bfloat16)": _NO_TENSOR,
-        "int(is_decoupled)": _NO_TENSOR,
         "int(scale is not None)": _NO_TENSOR,
         "int(struct.unpack('<i', struct.pack('<f', value))[0])": _NO_TENSOR,
     },
@@ -157,6 +157,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "updates/stream.py": {
         "self._device.synchronize(self._device.download(workspace.weight, flat, job.after))": _BACKGROUND,
         "self._device.synchronize(self._device.download(source, workspace.weight, self._device.mark()))": _BACKGROUND,
+        "self._device.synchronize(item.download)": _BACKGROUND,
         "self._device.synchronize(item.upload)": _BACKGROUND,
         "self._device.synchronize(self._device.mark())": f"once for each unit, {_BACKGROUND}",
     },

@@ -83,8 +83,10 @@ class _Torch:
     power = ctypes.CDLL("libm.so.6").powf
     power.restype, power.argtypes = ctypes.c_float, [ctypes.c_float, ctypes.c_float]
 
-    def __init__(self, is_decoupled: bool) -> None:
+    def __init__(self, is_decoupled: bool, *, first_of: int | None = None) -> None:
+        """``first_of``: the first of so many elements has its decay rounded before it is added to the gradient."""
         self._is_decoupled = is_decoupled
+        self._first_of = first_of
 
     def step(self, group: dict[str, Any], main: Any, slope: Any, state: dict[str, Any], count: float) -> Any:
         one, names = np.float32(1), ("lr", "weight_decay", "eps")
@@ -93,7 +95,9 @@ class _Torch:
         if decay != 0 and self._is_decoupled:
             main = _multiply_add(-(lr * decay), main, main)
         elif decay != 0:
-            slope = _multiply_add(main, decay, slope)
+            rounded, slope = main * decay + slope, _multiply_add(main, decay, slope)
+            if self._first_of is not None:
+                slope[:: self._first_of] = rounded[:: self._first_of]
         average = _multiply_add(beta1, state["exp_avg"], _multiply_add(-beta1, slope, slope))
         power = slope * slope
         square = _multiply_add(beta2, state["exp_avg_sq"], _multiply_add(-beta2, power, power))
@@ -169,21 +173,41 @@ def test_long_pieces_go_in_several_launches(launched: Any, monkeypatch: pytest.M
     assert MOST_BLOCKS >= 1024
 
 
+def _compute_as(rule: _Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's optimizer runs by ``rule``."""
+
+    def run(self: Worker, group: Any, weights: Any, grads: Any, states: Any) -> Any:
+        count = float(states[0]["step"]) + 1
+        values = {name: states[0][name].numpy() for name in STATES}
+        weights[0].copy_(torch.from_numpy(rule.step(group, weights[0].numpy(), grads[0].numpy(), values, count)))
+        return [{"step": torch.tensor(count), **{name: torch.from_numpy(value) for name, value in values.items()}}]
+
+    monkeypatch.setattr(Worker, "run", run)
+
+
+@pytest.mark.parametrize("first_of", [None, 4])
+def test_decay_that_torch_adds_in_another_way_is_left_to_it(
+    launched: Any, monkeypatch: pytest.MonkeyPatch, first_of: int | None
+) -> None:
+    """As its compiler has made it for Hopper: see `GpuAdam._adds_decay`. All else is the kernel's."""
+    monkeypatch.setattr(fused_adam, "compiled_for", launched)
+    _compute_as(_Torch(False, first_of=first_of), monkeypatch)
+    weight = nn.Parameter(torch.zeros(4))
+    template = build_template(torch.optim.Adam([weight], weight_decay=0.1, fused=True), [("weight", weight)], _CPU)
+    kernel = GpuAdam.of(template, _CPU)
+    assert kernel is not None
+    group = template.snapshots()[0]
+    assert kernel.runs({**group, "weight_decay": 0.0})
+    assert kernel.runs({**group, "decoupled_weight_decay": True})
+    assert kernel.runs(group) == (first_of is None)
+
+
 @pytest.mark.parametrize("agrees", [True, False])
 def test_the_trial_at_the_start_decides(launched: Any, monkeypatch: pytest.MonkeyPatch, agrees: bool) -> None:
     """Against a torch that computes as it does on a GPU; and against this one, which has other bits on a processor."""
     monkeypatch.setattr(fused_adam, "compiled_for", launched)
     if agrees:
-
-        def run(self: Worker, group: Any, weights: Any, grads: Any, states: Any) -> Any:
-            count = float(states[0]["step"]) + 1
-            values = {name: states[0][name].numpy() for name in STATES}
-            weights[0].copy_(
-                torch.from_numpy(_Torch(True).step(group, weights[0].numpy(), grads[0].numpy(), values, count))
-            )
-            return [{"step": torch.tensor(count), **{name: torch.from_numpy(value) for name, value in values.items()}}]
-
-        monkeypatch.setattr(Worker, "run", run)
+        _compute_as(_Torch(True), monkeypatch)
     weight = nn.Parameter(torch.zeros(4))
     template = build_template(torch.optim.AdamW([weight], fused=True), [("weight", weight)], _CPU)
     assert (GpuAdam.of(template, _CPU) is not None) == agrees
@@ -209,8 +233,9 @@ def test_a_launch_that_fails_leaves_torchs_kernel(monkeypatch: pytest.MonkeyPatc
 
 def test_a_learning_rate_on_the_device_is_left_to_torch() -> None:
     group = {"fused": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    assert GpuAdam.runs({**group, "lr": torch.tensor(0.1)})
-    assert not GpuAdam.runs({**group, "lr": torch.tensor(0.1, device="meta")})
+    kernel = GpuAdam(is_decoupled=False, device=_CPU)
+    assert kernel.runs({**group, "lr": torch.tensor(0.1)})
+    assert not kernel.runs({**group, "lr": torch.tensor(0.1, device="meta")})
 
 
 def test_nvidias_compiler_takes_the_source(tmp_path: Path) -> None:

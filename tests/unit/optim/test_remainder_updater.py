@@ -120,7 +120,7 @@ def test_pieces_in_halves_have_the_bits_of_torch(
             for group in (*rig.plain.param_groups, *rig.template.param_groups):
                 group["lr"] = group["lr"] * 0.75
             rig.require_equal()
-        runs = rig.updater._fused is not None and FusedAdam.runs(rig.template.snapshots()[0])
+        runs = rig.updater._fused is not None and rig.updater._fused.runs(rig.template.snapshots()[0])
         assert runs == (is_fused and _machine_has_kernel())
 
 

@@ -74,13 +74,10 @@ def _questions(draw: st.DrawFn) -> tuple[list[UnitSize], Request]:
 
 def _host_bytes(placement: Placement, request: Request) -> int:
     """What an engine with this placement takes of host memory."""
-    pages = 0
-    if request.optimizer_tier != "none" or request.shares_host_memory:
-        pages = placement.num_pages * placement.page_bytes
     return (
         placement.kept_bytes
         + (placement.weights_bytes if request.shares_host_memory else 0)
-        + pages
+        + placement.num_pages * placement.page_bytes
         + placement.num_upload_pages * placement.upload_page_bytes
         + placement.gradient_bytes
         + placement.landing_bytes
@@ -104,7 +101,7 @@ def _require_sound(placement: Placement, units: list[UnitSize], request: Request
     assert placement.page_bytes % _PAGE == 0
     if request.page_bytes is not None:
         assert placement.page_bytes <= request.page_bytes + _PAGE
-    assert placement.num_pages >= 3
+    assert placement.num_pages == 0 if request.records_on_device else placement.num_pages >= 3
     sizes = [unit.weight_bytes for unit in units]
     moving = [size for index, size in enumerate(sizes) if index not in placement.resident_units]
     staying = sum(sizes) - sum(moving)
@@ -313,7 +310,7 @@ def _predicted(units: list[UnitSize], request: Request) -> tuple[int, int]:
     order = [*range(len(units)), *reversed(range(len(units)))]
     placement = best_placement(units, request, order, len(units))
     prediction = predict(units, request, placement, order, len(units))
-    return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, placement)
+    return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, request, placement)
 
 
 def _all_there_is(units: list[UnitSize], request: Request) -> int:
