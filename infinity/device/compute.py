@@ -57,6 +57,13 @@ class FlatBuffer(Protocol):
         """The error of a read or write that has memory of it and hangs, if there is one."""
         ...
 
+    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """As `tensor`, for others to keep; the reference is dead when nobody holds it, or anything derived from it.
+
+        ``known``: what was given last, which then stands for this tensor as well as long as it is alive.
+        """
+        ...
+
     def discard_front(self, num_bytes: int) -> int:
         """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
         ...
@@ -112,6 +119,12 @@ class HostFlatBuffer(_Addressed):
     def address(self) -> int:
         return self._region.address
 
+    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        array = known() if known is not None else None
+        if array is None:
+            array = HostFlatBuffer.tensor(self).numpy()
+        return torch.from_numpy(array), weakref.ref(array)
+
     def discard_front(self, num_bytes: int) -> int:
         return self._region.discard(num_bytes)
 
@@ -145,11 +158,20 @@ class CudaFlatBuffer(_Addressed):
     def tensor(self) -> torch.Tensor:
         exporter = self._exporter() if self._exporter is not None else None
         if exporter is None:
-            if self._base is None:
-                raise RuntimeError("the flat buffer has been released")
-            exporter = _CudaExporter(self._base)
+            exporter = self._exported()
             self._exporter = weakref.ref(exporter)
         return torch.as_tensor(exporter, device=self._device)
+
+    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        exporter = known() if known is not None else None
+        if exporter is None:
+            exporter = self._exported()
+        return torch.as_tensor(exporter, device=self._device), weakref.ref(exporter)
+
+    def _exported(self) -> _CudaExporter:
+        if self._base is None:
+            raise RuntimeError("the flat buffer has been released")
+        return _CudaExporter(self._base)
 
     @property
     def has_views(self) -> bool:

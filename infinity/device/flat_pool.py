@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 import weakref
 
+import torch
+
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
 
 _PAUSE_SECONDS = 0.001
@@ -30,6 +32,11 @@ class FlatPool:
         """See [Note: quarantine]."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its memory is."""
+        return self._device.torch_device
 
     @property
     def free_bytes(self) -> int:

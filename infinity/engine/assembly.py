@@ -115,6 +115,7 @@ def build(
         share,
         shares=shares,
         divides_weights=divides,
+        is_alone=world().num == 1,
         shares_host_memory=device.shares_host_memory,
         device_free_bytes=device.free_bytes(model),
     )

@@ -276,7 +276,7 @@ class Engine(Relayout):
                 self._is_in_step = False
         self.micro_steps += 1
         self._guard.end_micro_batch()
-        self._style.note_engine_step()
+        self._style.note_engine_step(is_boundary=is_boundary)
         if is_boundary:
             self._end_step(scheduled)
         self._check_saving()

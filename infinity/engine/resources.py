@@ -98,7 +98,8 @@ class EngineResources:
                 self._swappers[key] = self._open(key, num_bytes)
             self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
             self.pool = FlatPool(device, placement.weights_bytes)
-            self.gradient_pool = FlatPool(ComputeDevice(), placement.gradient_bytes)
+            keeper = device if placement.gradients_on_device else ComputeDevice()
+            self.gradient_pool = FlatPool(keeper, placement.gradient_bytes)
             self.arrivals = Arrivals(device, placement.landing_bytes)
         except BaseException:
             self._close_swappers()

@@ -67,6 +67,7 @@ class Draft:
         device_free_bytes: int | None,
         shares: Shares | None = None,
         divides_weights: bool = False,
+        is_alone: bool = True,
     ) -> Draft:
         """Cut a model, and take down what its placement has to know.
 
@@ -77,6 +78,7 @@ class Draft:
             device_free_bytes: of a device that has its own.
             shares: which part of the states is this process's; None: all of them.
             divides_weights: whether weights that do not stay in memory are divided as the states are.
+            is_alone: whether no other process averages gradients with this one.
 
         Raises:
             ConfigValueError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
@@ -121,6 +123,7 @@ class Draft:
             device_free_bytes=device_free_bytes,
             runs_in_parallel=updater.is_for_threads,
             updates_whole_parameters=updater.mixes_elements,
+            is_alone=is_alone,
         )
         return cls(
             config=config,

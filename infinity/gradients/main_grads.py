@@ -42,7 +42,7 @@ _MOST_UNITS_ON_DEVICE = 2
 
 
 class MainGradStore:
-    """The main gradients of all units, in one pool of host memory.
+    """The main gradients of all units, in one pool of memory: the host's, or a device's that updates there.
 
     Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe for the others.
     On their way into an update in backward (`hand_over`): in RAM until the update has used them up.
@@ -84,7 +84,7 @@ class MainGradStore:
             clock: counts the waiting.
             in_memory: indices of the units whose gradients stay in RAM.
             open_swapper: gives the swapper to which the others are spilled, at their first use.
-            pool: host memory for all of it.
+            pool: memory for all of it; of a device only where no unit's are spilled.
             arrivals: where gradients arrive from a device with a memory of its own.
             waiting: in which dtype they wait; fp32 by default.
             scaler: knows with which factor gradients come; None: with none.
@@ -158,7 +158,9 @@ class MainGradStore:
         grads = self._grads[unit.index]
         if grads.is_unscaled:
             gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
-        apart = {slot: gradient for slot, gradient in gradients.items() if gradient.device.type != "cpu"}
+        apart = {}
+        if self._pool.torch_device.type == "cpu":
+            apart = {slot: gradient for slot, gradient in gradients.items() if gradient.device.type != "cpu"}
         if apart:
             self._bring(grads, apart)
         here = {slot: gradient for slot, gradient in gradients.items() if slot not in apart}
@@ -351,7 +353,7 @@ class MainGradStore:
             slots = [slot for slot in grads.unit.layout.slots if slot.index in zeros and slot not in besides]
             self.open_sum(grads.unit)
             for slot in slots:
-                zero = torch.zeros((), dtype=self._waiting.dtype, device="cpu")
+                zero = torch.zeros((), dtype=self._waiting.dtype, device=self._pool.torch_device)
                 self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
     def _tell_of_end(self, grads: UnitGrads) -> None:

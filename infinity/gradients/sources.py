@@ -140,7 +140,7 @@ class SpillingWrite:
 
 
 class GradientBuffer:
-    """The main gradients of one unit in host memory, fp32 or bf16, element for element like the trainable segment."""
+    """The main gradients of one unit in memory, fp32 or bf16, element for element like the trainable segment."""
 
     def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
@@ -174,11 +174,8 @@ class GradientBuffer:
 
     def lend(self, slot: Slot) -> torch.Tensor:
         """As `view`, for others to keep: `is_lent` as long as they hold it, or anything that looks at the same memory."""
-        array = self._lent() if self._lent is not None else None
-        if array is None:
-            array = self.flat.tensor().numpy()
-            self._lent = weakref.ref(array)
-        values = torch.from_numpy(array)[: self.values.numel() * self.dtype.itemsize].view(self.dtype)
+        memory, self._lent = self.flat.lend(self._lent)
+        values = memory[: self.values.numel() * self.dtype.itemsize].view(self.dtype)
         return values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
 
     @property
@@ -189,13 +186,17 @@ class GradientBuffer:
     def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], landing: Landing[Any]) -> None:
         """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet.
 
-        What is still on a device comes by way of ``landing``, and is waited for.
+        What is on a device, and the buffer is not, comes by way of ``landing``, and is waited for.
         """
         known = set(present)
         for slot, gradient in gradients.items():
             source = flat_in_slot_order(gradient, slot)
             target = self.values[slot.start : slot.stop]
             is_new = slot.index not in known
+            if target.device.type != "cpu":  # where each element is converted when it is added
+                source = source.to(target.device)
+                target.copy_(source) if is_new else target.add_(source)
+                continue
             if is_new and source.device.type == "cpu":
                 target.copy_(source)
                 continue

@@ -71,7 +71,7 @@ class _Own:
 
 
 class GradAccess(GradientListener):
-    """The main gradients as ``parameter.grad``: live, of the parameter's shape, on the host, without the loss scale.
+    """The main gradients as ``parameter.grad``: live, of the parameter's shape, where they are kept, without the loss scale.
 
     They are fp32, or bf16 if the config asks for gradients that are rounded to it. One that is not in memory is a
     `PagedGradient`. As in torch, the same object is given as long as somebody holds it, and it keeps its values when the

@@ -11,7 +11,8 @@ divided by that.
 
 [Note: backwards of a step] Some loops call ``engine.backward`` several times before ``engine.step`` (the discriminator
 of a GAN: real and fake), which shows when the second one comes. An update in the first one would be too early then, so
-updates in backward begin when a first micro-batch has shown that it has one backward.
+updates in backward begin when a first step has shown that each of its micro-batches has one backward, and that nobody looks at
+gradients before it.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ class LoopStyle:
         if self._num_backwards > 1:
             self._wait_for_step("several calls of engine.backward before engine.step")
 
-    def note_engine_step(self) -> None:
-        """``engine.step``."""
-        if self._num_backwards == 1 and self._is_single is None:
+    def note_engine_step(self, *, is_boundary: bool) -> None:
+        """``engine.step``, at the end of a step or of another micro-batch."""
+        if self._num_backwards == 1 and self._is_single is None and is_boundary:
             self._is_single = True
         self._num_backwards = 0
 

@@ -120,6 +120,8 @@ class Request:
     """Threads that run updates, each of which has a chunk in hand."""
     updates_whole_parameters: bool = False
     """Whether no parameter may be cut: then each unit is updated at once."""
+    is_alone: bool = True
+    """Whether no other process averages gradients with this one."""
     num_versions: int = 0
     """Of what is stored, for as many a durable run has room; 0: the run is not durable."""
 
@@ -135,11 +137,12 @@ class Request:
         device_free_bytes: int | None = None,
         runs_in_parallel: bool = True,
         updates_whole_parameters: bool = False,
+        is_alone: bool = True,
     ) -> Request:
         """What ``config`` asks for, on a device that does or does not compute in host memory.
 
         ``runs_in_parallel``, ``updates_whole_parameters``: whether the optimizer may update several pieces at a time, and
-        whether it can't update a piece at all.
+        whether it can't update a piece at all. ``is_alone``: no other process averages gradients with this one.
         """
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         unit_of = {id(parameter): unit.index for unit in units for parameter in unit.parameters}
@@ -166,6 +169,7 @@ class Request:
             keeps_in_memory=config.infinity.keep_in_memory,
             activations=config.infinity.activations,
             updates_whole_parameters=updates_whole_parameters,
+            is_alone=is_alone,
             num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
             update_workers=_update_workers(
                 config.infinity.update_workers,

@@ -79,7 +79,7 @@ class Placement:
     upload_page_bytes: int
     num_upload_pages: int
     gradient_bytes: int
-    """For gradients in RAM: main gradients, or those on their way into an update in backward."""
+    """For gradients in memory: main gradients, or those on their way into an update in backward."""
     gradient_scratch_bytes: int
     gradients_in_memory: tuple[int, ...]
     """Units whose main gradients stay in RAM; those of the others are spilled."""
@@ -96,6 +96,8 @@ class Placement:
     """Whether some main gradients go to NVMe."""
     landing_bytes: int = 0
     """For gradients on their way from a device that has a memory of its own."""
+    gradients_on_device: bool = False
+    """Whether that is a device's, which has a memory of its own and updates there. Else the host's."""
     activation_bytes: int = 0
     """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
 
@@ -107,7 +109,7 @@ class Placement:
         """Of host memory, what is divided up."""
         pages = self.page_bytes * self.num_pages + self.upload_page_bytes * self.num_upload_pages
         flats = self.weights_bytes if request.shares_host_memory else 0
-        gradients = self.gradient_bytes + self.landing_bytes
+        gradients = self.landing_bytes + (0 if self.gradients_on_device else self.gradient_bytes)
         return flats + pages + gradients + self.kept_bytes + self.activation_bytes
 
     def budget_of_weights(self, request: Request) -> tuple[str, int]:
@@ -200,6 +202,8 @@ class _Planner:
         self._records = sum(request.record_bytes(unit) for unit in units)
         widest = max((unit.num_states for unit in units), default=0)
         self._pages = PageSizes(request, widest, self._largest_numel)
+        self._all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
+        self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
         self._device_bytes = self._total
         self._on_device: frozenset[int] = frozenset()
 
@@ -233,17 +237,33 @@ class _Planner:
             kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
             self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
 
+    def _has_room_for_gradients(self) -> bool:
+        """Whether the device has it beside all weights."""
+        request = self._request
+        if request.device_budget_bytes is not None:
+            return self._total + self._all_gradients <= request.device_budget_bytes
+        if request.device_free_bytes is None:
+            return True
+        left = request.device_free_bytes - self._beside_weights() - self._all_gradients
+        return self._total <= int(_SHARE_OF_DEVICE * left)
+
+    def _beside_weights(self) -> int:
+        """Bytes of the device that the engine takes besides weights and main gradients."""
+        request = self._request
+        others = (
+            _UNITS_OF_GRADIENTS * max(self._sizes) + FP32_BYTES * self._largest_numel
+        )  # the last for a norm in fp32
+        if request.records_on_device:
+            chunk_numel, _, _ = self._pages.cut(0, keeps_all_records=True)
+            working_bytes = chunk_numel * (FP32_BYTES + request.record_format.weight_dtype.itemsize)
+            others += self._records + _CHUNKS_ON_DEVICE * working_bytes
+        return others
+
     def _automatic_device_budget(self, least_bytes: int) -> int:
         request = self._request
         if request.device_free_bytes is None:
             return self._total
-        largest = max(self._sizes)
-        others = _UNITS_OF_GRADIENTS * largest + FP32_BYTES * self._largest_numel  # the last for a norm in fp32
-        if request.records_on_device:
-            chunk_numel, _, _ = self._pages.cut(0, keeps_all_records=True)
-            others += self._records + _CHUNKS_ON_DEVICE * chunk_numel * (
-                FP32_BYTES + request.record_format.weight_dtype.itemsize
-            )
+        others = self._beside_weights() + (self._all_gradients if self._gradients_on_device else 0)
         left = request.device_free_bytes - others
         if left < least_bytes:
             raise BudgetTooSmallError(
@@ -304,7 +324,7 @@ class _Planner:
             upload_bytes=upload_bytes,
             landing_bytes=min(self._wished_landing(), _LEAST_LANDING_BYTES),
             # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
-            gradient_bytes=numel * request.scratch_itemsize,
+            gradient_bytes=0 if self._gradients_on_device else numel * request.scratch_itemsize,
             kept_bytes=kept_bytes,
             map_bytes=request.map_bytes(self._units),
             serving_bytes=request.serving_bytes(self._units) if moving else 0,
@@ -356,7 +376,7 @@ class _Planner:
         if request.keeps_in_memory and not option.hosts_all:
             taken, left = take_weights(units, moving, left)
         saved += sum(request.saved_by_weights(units[index]) for index in taken)
-        capacity = option.gradient_bytes + gradients
+        capacity = self._all_gradients if self._gradients_on_device else option.gradient_bytes + gradients
         if request.gradient_moves:
             spare = self._wished_gradients() - capacity
             capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
@@ -378,7 +398,8 @@ class _Planner:
         kept_bytes = option.kept_bytes + (0 if option.keeps_all_records else self._kept_records(states))
         left -= kept_bytes - option.kept_bytes
         gradient_bytes = max(share.num_bytes, option.gradient_bytes + gradients)
-        left -= gradient_bytes - option.gradient_bytes - gradients
+        if not self._gradients_on_device:
+            left -= gradient_bytes - option.gradient_bytes - gradients
 
         is_resident = request.shares_host_memory and not option.hosts_all
         hosted = frozenset() if is_resident else frozenset(taken)
@@ -390,9 +411,8 @@ class _Planner:
             left -= max(weights_bytes - base, 0)
         elif not option.hosts_all:
             kept_bytes += self._bytes_of(taken)
-        all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
         if not request.shares_host_memory or weights_bytes == self._total:
-            more = max(min(left, all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
+            more = max(min(left, self._all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
             left -= more
             gradient_bytes += more
         share = most_gradients(take_gradients(units, request, gradient_bytes))
@@ -406,6 +426,7 @@ class _Planner:
             num_upload_pages=(option.upload_bytes + uploads) // _UPLOAD_PAGE_BYTES,
             landing_bytes=option.landing_bytes + landing,
             gradient_bytes=gradient_bytes,
+            gradients_on_device=self._gradients_on_device,
             gradient_scratch_bytes=share.scratch_bytes,
             gradients_in_memory=share.units,
             resident_units=residents,
@@ -434,7 +455,7 @@ class _Planner:
     def _wished_landing(self) -> int:
         """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
         request = self._request
-        if request.shares_host_memory or not self._largest_numel:
+        if request.shares_host_memory or self._gradients_on_device or not self._largest_numel:
             return 0
         itemsize = request.record_format.weight_dtype.itemsize if request.num_micro_batches == 1 else FP32_BYTES
         return _UNITS_LANDING * (self._largest_numel * itemsize + _LANDING_GAP_BYTES)
@@ -454,7 +475,7 @@ class _Planner:
             wished[1] = max(min(ahead, self._bytes_of(moving) - room), 0)
         elif option.upload_bytes:
             wished[2] = (_PREFERRED_UPLOAD_PAGES - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
-        if request.gradient_moves == 0:
+        if request.gradient_moves == 0 and not self._gradients_on_device:
             wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
         wished[4] = self._wished_landing() - option.landing_bytes
         granted = min(left // 2, sum(wished))
@@ -486,7 +507,8 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
         parts.append(f"{format_bytes(least.flat_bytes)} for {what}")
     parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")
     whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
-    parts.append(f"{format_bytes(least.gradient_bytes + least.landing_bytes)} for the gradients of {whose}")
+    if gradient_bytes := least.gradient_bytes + least.landing_bytes:
+        parts.append(f"{format_bytes(gradient_bytes)} for the gradients of {whose}")
     if least.map_bytes:
         parts.append(f"{format_bytes(least.map_bytes)} for the map of the durable run")
     if least.serving_bytes:

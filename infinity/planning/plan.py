@@ -107,12 +107,10 @@ class Plan:
             ),
             ("  flat buffers for weights", _size(placement.weights_bytes)),
             *([("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}")] if placement.num_pages else []),
-            (
-                "  gradients",
-                _size(placement.gradient_bytes)
-                + (", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""),
-            ),
         ]
+        if not placement.gradients_on_device:
+            rest = ", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""
+            rows.append(("  gradients", _size(placement.gradient_bytes) + rest))
         if placement.landing_bytes:
             rows.append(("  gradients that arrive", _size(placement.landing_bytes)))
         if self.durable_bytes:

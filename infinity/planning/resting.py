@@ -16,6 +16,8 @@ def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
     """As `rest`, and on drives "gradients": room for those that are spilled."""
     tiers = rest(sizes, request, placement)
     tiers["nvme"]["gradients"] = spilled_bytes(sizes, request, placement) if request.can_spill else 0
+    if placement.gradients_on_device:
+        tiers["device"]["gradients"] = placement.gradient_bytes
     return tiers
 
 
@@ -32,7 +34,8 @@ def spilled_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
 def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
     """Bytes that rest in each tier ("device", "host", "nvme"), by kind.
 
-    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), and "states".
+    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), and "states"; on a device
+    that has all of them also "gradients", which may come to as much.
     """
     flat_tier = "host" if request.shares_host_memory else "device"
     form = request.record_format

@@ -29,8 +29,9 @@ from tests.exactness.reference import PlainTorch
 class OnTheDevice(PlainTorch):
     """Plain torch with the model on a device that is not the host, and the optimizer where the config puts it.
 
-    Gradients are accumulated, and clipped, on the CPU: that is where an engine keeps them until the step. The norm of each
-    is taken where it became complete: on the device where a step has one micro-batch, else on the CPU.
+    Gradients are accumulated, and clipped, where an engine keeps them until the step: on the CPU, unless updates run on the
+    device and it has room. The norm of each is taken where it became complete: on the device where a step has one
+    micro-batch, else where they are kept.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class OnTheDevice(PlainTorch):
         *,
         device: str,
         updates_on: str,
+        gradients_on: str,
         **settings: Any,
     ) -> None:
         super().__init__(model, make_optimizer, device=device, main_device=updates_on, **settings)
         self._device = device
+        self._gradients_on = gradients_on
         self._gradients: dict[str, torch.Tensor] = {}
         self._norms: dict[str, torch.Tensor] = {}
 
@@ -53,11 +56,11 @@ class OnTheDevice(PlainTorch):
             if param.grad is not None:
                 gradient = param.grad.float()
                 if fqn in self._gradients:
-                    gradient = self._gradients[fqn] + gradient.cpu()
+                    gradient = self._gradients[fqn] + gradient.to(self._gradients_on)
                 if self._rounds_gradients:
                     gradient = gradient.bfloat16().float()
                 self._norms[fqn] = torch.nn.utils.get_total_norm([gradient])
-                self._gradients[fqn] = gradient.cpu()
+                self._gradients[fqn] = gradient.to(self._gradients_on)
                 param.grad = None
 
     def step(self) -> torch.Tensor:
@@ -106,11 +109,14 @@ def _without_norms(record: Record) -> Record:
 def require_exact_training_on(device: str, case: Case, row: Row, directory: Path) -> None:
     """As `tests.exactness.verification.require_exact_training`, against plain torch on the same device."""
     settings: dict[str, Any] = {"dtype": row.compute_dtype, "accumulation": row.accumulation, "device": device}
+    trainer = paged_trainer(case, row, directory)
+    keeps_them = trainer.engine.plan.placement.gradients_on_device
     reference = OnTheDevice(
         case.make(row.checkpointing),
         lambda named: torch_optimizer(row.optimizer, named),
         device=device,
         updates_on=device if row.offload_optimizer == "none" else "cpu",
+        gradients_on=device if keeps_them else "cpu",
         compute_dtype=row.compute_dtype,
         num_micro_batches=row.accumulation if row.loop == "engine" else 1,
         max_norm=MAX_NORM if row.clipping else 0.0,
@@ -118,10 +124,9 @@ def require_exact_training_on(device: str, case: Case, row: Row, directory: Path
         rounds_gradients=row.rounds_gradients,
         state_dtype=row.state_dtype,
     )
-    expected = train(reference, case.batch, **settings)
-    trainer = paged_trainer(case, row, directory)
     assert trainer.engine.device.type == device
     try:
+        expected = train(reference, case.batch, **settings)
         actual = train(trainer, case.batch, **settings)
     finally:
         trainer.close()

@@ -841,3 +841,39 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
             for reference, parameter in zip(one.parameters, other.parameters, strict=True):
                 with infinity.GatheredParameters(parameter):
                     assert torch.equal(reference, parameter)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_own_clipping_at_the_end_of_each_step_of_engine_step(num_micro_batches: int, tmp_path: Path) -> None:
+    """From the first step on, though updates run in backward where nobody looks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    twin = copy.deepcopy(model)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "infinity": {"host_memory_budget": "64MB"},
+    }
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config)
+    assert engine.plan.update == "in_backward"
+    (group,) = optimizer.param_groups
+    names = ("lr", "betas", "eps", "weight_decay", "fused")
+    reference = torch.optim.AdamW(twin.parameters(), **{name: group[name] for name in names})
+    with engine:
+        for _ in range(3):
+            for number in range(num_micro_batches):
+                batch = torch.randn(2, 16)
+                engine.backward(engine(batch).square().mean())
+                (twin(batch).square().mean() / num_micro_batches).backward()
+                if number == num_micro_batches - 1:
+                    found = torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.01)
+                    assert torch.equal(found, torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01))
+                engine.step()
+            reference.step()
+            reference.zero_grad()
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, twin.state_dict()[name]), name

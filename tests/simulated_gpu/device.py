@@ -13,9 +13,11 @@ import contextlib
 import functools
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -135,6 +137,10 @@ class SimulatedFlatBuffer(HostFlatBuffer):
 
     def tensor(self) -> torch.Tensor:
         return backend.on_device(super().tensor())
+
+    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        values, reference = super().lend(known)
+        return backend.on_device(values), reference
 
     def discard_front(self, num_bytes: int) -> int:
         return 0  # as of an allocator's block

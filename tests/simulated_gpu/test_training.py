@@ -289,3 +289,82 @@ def test_whole_parameters_are_updated_with_the_bits_of_torch(tier: str, tmp_path
         for found, parameter in zip(engine.module.parameters(), twin.parameters(), strict=True):
             assert torch.equal(found.cpu(), parameter.cpu())
     assert not device.order.races
+
+
+def _none_offloaded(device: SimulatedGpu, directory: Path, **options: Any) -> Any:
+    return _engine(device, directory, offload_param={"device": "none"}, offload_optimizer={"device": "none"}, **options)
+
+
+def _twin_of(engine: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.device(backend.NAME):
+        twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    with torch.no_grad():
+        for own, other in zip(twin.parameters(), engine.module.parameters(), strict=True):
+            own.copy_(other)
+    (group,) = engine.optimizer.param_groups
+    names = ("lr", "betas", "eps", "weight_decay", "fused")
+    return twin, torch.optim.AdamW(twin.parameters(), **{name: group[name] for name in names})
+
+
+def _change(parameters: list[nn.Parameter], step: int) -> None:
+    """What a script does with gradients between backward and step."""
+    first, second, third, *_ = parameters
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    assert first.grad is not None
+    assert first.grad.device == first.device
+    first.grad.mul_(0.5 + step)
+    second.grad = None if step else torch.ones_like(second)
+    third.grad = first.grad.clone()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_gradients_of_what_is_updated_on_the_device_are_there(
+    clipping: float, tmp_path: Path, device: SimulatedGpu
+) -> None:
+    """They are summed, clipped, looked at and changed there, and nothing of them is copied to the host."""
+    with _none_offloaded(device, tmp_path, gradient_accumulation_steps=2, gradient_clipping=clipping) as engine:
+        assert engine.plan.placement.gradients_on_device
+        assert engine.plan.resting_bytes["device"]["gradients"] == 8 * 4 * (64 * 64 + 2048)
+        twin, optimizer = _twin_of(engine)
+        num_copies = device.num_copies
+        for step in range(3):
+            for _ in range(2):
+                batch = torch.randn(2, 64, device=backend.NAME)
+                engine.backward(engine(batch).square().sum())
+                (twin(batch).square().sum() / 2).backward()
+                if engine.is_gradient_accumulation_boundary():
+                    _change(list(engine.module.parameters()), step)
+                    _change(list(twin.parameters()), step)
+                engine.step()
+            if clipping:
+                torch.nn.utils.clip_grad_norm_(twin.parameters(), clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.flush()
+        assert device.num_copies == num_copies, "between host and device"
+        for found, expected in zip(engine.module.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(found.cpu(), expected.cpu())
+    assert not device.order.races
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_plain_loop_keeps_its_gradients_on_the_device(to_none: bool, tmp_path: Path, device: SimulatedGpu) -> None:
+    with _none_offloaded(device, tmp_path) as engine:
+        twin, optimizer = _twin_of(engine)
+        kept = []
+        for _ in range(3):
+            for _ in range(2):
+                batch = torch.randn(2, 64, device=backend.NAME)
+                engine.module(batch).square().sum().backward()
+                twin(batch).square().sum().backward()
+            kept.append((engine.module[0].weight.grad, twin[0].weight.grad.clone()))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad(set_to_none=to_none)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        engine.flush()
+        for found, expected in zip(engine.module.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(found.cpu(), expected.cpu())
+        if to_none:
+            assert all(torch.equal(found.cpu(), expected.cpu()) for found, expected in kept), "they are the script's"
+    assert not device.order.races

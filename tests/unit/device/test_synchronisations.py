@@ -26,6 +26,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "activations/caches.py": {"bool(layer and value.get_seq_length(layer) == 0)": _NO_TENSOR},
     "activations/boundary.py": {"bool(top[0] == self._pack)": _NO_TENSOR},
     "device/compute.py": {
+        "HostFlatBuffer.tensor(self).numpy()": _HOST,
         "fence.synchronize()": "the one way to wait, see who calls it",
         "event.synchronize()": "a stream on which nothing else runs",
         "bool(fence.query())": "asks, and does not wait",
@@ -66,7 +67,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "gradients/part_norms.py": {"float(each.norm)": "once a step, where processes have different parts of the model"},
     "gradients/sources.py": {
         "self._device.synchronize(self._device.download(scratch, source, self._after))": _BACKGROUND,
-        "self.flat.tensor().numpy()": _HOST,
     },
     "loop/grad_access.py": {
         "bool(num_owners(storage) > 2 or not storage.resizable())": _NO_TENSOR,

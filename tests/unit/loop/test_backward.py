@@ -128,7 +128,7 @@ class _Bench:
     def show_single_backward(self) -> None:
         """The loop has one backward per step, and what to expect of it is known."""
         self.style.note_backward()
-        self.style.note_engine_step()
+        self.style.note_engine_step(is_boundary=True)
         self.run()
 
     @property
@@ -162,7 +162,7 @@ def test_a_backward_delivers_each_gradient_once_and_takes_it_from_autograd() -> 
 def test_updates_wait_for_the_end_until_it_is_known_what_to_expect() -> None:
     bench = _Bench()
     bench.style.note_backward()
-    bench.style.note_engine_step()
+    bench.style.note_engine_step(is_boundary=True)
     bench.run()
     assert {word for _, word in bench.words} == {False} and bench.stepper.finished == [True]
     bench.run()
@@ -329,8 +329,21 @@ def test_a_look_before_the_step_puts_updates_after_it(has_any: bool) -> None:
     bench.style.note_backward()
     bench.stepper.gradients.has_any = has_any
     bench.backwards.before_gradient_access(bench.units[0], bench.units[0].layout.slots[0])
-    bench.style.note_engine_step()
+    bench.style.note_engine_step(is_boundary=True)
     assert bench.style.updates_in_backward is not has_any
+
+
+def test_a_look_before_the_step_may_come_after_other_micro_batches() -> None:
+    """Of several, the first does not show it: one who clips by himself looks at the end of a step alone."""
+    style = LoopStyle(lambda: 2)
+    for is_boundary in (False, True):
+        style.begin_backward(divides=True)
+        style.note_backward()
+        assert not style.updates_in_backward
+        if is_boundary:
+            style.note_look()
+        style.note_engine_step(is_boundary=is_boundary)
+    assert not style.updates_in_backward
 
 
 def test_who_looks_inside_backward_gets_what_has_come_so_far() -> None:
@@ -406,7 +419,7 @@ def test_gradients_are_dropped_but_for_those_kept_and_so_are_the_backwards_of_th
     bench.loss(num_calls=2).backward()
     bench.backwards.drop(kept={(1, 0)})
     bench.style.note_backward()  # the first again
-    bench.style.note_engine_step()
+    bench.style.note_engine_step(is_boundary=True)
     assert bench.style.updates_in_backward
     left = [(unit.index, i) for unit in bench.units for i, p in enumerate(unit.parameters) if plain_grad(p) is not None]
     assert left == [(1, 0)] and not bench.backwards.collector.has_fired
