@@ -340,6 +340,7 @@ class Ladder:
                 shares_host_memory=machine.shares_host_memory,
                 device_free_bytes=machine.device_free_bytes,
                 shares=Shares(0, part.num_ranks) if config.zero_stage > 0 else None,
+                is_alone=part.num_ranks == 1,
             )
         return _divided(draft, part.num_ranks) if config.zero_stage == 3 and part.num_ranks > 1 else (draft, 0)
 
