@@ -30,8 +30,8 @@ _WARM = 3
 _BYTES_SHARE = 0.01
 """How far bytes may be off the plan's, beside those of one unit: an update that still runs when a step ends counts later."""
 _BESIDE_BYTES = 3 << 30
-"""What CUDA's libraries and the data may take of host memory beside the engine: 0.9 GB on an H200 with torch 2.11."""
-_MANY_WORKERS = 8
+"""What CUDA's libraries and the data may take of host memory beside the engine: 0.9 GB beyond a budget of 1 GB
+on an H200 with torch 2.11."""
 
 
 def _device(simulated: bool) -> tuple[str, Any]:
@@ -168,7 +168,7 @@ def same_bits(arguments: argparse.Namespace) -> int:
     """Trains in memory with one update worker, then through the drive with many. Returns 1 where bits differ."""
     device, simulated = _device(arguments.simulated)
     size = _SIZES[arguments.size]
-    arguments.update_workers = _MANY_WORKERS
+    arguments.update_workers = 8
     if simulated is not None:
         size, arguments.host_budget, arguments.update_workers = _SIMULATED_SIZE, "4MB", 3
     torch.use_deterministic_algorithms(True)

@@ -98,8 +98,8 @@ class EngineResources:
                 self._swappers[key] = self._open(key, num_bytes)
             self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
             self.pool = FlatPool(device, placement.weights_bytes)
-            keeper = device if placement.gradients_on_device else ComputeDevice()
-            self.gradient_pool = FlatPool(keeper, placement.gradient_bytes)
+            gradients_on = device if placement.gradients_on_device else ComputeDevice()
+            self.gradient_pool = FlatPool(gradients_on, placement.gradient_bytes)
             self.arrivals = Arrivals(device, placement.landing_bytes)
         except BaseException:
             self._close_swappers()

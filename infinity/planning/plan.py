@@ -27,7 +27,7 @@ class Plan:
     """"in_backward", "deferred" or "step"."""
     resting_bytes: dict[str, dict[str, int]]
     """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "remainders" or "main weights",
-    "states" (of the optimizer), "gradients" (room for those that are spilled)."""
+    "states" (of the optimizer), "gradients" (room for those that are spilled, or stay on a device)."""
     host_budget_bytes: int
     host_budget_source: str
     minimum_budget_bytes: int
@@ -53,6 +53,8 @@ class Plan:
     """What becomes of activations for which the placement has no room."""
     update_workers: int = 1
     """Threads that run updates."""
+    shares_host_memory: bool = True
+    """Whether the device computes in host memory: flat buffers then are a part of the host's budget."""
     overlap_factor: float = 1.0
     """How much longer the steps so far took than the longer of I/O and compute, which share processors and memory."""
 
@@ -105,9 +107,14 @@ class Plan:
                 "host memory budget",
                 f"{_size(self.host_budget_bytes)} ({self.host_budget_source}; minimum {_size(self.minimum_budget_bytes)})",
             ),
-            ("  flat buffers for weights", _size(placement.weights_bytes)),
-            *([("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}")] if placement.num_pages else []),
         ]
+        flats = _size(placement.weights_bytes)
+        if self.shares_host_memory:
+            rows.append(("  flat buffers for weights", flats))
+        else:
+            rows.insert(-1, ("device memory for weights", flats))
+        if placement.num_pages:
+            rows.append(("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}"))
         if not placement.gradients_on_device:
             rest = ", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""
             rows.append(("  gradients", _size(placement.gradient_bytes) + rest))

@@ -138,6 +138,7 @@ def first_plan(
         param_tier=request.param_tier,
         optimizer_tier=request.optimizer_tier,
         update=request.update,
+        shares_host_memory=request.shares_host_memory,
         resting_bytes=resting_bytes,
         host_budget_bytes=request.budget_bytes,
         host_budget_source=budget_source,

@@ -13,7 +13,7 @@ from infinity.planning.placement import Placement
 
 
 def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
-    """As `rest`, and on drives "gradients": room for those that are spilled."""
+    """As `rest`, and "gradients": on drives room for those that are spilled, on a device for all, where they stay there."""
     tiers = rest(sizes, request, placement)
     tiers["nvme"]["gradients"] = spilled_bytes(sizes, request, placement) if request.can_spill else 0
     if placement.gradients_on_device:
@@ -34,8 +34,7 @@ def spilled_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
 def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
     """Bytes that rest in each tier ("device", "host", "nvme"), by kind.
 
-    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), and "states"; on a device
-    that has all of them also "gradients", which may come to as much.
+    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), and "states".
     """
     flat_tier = "host" if request.shares_host_memory else "device"
     form = request.record_format

@@ -59,10 +59,6 @@ class _Item:
     is_last: bool
     is_in_place: bool
     """The workspace's model weight is that in the flat buffer."""
-    brings_weight: bool = False
-    """The model weight comes from the flat buffer, on a device, with the reads."""
-    download: Fence = None
-    """It is in the workspace behind this point."""
     is_taken: bool = False
     """A worker has it."""
     writes: list[Handle] = field(default_factory=list)
@@ -258,7 +254,6 @@ class UpdateStream:
         item.lease.wait()
         for read in item.reads:
             read.wait()
-        self._device.synchronize(item.download)
         self._device.compute_waits_for(item.job.after)
         item.job.await_flat(self._device)
         if not self._records.is_on_device:
@@ -338,17 +333,6 @@ class UpdateStream:
                 read = self._weights.read_chunk(job.unit, chunk, workspace.weight)
                 if read is not None:
                     item.reads.append(read)
-            self._bring_weight(item)
-
-    def _bring_weight(self, item: _Item) -> None:
-        """Start to bring the chunk's model weights from a device, if an update on the host works on them, and they are there."""
-        job, workspace = item.job, item.lease.workspace
-        is_apart = not self._device.shares_host_memory and not self._records.is_on_device
-        if is_apart and workspace.needs_weight and job.flat_is_current and job.flat_arrival is None:
-            flat = job.weights_of(item.chunk)
-            if flat is not None:
-                item.brings_weight = True
-                item.download = self._device.download(workspace.weight, flat, job.after)
 
     def _weight_in_place(self, job: UpdateJob, chunk: Chunk) -> torch.Tensor | None:
         """The chunk's model weights in the flat buffer, if the update may work on them there."""
@@ -385,12 +369,7 @@ class UpdateStream:
     def _update_chunk(self, item: _Item) -> None:
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
         flat = job.weights_of(chunk)
-        if (
-            workspace.needs_weight
-            and job.flat_is_current
-            and flat is not None
-            and not (item.is_in_place or item.brings_weight)
-        ):
+        if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
             self._device.synchronize(self._device.download(workspace.weight, flat, job.after))
         for piece in chunk.pieces:
             if piece.slot.index in job.slots:
@@ -511,7 +490,6 @@ class UpdateStream:
         for item in self._window:
             if not item.is_done:
                 with contextlib.suppress(Exception):  # the first error is the one to tell
-                    self._device.synchronize(item.download)
                     self._device.synchronize(item.upload)
                     item.lease.discard()
         for job in jobs:

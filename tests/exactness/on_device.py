@@ -65,9 +65,8 @@ class OnTheDevice(PlainTorch):
 
     def step(self) -> torch.Tensor:
         norms = [self._norms[fqn] for fqn in self.main if fqn in self._norms]
-        if any(
-            norm.device.type != "cpu" for norm in norms
-        ):  # of parameters that had a gradient in one micro-batch alone
+        # Of parameters that had a gradient in one micro-batch alone.
+        if any(norm.device.type != "cpu" for norm in norms):
             norms = [norm.to(self._device) for norm in norms]
         norm = torch.linalg.vector_norm(torch.stack(norms)).cpu()
         if self.max_norm > 0:

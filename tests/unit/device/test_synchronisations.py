@@ -157,7 +157,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "updates/stream.py": {
         "self._device.synchronize(self._device.download(workspace.weight, flat, job.after))": _BACKGROUND,
         "self._device.synchronize(self._device.download(source, workspace.weight, self._device.mark()))": _BACKGROUND,
-        "self._device.synchronize(item.download)": _BACKGROUND,
         "self._device.synchronize(item.upload)": _BACKGROUND,
         "self._device.synchronize(self._device.mark())": f"once for each unit, {_BACKGROUND}",
     },

@@ -453,3 +453,46 @@ def test_states_in_memory_move_nothing() -> None:
     request = _request(param_tier="cpu", optimizer_tier="cpu", can_spill=False)
     prediction = predict(units, request, place(units, request), [0, 1, 2, 3, 3, 2, 1, 0], 4)
     assert (prediction.read_bytes, prediction.write_bytes) == (0, 0)
+
+
+def _on_a_gpu(**changes: object) -> Request:
+    return _request(shares_host_memory=False, param_tier="none", optimizer_tier="none", can_spill=False, **changes)
+
+
+def test_where_a_device_updates_chunks_are_large_and_there_are_no_pages() -> None:
+    largest = 8192 * CHUNK_GRANULE
+    for granules, chunk_numel in ((100, 100 * CHUNK_GRANULE), (20_000, largest)):
+        placement = place(_model(2, granules), _on_a_gpu())
+        assert (placement.chunk_numel, placement.num_pages) == (chunk_numel, 0)
+    page_bytes = 1 << 20
+    asked = place(_model(2, 20_000), _on_a_gpu(page_bytes=page_bytes))
+    assert asked.page_bytes <= page_bytes < _FORMATS["bf16"].workspace_bytes(asked.chunk_numel + CHUNK_GRANULE, 2)
+
+
+def test_gradients_stay_on_a_device_that_has_room_for_them_beside_all_weights() -> None:
+    units = _model()
+    weights = sum(unit.weight_bytes for unit in units)
+    gradients = sum(unit.trainable_numel * _FP32_BYTES for unit in units)
+    roomy = place(units, _on_a_gpu())
+    assert (roomy.gradients_on_device, roomy.gradient_bytes, roomy.landing_bytes) == (True, gradients, 0)
+    assert not place(units, _on_a_gpu(is_alone=False)).gradients_on_device
+    for room, is_enough in ((weights + gradients, True), (weights + gradients - 1, False)):
+        placement = place(units, _on_a_gpu(device_budget_bytes=room))
+        assert placement.gradients_on_device == is_enough
+        assert (placement.host_bytes(_on_a_gpu()) > gradients) != is_enough
+    frees = [place(units, _on_a_gpu(device_free_bytes=free << 20)) for free in range(155, 260, 5)]
+    kept = [placement.gradients_on_device for placement in frees]
+    assert kept == sorted(kept) and set(kept) == {False, True}, "from some size on"
+    assert all(len(placement.resident_units) == len(units) for placement in frees)
+
+
+def test_chunks_become_fewer_where_the_budget_has_room_for_larger_pages() -> None:
+    units = _model(40, 50_000)
+    small, large = (
+        place(units, _request(shares_host_memory=False, budget_bytes=budget << 20, update_workers=8, update="deferred"))
+        for budget in (2000, 8000)
+    )
+    assert large.chunk_numel >= 2 * small.chunk_numel
+    assert large.page_bytes * large.num_pages <= (8000 << 20) // 6
+    tight = place(_model(40, 5000), _request(budget_bytes=500 << 20))
+    assert tight.page_bytes * tight.num_pages <= 48 << 20
