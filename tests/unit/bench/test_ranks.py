@@ -48,8 +48,9 @@ def test_two_ranks_count_what_the_formulas_say(stage: int, tmp_path: Path) -> No
     found = worst(job, [json.loads((tmp_path / f"found {rank}").read_text()) for rank in range(2)])
     assert found.keys() == set(KINDS)
     for kind, (_, percent) in found.items():
-        # A weight may be read again for a rank that is ahead, or not at all, if a copy is still there.
-        assert abs(percent) < (35 if (stage, kind) == (3, "read") else 2), (kind, percent)
+        # Weights are fetched ahead: those of the next step may come before the last measured one is counted, or after,
+        # and one may come again for a rank that is ahead, or not at all, if a copy is still there.
+        assert abs(percent) < (35 if stage == 3 and kind in ("read", "sent") else 2), (kind, percent)
 
 
 def test_one_drive_is_compared_with_nothing(nvme_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
