@@ -46,13 +46,18 @@ def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype
         )
         cure = f'Set torch_autocast.dtype to "{_NAMES[compute_dtype]}", or remove one of the two blocks'
         raise ConfigValueError("torch_autocast.dtype", block.dtype, problem, cure=cure)
-    return next(dtype for dtype, known in _NAMES.items() if known == block.dtype)
+    return dtype_named(block.dtype)
 
 
 def resolve_buffer_dtype(root: RootBlock) -> torch.dtype | None:
     """What floating-point buffers are cast to, as in DeepSpeed: None to keep theirs."""
     name = root.data_types.buffer_dtype
-    return None if name is None else next(dtype for dtype, known in _NAMES.items() if known == name)
+    return None if name is None else dtype_named(name)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Of fp32, fp16 and bf16."""
+    return next(dtype for dtype, known in _NAMES.items() if known == name)
 
 
 def _check_data_types(root: RootBlock, name: str) -> None:

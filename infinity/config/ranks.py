@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from infinity.config.resolved import InfinityConfig
 from infinity.config.schema.blocks import RootBlock
 from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigValueError, RankError
 
 
 def check_ranks(root: RootBlock, world_size: int) -> None:
@@ -32,13 +35,6 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
             root.gradient_allreduce_op == "sum",
             "gradients are averaged",
             '"mean", and multiply the learning rate or the loss',
-        ),
-        (
-            "communication_data_type",
-            root.communication_data_type,
-            root.communication_data_type not in ("fp32", "float32"),
-            "gradients are averaged in fp32",
-            '"fp32", or leave it out',
         ),
         *(
             (f"zero_optimization.{name}", value, value, "what is exchanged is never rounded", "false")
@@ -69,6 +65,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
         "fp16.loss_scale": config.loss_scaling,
         "bf16.check_grad_overflow": config.checks_overflow,
         "data_types.buffer_dtype": config.buffer_dtype,
+        "communication_data_type": config.communication_dtype,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "managed_gradient_accumulation": config.managed_gradient_accumulation,
         "gradient_clipping": config.gradient_clipping,
@@ -85,3 +82,39 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
         if len({*values}) > 1:
             shown = ", ".join(f"{value} on rank {number}" for number, value in zip(ranks.members, values, strict=True))
             raise ConfigValueError(key, own[key], f"it is {shown}", cure="Give all processes the same config")
+
+
+def check_comm_hook(config: InfinityConfig, hook: Callable[..., Any], ranks: Ranks, *, exchanges_momenta: bool) -> None:
+    """Refuse a communication hook that the config does not go with, or that not all ranks have. All of them come here.
+
+    Args:
+        config: as the engine has it.
+        hook: as the script gave it.
+        ranks: who averages gradients.
+        exchanges_momenta: whether 1-bit Adam does.
+
+    Raises:
+        ConfigValueError: gradients are divided, or the optimizer has an exchange of its own.
+        RankError: other ranks have another hook, or none.
+    """
+    if config.zero_stage > 1:
+        raise ConfigValueError(
+            "zero_optimization.stage",
+            config.zero_stage,
+            "a communication hook needs whole gradients on each process, and this stage divides them",
+            cure="Set it to 0 or 1, or leave the hook out",
+        )
+    if exchanges_momenta:
+        raise ConfigValueError(
+            "optimizer.type",
+            "OneBitAdam",
+            "it exchanges momenta in one bit, and would leave the communication hook out after its warm-up",
+            cure='Take "Adam" with the hook, or OneBitAdam without',
+        )
+    what, name = "engine.register_comm_hook", getattr(hook, "__qualname__", type(hook).__qualname__)
+    found = together(ranks, what, lambda: name)
+    if len({*found}) > 1:
+        pairs = ", ".join(f"{each} on rank {number}" for number, each in zip(ranks.members, found, strict=True))
+        raise RankError(
+            what, f"the hooks are {pairs}", rank=ranks.number, cure="Register the same one on all processes"
+        )

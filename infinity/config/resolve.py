@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from infinity.config.batch import resolve_batch_sizes
-from infinity.config.precision import resolve_autocast, resolve_buffer_dtype, resolve_precision, scales_loss
+from infinity.config.precision import (
+    dtype_named,
+    resolve_autocast,
+    resolve_buffer_dtype,
+    resolve_precision,
+    scales_loss,
+)
 from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
     AutotuneMode,
@@ -125,6 +131,7 @@ def resolve(
         zero_stage=zero_stage(root),
         managed_gradient_accumulation=root.managed_gradient_accumulation,
         autocast_dtype=resolve_autocast(root, compute_dtype),
+        communication_dtype=dtype_named(root.communication_data_type),
         casts_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
         world_size=world_size,
         source=source,

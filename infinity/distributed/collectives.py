@@ -390,31 +390,35 @@ class Ranks:
             self._run(what, _ALL_GATHER, found.view(-1), own)
         return [bytes(row[:size].numpy()) for row, size in zip(found, sizes, strict=True)]
 
-    def average(self, what: str, values: torch.Tensor) -> None:
-        """Replace ``values`` (1-D, on the CPU, floating) by the mean over all ranks, which is computed in fp32.
+    def average(self, what: str, values: torch.Tensor, wire: torch.dtype = torch.float32) -> None:
+        """Replace ``values`` (1-D, on the CPU, floating) by the mean over all ranks; see `reduce`.
 
         All ranks must be known to come with as many values: see `meet`.
         """
         if self.num == 1:
             return
+        gathered = values.dtype if wire == torch.float32 else wire
         for start in range(0, values.numel(), _BLOCK_NUMEL):
             block = values[start : start + _BLOCK_NUMEL]
             cuts = [block.numel() * rank // self.num for rank in range(self.num + 1)]
             parts = list(itertools.pairwise(cuts))
-            self.reduce(what, block, parts)
-            self.gather_parts(what, parts, *_in_memory(block), dtype=block.dtype)
+            self.reduce(what, block, parts, wire)
+            self.gather_parts(what, parts, *_in_memory(block), dtype=gathered)
 
-    def reduce(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
+    def reduce(
+        self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], wire: torch.dtype = torch.float32
+    ) -> None:
         """Each rank gets the mean over all ranks of its part of ``values``; its other parts stay what they are.
 
         Args:
             what: for messages.
-            values: 1-D, on the CPU, floating; as many on all ranks. The mean is computed in fp32.
+            values: 1-D, on the CPU, floating; as many on all ranks. They are added in fp32.
             parts: of each rank, elements [start, stop). They are the same on all ranks.
+            wire: as what they are sent, and the dtype to which the mean is rounded: so all that is sent of it is exact.
         """
         longest = max(stop - start for start, stop in parts)
         width = min(-(-_BLOCK_NUMEL // self.num), longest)
-        sent = torch.zeros(self.num * width, dtype=torch.float32, device="cpu")
+        sent = torch.zeros(self.num * width, dtype=wire, device="cpu")
         received = torch.empty_like(sent)
         first, last = parts[self.index]
         for offset in range(0, longest, max(width, 1)):
@@ -422,13 +426,14 @@ class Ranks:
             to, found = (memory[: self.num * num].view(self.num, num) for memory in (sent, received))
             for row, (start, stop) in zip(to, parts, strict=True):
                 block = values[min(start + offset, stop) : min(start + offset + num, stop)]
-                row[: block.numel()].copy_(block).mul_(1.0 / self.num)
+                torch.mul(block.float(), 1.0 / self.num, out=row[: block.numel()])
             self._run(what, "all_to_all_single", found, to)
             self.sent_bytes["gradients"] += (self.num - 1) * num * to.element_size()
+            total = found[0].float()
             for row in found[1:]:
-                found[0].add_(row)
+                total.add_(row)
             own = values[min(first + offset, last) : min(first + offset + num, last)]
-            own.copy_(found[0, : own.numel()])
+            own.copy_(total[: own.numel()].to(wire))
 
     def gather_parts(
         self,

@@ -251,6 +251,7 @@ def build(
         ranks=ranks,
         shares=shares,
         holds_back=momenta.is_active if momenta is not None else lambda: False,
+        wire=config.communication_dtype,
     )
     if placement.spills:
         gradients.reserve()

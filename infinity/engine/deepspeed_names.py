@@ -26,8 +26,6 @@ from infinity.telemetry import StepReport
 
 _ABSENT = {
     "flops_profiler": "set flops_profiler.enabled to true in the config, or call infinity.get_model_profile(model, ...)",
-    "register_comm_hook": "communication hooks (PowerSGD) have no place here: gradients are averaged in fp32. The nearest is the "
-    "optimizer OneBitAdam with ZeRO's stage 0, which sends one bit for each element",
     "allreduce_gradients": "backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""

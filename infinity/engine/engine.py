@@ -24,6 +24,8 @@ import torch
 
 from infinity.compat.scheduler_steps import step_arguments
 from infinity.config import InfinityConfig
+from infinity.config.ranks import check_comm_hook
+from infinity.distributed.comm_hooks import MeanHook
 from infinity.engine.listener import EngineListener
 from infinity.engine.parts import Parts
 from infinity.engine.relayout import Relayout
@@ -87,6 +89,7 @@ class Engine(Relayout):
             self._profiled = ProfiledStep(self.module, config.flops_profiler, self)
             self.flops_profiler = self._profiled.profiler
         self._style = LoopStyle(self.gradient_accumulation_steps)
+        self._hook: MeanHook | None = None
         self._connect(parts)
 
     def _connect(self, parts: Parts) -> None:
@@ -118,6 +121,7 @@ class Engine(Relayout):
         parts.upper.gradient_listener.connect(self._gradients)
         parts.upper.gradient_host.connect(self._gradients)
         parts.upper.gatherer.connect(self._settled)
+        self._stepper.gradients.take_hook(self._hook)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording, parts.exchange)
         self._watched = WatchedMemory(self._residency)
         watch(self._watched)
@@ -394,6 +398,32 @@ class Engine(Relayout):
         """2-norm of all gradients of the last step, before clipping; None before the first step."""
         norm = self._stepper.grad_norm
         return None if norm is None else float(norm)
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """From now on ``hook(state, bucket)`` averages gradients over the processes: torch.distributed's communication hooks.
+
+        A bucket is of one unit. It holds fp32 in host memory, with fp16 times the loss scale, so the hook's process group has to
+        take that (gloo). What the hook allocates and keeps is beside the budget, and in no checkpoint: see ``__getstate__`` of
+        torch's ``PowerSGDState``. All processes call this, between two steps. One process alone has nothing to exchange, and
+        calls no hook.
+
+        Args:
+            state: the hook's own, such as a ``PowerSGDState``, or a process group.
+            hook: as for ``DistributedDataParallel.register_comm_hook``: returns a Future of what becomes of ``bucket.buffer()``.
+
+        Raises:
+            StepOrderError: there is one already, or a step is under way.
+            ConfigValueError: the config divides gradients, or has 1-bit Adam's own exchange.
+            RankError: other processes have registered another, or none.
+        """
+        self._check_usable()
+        self._guard.check_whole()
+        if self._hook is not None:
+            cure = "Make one hook of both, or another engine"
+            raise StepOrderError("engine.register_comm_hook()", "there is a communication hook already", cure=cure)
+        check_comm_hook(self.config, hook, self._mesh.data, exchanges_momenta=self._stepper.exchanges_momenta)
+        self._hook = MeanHook(state, hook, self.global_rank)
+        self._stepper.gradients.take_hook(self._hook)
 
     # -------------------------------------------------------------------------------------- what the optimizer asks for
 

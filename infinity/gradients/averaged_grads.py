@@ -15,6 +15,7 @@ import torch
 from infinity.device.compute import gradient_norm
 from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
+from infinity.distributed.comm_hooks import GradientBucket, MeanHook
 from infinity.errors import GradientNotResidentError, RankError
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientBuffer
@@ -67,13 +68,16 @@ class AveragedGradients(ShownGradients):
         ranks: Ranks,
         shares: Shares,
         holds_back: Callable[[], bool],
+        wire: torch.dtype,
         **kwargs: Any,
     ) -> None:
-        """As `ShownGradients`, and ``ranks``: who averages; ``shares``: who updates what."""
+        """As `ShownGradients`, and ``ranks``: who averages; ``shares``: who updates what; ``wire``: see `Ranks.reduce`."""
         super().__init__(*args, **kwargs)
         self._ranks = ranks
         self._shares = shares
         self._holds_back = holds_back
+        self._wire = wire
+        self._hook: MeanHook | None = None
         self._is_held_back = False
         """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
@@ -133,7 +137,7 @@ class AveragedGradients(ShownGradients):
 
     def postpone_average(self, step: int) -> None:
         """The last ``engine.backward`` of a step has ended: as `average`, at once or when the step begins."""
-        if self._shares.is_divided:
+        if self._shares.is_divided and self._hook is None:
             self.average_postponed()
             self._postponed_step = step
         else:
@@ -170,9 +174,16 @@ class AveragedGradients(ShownGradients):
         for new in found:
             with self._clock.waiting("ranks"):
                 buffer, runs = self._prepare(new)
-                for start, stop in runs:
-                    self._ranks.average(what, buffer.values[start:stop])
+                if self._hook is not None:
+                    self._hook.average(what, _bucket(buffer, new, is_last=new is found[-1]))
+                else:
+                    for start, stop in runs:
+                        self._ranks.average(what, buffer.values[start:stop], self._wire)
                 self.close_sum(new.unit)
+
+    def take_hook(self, hook: MeanHook | None) -> None:
+        """From now on ``hook`` averages, also where `average_to_owners` would; None: nothing but this does."""
+        self._hook = hook
 
     def replace(self, new: NewGradients, write: Callable[[GradientBuffer, float], None]) -> None:
         """``write`` gets the unit's gradients in memory and the loss scale they have, and puts what has none in their place."""
@@ -191,6 +202,9 @@ class AveragedGradients(ShownGradients):
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
+        if self._hook is not None:
+            self.average(step)
+            return
         what = f"averaging gradients for the owners in step {step}"
         averaged: list[tuple[UnitGrads, Slot]] = []
         norms: list[int] = []
@@ -200,7 +214,8 @@ class AveragedGradients(ShownGradients):
                 buffer, runs = self._prepare(new)
                 spans = self._shares.spans(grads.unit)
                 for start, stop in runs:
-                    self._ranks.reduce(what, buffer.values, [clipped(span, start, stop) for span in spans])
+                    parts = [clipped(span, start, stop) for span in spans]
+                    self._ranks.reduce(what, buffer.values, parts, self._wire)
                 for slot in new.slots:
                     averaged.append((grads, slot))
                     norms.append(self._norm_of_parts(what, buffer, slot, spans))
@@ -324,3 +339,10 @@ class AveragedGradients(ShownGradients):
             else:
                 runs.append((slot.start, slot.stop))
         return buffer, runs
+
+
+def _bucket(buffer: GradientBuffer, new: NewGradients, *, is_last: bool) -> GradientBucket:
+    slots = new.unit.layout.slots
+    parameters = [new.unit.parameters[slot.index] for slot in slots]
+    views, are_new = [buffer.view(slot) for slot in slots], [slot in new.slots for slot in slots]
+    return GradientBucket(new.unit.index, parameters, views, are_new, is_last=is_last)

@@ -122,6 +122,7 @@ class Stepper:
         """Whether other ranks update parts of each unit."""
         self._before_updates = before_updates
         self._momenta = momenta
+        self.exchanges_momenta = momenta is not None
         self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
         """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
         self._norms: dict[tuple[int, int], torch.Tensor] = {}

@@ -204,7 +204,6 @@ def test_a_config_for_another_number_of_processes_is_refused(tmp_path: Path) -> 
     [
         ("infinity.update", {"gradient_clipping": 0.0, "infinity": {"update": "in_backward"}}),
         ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
-        ("communication_data_type", {"communication_data_type": "bf16"}),
         ("infinity.gradient_dtype", {"bf16": {"enabled": True}, "infinity": {"gradient_dtype": "bf16"}}),
         ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
     ],

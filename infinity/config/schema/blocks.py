@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from infinity.config.schema.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
 from infinity.config.schema.directories import NamedDirectory, parse_directories
 from infinity.config.schema.offload_blocks import EXACT_EXCHANGE, AioBlock, ZeroBlock
-from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block
+from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block, float_type
 from infinity.config.schema.quantities import (
     parse_bytes,
     parse_choice,
@@ -426,7 +426,9 @@ class RootBlock(Block):
     )
     prescale_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     gradient_predivide_factor: Annotated[Number, NoEffect(_PROCESSES, silent=(1.0,))] = 1.0
-    communication_data_type: Annotated[str, NoEffect(EXACT_EXCHANGE)] = "fp32"
+    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(float_type)] = "fp32"
+    """As what gradients go between processes: "fp16" and "bf16" halve those bytes, and round each process's part of the
+    mean, and the mean. The parts are added in fp32."""
     seq_parallel_communication_data_type: Annotated[str, NoEffect(_PROCESSES)] = "fp32"
     fp32_allreduce: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     disable_allgather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False

@@ -13,8 +13,8 @@ from infinity.config.schema.quantities import parse_bytes, parse_choice, parse_c
 
 _PROCESSES = "no effect: it tunes how DeepSpeed's processes communicate, and here they do so in other ways"
 EXACT_EXCHANGE = (
-    "no effect: one process exchanges nothing. Several average gradients in fp32 and round nothing that they exchange: there "
-    "it is an error to ask for anything else"
+    "no effect: one process exchanges nothing. Several average gradients, and round nothing that communication_data_type does "
+    "not: there it is an error to ask for anything else"
 )
 _REPLICATED = (
     "no effect: weights and states are divided among all processes that have the same part of the model, and not kept once "

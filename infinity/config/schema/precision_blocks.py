@@ -24,7 +24,8 @@ _FLOAT_TYPES = {
 _WIDE = "no effect: main weights and sums of gradients are fp32, which loses nothing; what that takes is in the plan"
 
 
-def _float_type(value: object) -> str:
+def float_type(value: object) -> str:
+    """A name of fp32, fp16 or bf16, as one of those. ValueError: it is none."""
     name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
     if name is None:
         raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")
@@ -32,7 +33,7 @@ def _float_type(value: object) -> str:
 
 
 def _half_type(value: object) -> str:
-    name = _float_type(value)
+    name = float_type(value)
     if name == "fp32":
         raise ValueError("must be bfloat16 or float16")
     return name
@@ -102,7 +103,7 @@ class AutocastBlock(Block):
     """What autocast casts to. With fp16, losses are scaled as the keys of the block `fp16` say, which stays off."""
     lower_precision_safe_modules: Annotated[
         Untyped | list[str],
-        NoEffect("no effect: gradients go between processes in fp32"),
+        NoEffect("no effect: gradients go between processes as communication_data_type says"),
     ] = None
 
 
@@ -111,15 +112,15 @@ class DataTypesBlock(Block):
 
     grad_accum_dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None,
-        BeforeValidator(_float_type),
+        BeforeValidator(float_type),
         NoEffect(
             'no effect: gradients are accumulated in fp32; "infinity": {"gradient_dtype": "bf16"} rounds their sums',
             silent=("fp32",),
         ),
     ] = None
-    param_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    param_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
     """May repeat the compute dtype that `bf16` or `fp16` chose; another one is an error."""
-    buffer_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
+    buffer_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
     """Cast floating-point buffers to it. Without, they keep their dtype, but for those that torch wants in the weights'."""
     keep_in_fp32_modules: Annotated[
         tuple[str, ...],

@@ -70,4 +70,4 @@ def test_what_is_refused_does_not_fit(config: dict[str, Any]) -> None:
 def test_keys_say_what_they_do() -> None:
     block = _SCHEMA["$defs"]["InfinityBlock"]["properties"]
     assert "Hard ceiling" in block["host_memory_budget"]["description"]
-    assert "no effect" in _SCHEMA["properties"]["communication_data_type"]["description"].lower()
+    assert "no effect" in _SCHEMA["properties"]["gradient_allreduce_op"]["description"].lower()

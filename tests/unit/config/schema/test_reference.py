@@ -35,7 +35,6 @@ def test_a_default_that_is_decided_is_told_as_auto() -> None:
     "name",
     [
         "gradient_allreduce_op",
-        "communication_data_type",
         "zero_optimization.zero_quantized_weights",
         "zero_optimization.zero_quantized_gradients",
     ],
