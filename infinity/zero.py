@@ -13,6 +13,9 @@ from infinity.paging.gathered_parameters import GatheredParameters
 from infinity.tiling import TiledLinear, TiledLinearReturnBias
 from infinity.units.parameter import ZeroParamStatus
 
+MiCS_Init = Init
+"""Groups follow from the config's ``mics_shard_size``, and weights are divided in `infinity.initialize`."""
+
 
 class ZeroParamType(Enum):
     """DeepSpeed's kinds of parameters."""
@@ -39,6 +42,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "TiledLinear",
     "TiledLinearReturnBias",
     "ZeroParamStatus",

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infinity.distributed.agreement import pulse
-from infinity.distributed.collectives import Ranks
+from infinity.distributed.meshes import Division
 from infinity.errors import RankError
 from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.tiers.state_store import Lease, StateStore, clear
@@ -276,10 +276,12 @@ class SharedStream:
     hear that the first rank is still there: it may write for longer than the process group's timeout.
     """
 
-    def __init__(self, own: RecordStream, shares: Shares, ranks: Ranks, units: Sequence[Unit]) -> None:
+    def __init__(self, own: RecordStream, shares: Shares, division: Division, units: Sequence[Unit]) -> None:
         self._own = own
         self._shares = shares
-        self._ranks = ranks
+        self._ranks = division.ranks
+        self._sources = division.first_group
+        """Of each share, who sends it. The others hear what is asked for, and send nothing."""
         self._units = units
         self._turn = threading.Lock()
         """Of the first rank's threads: who talks to the others."""
@@ -298,7 +300,8 @@ class SharedStream:
                 yield from self._of(unit, ahead_bytes)
 
     def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
-        left = deque(sorted(range(self._ranks.num), key=lambda rank: self._shares.span(unit, rank)))
+        order = sorted(range(self._shares.num), key=lambda share: self._shares.span(unit, share))
+        left = deque(self._sources[share] for share in order)
         try:
             while left:
                 if left[0] == self._ranks.index:
@@ -351,7 +354,7 @@ class SharedStream:
         """Send what the first rank asks for, until it leaves `leading`. What goes wrong here is raised then."""
         error: Exception | None = None
         while (index := self._ranks.meet(_SHARING, [_OVER])[0][0]) != _OVER:
-            if index == _WAIT:
+            if index == _WAIT or self._ranks.index not in self._sources:
                 continue
             unit = self._units[index]
             last = _OVER

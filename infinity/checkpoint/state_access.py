@@ -83,7 +83,7 @@ class StateAccess:
         self.shared: SharedStream | None = None
         """The same of what all ranks keep; None if each keeps all."""
         if exchange.shares.is_divided:
-            self.shared = SharedStream(self.stream, exchange.shares, exchange.ranks, module_hooks.units)
+            self.shared = SharedStream(self.stream, exchange.shares, exchange.division, module_hooks.units)
         self._saver: Saver | None = None
         self._elements_follow = False
         self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT

@@ -72,7 +72,7 @@ REFUSED = {
     "runtime.tensor_parallel": _TENSORS,
     "runtime.zenflow": _OPTIMIZER,
     "runtime.zero.linear": "The nearest there is: torch.nn.functional.linear, on paged weights",
-    "runtime.zero.mics": "States are divided among all processes, not within groups of them. The nearest there is: zero.Init",
+    "runtime.zero.mics": "The config's mics_shard_size divides states within groups. The nearest there is: zero.Init",
     "runtime.zero.parameter_offload": _ENGINE,
     "sequence": _LONG,
     "tensor_parallel": _TENSORS,

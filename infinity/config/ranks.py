@@ -44,6 +44,15 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
             )
         ),
     ]
+    size = zero.mics_shard_size
+    if size > 0 and world_size % size:
+        sizes = ", ".join(str(each) for each in range(1, world_size + 1) if world_size % each == 0)
+        raise ConfigValueError(
+            "zero_optimization.mics_shard_size",
+            size,
+            f"{world_size} processes cannot be divided into groups of {size}",
+            cure=f"Set it to one of {sizes}, or leave it out",
+        )
     for key, value, is_refused, problem, cure in refused:
         if is_refused:
             raise ConfigValueError(
@@ -60,6 +69,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
     section = config.infinity
     own = {
         "zero_optimization.stage": config.zero_stage,
+        "zero_optimization.mics_shard_size": config.shard_size,
         "bf16, fp16": config.compute_dtype,
         "torch_autocast": config.autocast_dtype,
         "fp16.loss_scale": config.loss_scaling,

@@ -264,6 +264,7 @@ class InfinityConfig(Mapping[str, Any]):
         zero_stage: as written, else 3 with an offload and 0 without; all stages run in the same way.
         managed_gradient_accumulation: whether the engine counts micro-batches; else every `Engine.step` is an update.
         autocast_dtype: of ``torch.autocast`` around the model's forward; None for none.
+        shard_size: how many processes divide states among them, where not all do; None: all, or as a mesh says.
         communication_dtype: as what gradients go between processes.
         casts_inputs: whether floating-point tensors among the model's arguments are cast to the compute dtype.
         world_size: number of processes that train together.
@@ -294,6 +295,7 @@ class InfinityConfig(Mapping[str, Any]):
     managed_gradient_accumulation: bool
     autocast_dtype: torch.dtype | None
     buffer_dtype: torch.dtype | None
+    shard_size: int | None
     communication_dtype: torch.dtype
     casts_inputs: bool
     world_size: int

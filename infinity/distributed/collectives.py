@@ -403,7 +403,7 @@ class Ranks:
             cuts = [block.numel() * rank // self.num for rank in range(self.num + 1)]
             parts = list(itertools.pairwise(cuts))
             self.reduce(what, block, parts, wire)
-            self.gather_parts(what, parts, *_in_memory(block), dtype=gathered)
+            self.gather_in_memory(what, block, parts, kind="gradients", dtype=gathered)
 
     def reduce(
         self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], wire: torch.dtype = torch.float32
@@ -473,9 +473,17 @@ class Ranks:
                 if rank != self.index and count > 0:
                     write(start + offset, found[rank * num : rank * num + count])
 
-    def gather_in_memory(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], *, kind: str) -> None:
-        """As `gather_parts`, where all parts lie in ``values`` (1-D, on the CPU)."""
-        self.gather_parts(what, parts, *_in_memory(values), dtype=values.dtype, kind=kind)
+    def gather_in_memory(
+        self,
+        what: str,
+        values: torch.Tensor,
+        parts: Sequence[tuple[int, int]],
+        *,
+        kind: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """As `gather_parts`, where all parts lie in ``values`` (1-D, on the CPU). ``dtype``: sent as; None: as it is."""
+        self.gather_parts(what, parts, *_in_memory(values), dtype=dtype or values.dtype, kind=kind)
 
     def swap(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
         """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.

@@ -21,7 +21,8 @@ from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks, members_of, num_processes, subsets, world
 from infinity.errors import ConfigError
 
-_DATA = frozenset({"dp", "data", "data_parallel", "ddp", "fsdp", "replicate", "shard", "dp_replicate", "dp_shard"})
+_COPIES = frozenset({"replicate", "dp_replicate"})
+_DATA = frozenset({"dp", "data", "data_parallel", "ddp", "fsdp", "shard", "dp_shard"}) | _COPIES
 _TENSOR = frozenset({"tp", "tensor", "tensor_parallel", "tensor_model_parallel", "mp", "model", "model_parallel"})
 _STAGE = frozenset({"pp", "pipe", "pipeline", "pipeline_parallel", "pipeline_model_parallel", "stage"})
 _TENSOR_RANKS = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
@@ -55,6 +56,8 @@ class Mesh:
         places: of each of ``parts``.
         everyone: all processes, where they have different parts; else this one alone.
         source: what the script gave to say so: ``mpu``.
+        groups: numbers of the processes of each part.
+        sharing: numbers of those that are to divide states, all such groups, where they are not all of a part.
     """
 
     data: Ranks
@@ -63,6 +66,8 @@ class Mesh:
     places: tuple[Place, ...] = (Place(),)
     everyone: Ranks = field(default_factory=Ranks)
     source: Any = None
+    groups: tuple[tuple[int, ...], ...] = ()
+    sharing: tuple[tuple[int, ...], ...] = ()
 
     @property
     def place(self) -> Place:
@@ -96,27 +101,95 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
     everyone.services.pop(_SERVICE, None)
     if (mpu is None and mesh_param is None) or num_processes() == 1:
         return Mesh(everyone)
-    find: Callable[[], tuple[tuple[int, ...], Place]] = functools.partial(_of_mpu, mpu)
+    find: Callable[[], _Told] = functools.partial(_of_mpu, mpu)
     if hasattr(mesh_param, "mesh_dim_names"):
         find = functools.partial(_of_device_mesh, mesh_param, everyone.number)
     elif mpu is None:
         find = functools.partial(_of_sizes, mesh_param, everyone.num)
     told = together(everyone, _SAYING, find)
     members = _checked(told, everyone.number)
+    groups = tuple(sorted({each.data for each in told}))
+    sharing = tuple(sorted({each.sharing for each in told}))
     if len(members) == everyone.num:
-        return Mesh(everyone, source=mpu)
-    places = [place for _, place in told]
-    groups = sorted({group for group, _ in told})
+        return Mesh(everyone, source=mpu, groups=groups, sharing=sharing)
+    places = [each.place for each in told]
     rows = [tuple(sorted(row)) for row in zip(*groups, strict=True)]
     stages = {(row, places[number].stage) for row in rows for number in row}
     tensors = [tuple(number for number in row if places[number].stage == stage) for row, stage in stages]
     found = subsets([*groups, *rows, *tensors])
     row, tensor = (next(each for each in kind if everyone.number in each) for kind in (rows, tensors))
     mesh = Mesh(
-        found[members], found[row], found[tensor], tuple(places[number] for number in row), everyone, source=mpu
+        found[members],
+        found[row],
+        found[tensor],
+        tuple(places[number] for number in row),
+        everyone,
+        mpu,
+        groups,
+        sharing,
     )
     everyone.services[_SERVICE] = mesh
     return mesh
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who divides states with whom: all that have the same part of a model, or groups of them, each for itself.
+
+    The second is hybrid sharding: what is divided each group has once, and fetches of it stay inside the group.
+
+    Attributes:
+        ranks: all that have the same part, which average gradients.
+        sharers: this process's group, by shares.
+        copies: those with the same share as this process, one of each group.
+        places: of each of ``ranks``, its share and the number of its group.
+        groups_of_copies: the number of the group of each of ``copies``.
+    """
+
+    ranks: Ranks
+    sharers: Ranks
+    copies: Ranks
+    places: tuple[tuple[int, int], ...]
+    groups_of_copies: tuple[int, ...] = (0,)
+
+    @classmethod
+    def among(cls, ranks: Ranks) -> Division:
+        """All of them are one group."""
+        return cls(ranks, ranks, Ranks(), tuple((index, 0) for index in range(ranks.num)))
+
+    @property
+    def first_group(self) -> list[int]:
+        """Those of ``ranks`` that divide states with the first one, by shares."""
+        found = {share: rank for rank, (share, group) in enumerate(self.places) if group == self.places[0][1]}
+        return [found[share] for share in range(self.sharers.num)]
+
+
+def division_of(mesh: Mesh, size: int | None) -> Division:
+    """How states are divided. All processes call it at the same point.
+
+    Args:
+        mesh: who has which part.
+        size: of each group, which goes into the number of those with the same part. None: as the mesh says; without, all.
+    """
+    ranks = mesh.data
+    sharing = mesh.sharing or (ranks.members,)
+    if size is not None:
+        sharing = tuple(
+            members[start : start + size]
+            for members in mesh.groups or (ranks.members,)
+            for start in range(0, len(members), size)
+        )
+    groups = [group for group in sharing if group[0] in ranks.members]
+    if len(groups) == 1:
+        return Division.among(ranks)
+    parts = mesh.groups or (ranks.members,)
+    copies = [row for part in parts for row in zip(*(group for group in sharing if group[0] in part), strict=True)]
+    found = subsets([*sharing, *copies])
+    number = ranks.number
+    own, same = (next(tuple(sorted(each)) for each in kind if number in each) for kind in (sharing, copies))
+    at = {member: (share, index) for index, group in enumerate(groups) for share, member in enumerate(group)}
+    places = tuple(at[member] for member in ranks.members)
+    return Division(ranks, found[own], found[same], places, tuple(at[member][1] for member in same))
 
 
 def tensor_rank(mpu: Any = None) -> int:
@@ -130,12 +203,20 @@ def current_mesh() -> Mesh:
     return found if isinstance(found, Mesh) else Mesh(world())
 
 
-def _checked(told: Sequence[tuple[tuple[int, ...], Place]], number: int) -> tuple[int, ...]:
+class _Told(NamedTuple):
+    """What a process's script has said of it."""
+
+    data: tuple[int, ...]
+    place: Place
+    sharing: tuple[int, ...]
+
+
+def _checked(told: Sequence[_Told], number: int) -> tuple[int, ...]:
     """The processes with the same part as ``number``."""
     parts: dict[tuple[int, ...], Place] = {}
-    for rank, (members, place) in enumerate(told):
-        if rank not in members or any(told[other] != (members, place) for other in members):
-            others = sorted({str(told[other][1]) for other in members})
+    for rank, (members, place, _) in enumerate(told):
+        if rank not in members or any(told[other][:2] != (members, place) for other in members):
+            others = sorted({str(told[other].place) for other in members})
             raise ConfigError(
                 f"{_SAYING}: rank {rank} says that the ranks {list(members)} have the same part of the model as it has, and "
                 f"those do not say so ({'; '.join(others)}). Make the same groups on all processes, of which each is in one"
@@ -152,10 +233,10 @@ def _checked(told: Sequence[tuple[tuple[int, ...], Place]], number: int) -> tupl
             f"({', '.join(map(str, parts.values()))}). Let mpu answer to get_tensor_model_parallel_rank() or "
             "get_pipeline_model_parallel_rank(), or pass the DeviceMesh of all processes, not a part of it"
         )
-    return told[number][0]
+    return told[number].data
 
 
-def _of_mpu(mpu: Any) -> tuple[tuple[int, ...], Place]:
+def _of_mpu(mpu: Any) -> _Told:
     if not callable(getattr(mpu, "get_data_parallel_group", None)):
         raise ConfigError(
             f"mpu has no get_data_parallel_group(): it is a {type(mpu).__name__}. Leave mpu out where each process has the "
@@ -167,25 +248,24 @@ def _of_mpu(mpu: Any) -> tuple[tuple[int, ...], Place]:
             raise ConfigError(
                 f"mpu.{name}() is {size}: sequences that are divided among processes are not supported. Set it to 1"
             )
-    return tuple(sorted(members_of(mpu.get_data_parallel_group()))), Place(
-        _asked(mpu, _STAGES), _asked(mpu, _TENSOR_RANKS)
-    )
+    members = tuple(sorted(members_of(mpu.get_data_parallel_group())))
+    return _Told(members, Place(_asked(mpu, _STAGES), _asked(mpu, _TENSOR_RANKS)), members)
 
 
 def _asked(mpu: Any, names: Iterable[str]) -> int:
     return next((int(getattr(mpu, name)()) for name in names if callable(getattr(mpu, name, None))), 0)
 
 
-def _of_sizes(sizes: Any, num: int) -> tuple[tuple[int, ...], Place]:
+def _of_sizes(sizes: Any, num: int) -> _Told:
     if tuple(sizes) != (num, 1):
         raise ConfigError(
             f"mesh_param is {sizes!r}, and {num} processes train together: sequences that are divided among processes are not "
             f"supported. Leave it out, or pass ({num}, 1) or a DeviceMesh with names of its dimensions"
         )
-    return tuple(range(num)), Place()
+    return _Told(tuple(range(num)), Place(), tuple(range(num)))
 
 
-def _of_device_mesh(mesh: Any, number: int) -> tuple[tuple[int, ...], Place]:
+def _of_device_mesh(mesh: Any, number: int) -> _Told:
     names, ranks = mesh.mesh_dim_names, mesh.mesh
     if names is None:
         if ranks.dim() > 1:
@@ -199,9 +279,11 @@ def _of_device_mesh(mesh: Any, number: int) -> tuple[tuple[int, ...], Place]:
         raise ConfigError(f"mesh_param is a DeviceMesh without rank {number}. Make one of all processes")
     at = dict(zip(names, found[0].tolist(), strict=True))
     own: list[Any] = []
+    sharing: list[Any] = []
     place = Place()
     for name, index in at.items():
         kind = name.lower()
+        sharing.append(slice(None) if kind in _DATA - _COPIES else index)
         if kind in _DATA:
             own.append(slice(None))
             continue
@@ -215,4 +297,5 @@ def _of_device_mesh(mesh: Any, number: int) -> tuple[tuple[int, ...], Place]:
                 'dp, those of tensor parallelism tp, and those of pipeline stages pp; others ("cp", "ep") are not supported'
             )
         own.append(index)
-    return tuple(sorted(ranks[tuple(own)].flatten().tolist())), place
+    members, sharers = (tuple(sorted(ranks[tuple(each)].flatten().tolist())) for each in (own, sharing))
+    return _Told(members, place, sharers)

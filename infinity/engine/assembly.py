@@ -23,7 +23,7 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
 from infinity.distributed.collectives import Ranks, num_local_processes, world
-from infinity.distributed.meshes import Mesh
+from infinity.distributed.meshes import Mesh, division_of
 from infinity.engine.commit_parts import layout_of, persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
@@ -103,7 +103,8 @@ def build(
         config = durable.adapted(replace(config, infinity=replace(config.infinity, durable=section)))
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
     share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
-    shares = Shares(ranks.index, ranks.num) if config.zero_stage > 0 else Shares()
+    division = division_of(mesh, config.shard_size)
+    shares = Shares(division.sharers.index, division.sharers.num) if config.zero_stage > 0 else Shares()
     divides = config.zero_stage == 3 and shares.is_divided and device.shares_host_memory and durable is None
     if config.zero_stage == 3 and shares.is_divided and not divides:
         why = "on GPUs" if durable is None else "in a durable run"
@@ -145,6 +146,7 @@ def build(
                 persistent_buffers_of(model),
             ),
             placement.page_bytes,
+            (shares.index, shares.num),
         )
     settle()  # space of an engine that became garbage a moment ago
     storage = EngineResources(
@@ -155,10 +157,10 @@ def build(
         sizes,
         None if durable is None else durable.directory,
         shares if divides else None,
-        ranks,
+        division.sharers,
     )
     undo.callback(storage.close)
-    exchange = WeightExchange(ranks, shares, storage.weights, device)
+    exchange = WeightExchange(division, shares, storage.weights, device)
     undo.callback(exchange.leave)
     timeline = recording.timeline if recording is not None else None
     clock = StepClock(device, timeline)
@@ -248,7 +250,7 @@ def build(
         waiting=waiting,
         scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
         listener=upper.gradient_listener,
-        ranks=ranks,
+        division=division,
         shares=shares,
         holds_back=momenta.is_active if momenta is not None else lambda: False,
         wire=config.communication_dtype,

@@ -173,13 +173,18 @@ class DurableRun:
         section = dataclasses.replace(config.infinity, page_bytes=self._header["page_bytes"])
         return dataclasses.replace(config, infinity=section)
 
-    def check(self, layout: Mapping[str, Any], page_bytes: int) -> None:
+    def check(self, layout: Mapping[str, Any], page_bytes: int, share: tuple[int, int]) -> None:
         """See that the newest commit is of this training. Nothing has been written yet.
+
+        Args:
+            layout: see `layout_of`.
+            page_bytes: of records.
+            share: which of how many this process has of the states.
 
         Raises:
             UnsupportedModelError: names what differs.
         """
-        self._layout = {**layout, "processes": self._ranks.num}
+        self._layout = {**layout, "processes": self._ranks.num, "share": list(share)}
         self._page_bytes = page_bytes
         if self._header is None:
             return
@@ -188,6 +193,13 @@ class DurableRun:
             raise UnsupportedModelError(
                 f"the durable run in '{self._path.parent}' is of {num_before} processes, not {self._ranks.num}",
                 cure=f"Start {num_before}, or name another infinity.durable_path and load a checkpoint there: any number can",
+            )
+        before = self._header["layout"].get("share", [*share])
+        if before != [*share]:
+            raise UnsupportedModelError(
+                f"the durable run in '{self._path.parent}' divides states among {before[1]} processes, not {share[1]}",
+                cure="Set zero_optimization.stage, mics_shard_size and the mesh as they were, or name another "
+                "infinity.durable_path and load a checkpoint there",
             )
         commit_parts.check_layout(self._header["layout"], layout, str(self._path))
         if self._header["page_bytes"] != page_bytes:

@@ -94,7 +94,13 @@ class Part:
             keys["train_batch_size"] = config.train_batch_size * self.num_ranks
             keys["gradient_accumulation_steps"] = config.gradient_accumulation_steps
             keys["train_micro_batch_size_per_gpu"] = config.train_micro_batch_size_per_gpu
+        if config.shard_size is not None:
+            keys["zero_optimization.mics_shard_size"] = self.num_sharing(config)
         return keys
+
+    def num_sharing(self, config: InfinityConfig) -> int:
+        """How many divide states among them."""
+        return self.num_ranks if config.shard_size is None else min(config.shard_size, self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -339,10 +345,11 @@ class Ladder:
                 share,
                 shares_host_memory=machine.shares_host_memory,
                 device_free_bytes=machine.device_free_bytes,
-                shares=Shares(0, part.num_ranks) if config.zero_stage > 0 else None,
+                shares=Shares(0, part.num_sharing(config)) if config.zero_stage > 0 else None,
                 is_alone=part.num_ranks == 1,
             )
-        return _divided(draft, part.num_ranks) if config.zero_stage == 3 and part.num_ranks > 1 else (draft, 0)
+        num = part.num_sharing(config)
+        return _divided(draft, num) if config.zero_stage == 3 and num > 1 else (draft, 0)
 
     # ---------------------------------------------------------------------------------------------------------- largest
 

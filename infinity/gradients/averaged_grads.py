@@ -14,8 +14,8 @@ import torch
 
 from infinity.device.compute import gradient_norm
 from infinity.distributed.agreement import together
-from infinity.distributed.collectives import Ranks
 from infinity.distributed.comm_hooks import GradientBucket, MeanHook
+from infinity.distributed.meshes import Division
 from infinity.errors import GradientNotResidentError, RankError
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientBuffer
@@ -65,15 +65,16 @@ class AveragedGradients(ShownGradients):
     def __init__(
         self,
         *args: Any,
-        ranks: Ranks,
+        division: Division,
         shares: Shares,
         holds_back: Callable[[], bool],
         wire: torch.dtype,
         **kwargs: Any,
     ) -> None:
-        """As `ShownGradients`, and ``ranks``: who averages; ``shares``: who updates what; ``wire``: see `Ranks.reduce`."""
+        """As `ShownGradients`, and ``shares``: which of those that divide states updates what; ``wire``: see `Ranks.reduce`."""
         super().__init__(*args, **kwargs)
-        self._ranks = ranks
+        self._division = division
+        self._ranks = division.ranks
         self._shares = shares
         self._holds_back = holds_back
         self._wire = wire
@@ -214,18 +215,27 @@ class AveragedGradients(ShownGradients):
                 buffer, runs = self._prepare(new)
                 spans = self._shares.spans(grads.unit)
                 for start, stop in runs:
-                    parts = [clipped(span, start, stop) for span in spans]
-                    self._ranks.reduce(what, buffer.values, parts, self._wire)
+                    self._reduce(what, buffer.values, [clipped(span, start, stop) for span in spans])
                 for slot in new.slots:
                     averaged.append((grads, slot))
                     norms.append(self._norm_of_parts(what, buffer, slot, spans))
                 is_whole = any(slot.index not in {each.index for each in new.slots} for slot in grads.slots())
                 self.close_sum(grads.unit, None if is_whole else self._shares.span(grads.unit))
         if averaged:
-            found = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(f"norms in step {step}", norms), strict=True)]
+            of_sharers = self._division.sharers.meet(f"norms in step {step}", norms)
+            found = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
             values = torch.tensor(found, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
             for (grads, slot), norm in zip(averaged, values, strict=True):
                 self._agreed_norms[grads.unit.index, slot.index] = norm
+
+    def _reduce(self, what: str, values: torch.Tensor, shares: Sequence[tuple[int, int]]) -> None:
+        """Each share's mean comes to all that have the share: to each of them a part, which goes to the others."""
+        groups = self._division.groups_of_copies
+        parts = [_part(shares[share], group, len(groups)) for share, group in self._division.places]
+        self._ranks.reduce(what, values, parts, self._wire)
+        if len(groups) > 1:
+            own = [_part(shares[self._shares.index], group, len(groups)) for group in groups]
+            self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
 
     def _norm_of_parts(self, what: str, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]) -> int:
         """The 2-norm of a mean as the bits of an fp32 on the rank that takes it, on all others -1.
@@ -235,8 +245,8 @@ class AveragedGradients(ShownGradients):
         parts = [clipped(span, slot.start, slot.stop) for span in spans]
         sizes = [stop - start for start, stop in parts]
         owner = sizes.index(max(sizes))
-        self._ranks.collect(what, buffer.values, parts, owner)
-        if owner != self._ranks.index:
+        self._division.sharers.collect(what, buffer.values, parts, owner)
+        if owner != self._shares.index:
             return -1
         norm = gradient_norm(buffer.view(slot)).detach().cpu().float()
         return int(norm.view(torch.int32)) & 0x7FFFFFFF
@@ -339,6 +349,11 @@ class AveragedGradients(ShownGradients):
             else:
                 runs.append((slot.start, slot.stop))
         return buffer, runs
+
+
+def _part(span: tuple[int, int], index: int, num: int) -> tuple[int, int]:
+    start, stop = span
+    return start + (stop - start) * index // num, start + (stop - start) * (index + 1) // num
 
 
 def _bucket(buffer: GradientBuffer, new: NewGradients, *, is_last: bool) -> GradientBucket:

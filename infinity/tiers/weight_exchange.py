@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from infinity.device.compute import ComputeDevice
-from infinity.distributed.collectives import Ranks
+from infinity.distributed.meshes import Division
 from infinity.errors import RankError
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.weight_store import WeightStore
@@ -36,15 +36,16 @@ _MOST_PENDING = 4
 class WeightExchange:
     """Each rank's share of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.gather_parts`."""
 
-    def __init__(self, ranks: Ranks, shares: Shares, weights: WeightStore | None, device: ComputeDevice) -> None:
+    def __init__(self, division: Division, shares: Shares, weights: WeightStore | None, device: ComputeDevice) -> None:
         """
         Args:
-            ranks: who exchanges.
-            shares: which rank has the weights of which elements.
+            division: who exchanges: those that divide states.
+            shares: which of them has the weights of which elements.
             weights: where weights rest that do not stay in flat buffers; None if all stay there.
             device: where flat buffers are.
         """
-        self.ranks = ranks
+        self.division = division
+        self.ranks = division.sharers
         self.shares = shares
         self._weights = weights
         self._device = device

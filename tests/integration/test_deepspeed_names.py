@@ -423,8 +423,11 @@ def test_a_config_is_loaded_by_deepspeeds_class(tmp_path: Path) -> None:
 
 
 def test_what_a_module_with_a_file_lacks_is_explained() -> None:
-    with pytest.raises(AttributeError, match=r"zero' has no attribute 'MiCS_Init'\. The nearest there is: zero\.Init"):
-        deepspeed.zero.MiCS_Init  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"zero' has no attribute 'MiCS_Inti'\. The nearest there is: zero\.MiCS_Init"
+    ):
+        deepspeed.zero.MiCS_Inti  # noqa: B018
+    assert deepspeed.zero.MiCS_Init is deepspeed.zero.Init
     assert deepspeed.get_accelerator().supported_dtypes()[0] is torch.float32
 
 

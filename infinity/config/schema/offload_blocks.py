@@ -17,8 +17,8 @@ EXACT_EXCHANGE = (
     "not: there it is an error to ask for anything else"
 )
 _REPLICATED = (
-    "no effect: weights and states are divided among all processes that have the same part of the model, and not kept once "
-    "more in each group of them: the same numbers, from less space"
+    "no effect: what is divided is not kept once more in each group of processes: the same numbers, from less space. "
+    "mics_shard_size divides within groups"
 )
 _DERIVED = "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out"
 _OVERLAPPED = "no effect: reading, updating and writing always overlap"
@@ -89,7 +89,9 @@ class ZeroBlock(Block):
     overlap_comm: Annotated[Flag, NoEffect(_PROCESSES)] = True
     round_robin_gradients: Annotated[Flag, NoEffect(_PROCESSES)] = False
     zero_hpz_partition_size: Annotated[Count, NoEffect(_REPLICATED, silent=(0, 1))] = 1
-    mics_shard_size: Annotated[int, BeforeValidator(parse_count), NoEffect(_REPLICATED, silent=(-1, 0, 1))] = -1
+    mics_shard_size: Annotated[int, BeforeValidator(parse_count)] = -1
+    """Hybrid sharding: so many processes, one after the other in their order, divide states (and weights in stage 3) among
+    them, and each such group has all of it. It must divide the number of processes. -1 or 0: all are one group."""
     mics_hierarchical_params_gather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     stage3_use_all_reduce_for_fetch_params: Annotated[Flag, NoEffect(_PROCESSES)] = False
     stage3_allgather_sequential: Annotated[Flag, NoEffect(_PROCESSES)] = False

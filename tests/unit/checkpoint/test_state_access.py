@@ -12,6 +12,7 @@ from torch import nn
 from infinity.checkpoint.state_access import StateAccess, in_memory_order
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.collectives import Ranks
+from infinity.distributed.meshes import Division
 from infinity.errors import BudgetTooSmallError
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.remainder import split_bits
@@ -85,7 +86,7 @@ class _Bench:
             if slot.spec.is_trainable
         }
         self.copies = self.pager.copies
-        exchange = WeightExchange(Ranks(), Shares(), self.weights, ComputeDevice())
+        exchange = WeightExchange(Division.among(Ranks()), Shares(), self.weights, ComputeDevice())
         self.access = StateAccess(hooks, self.pager, self.records, self.weights, self.states, chunks, form, exchange)
         self.handler = ParameterHandler(hooks, self.pager)
         for unit in self.units:

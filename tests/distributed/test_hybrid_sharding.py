@@ -1,0 +1,203 @@
+"""Groups of ranks that divide states, each group for itself: ``mics_shard_size``, and ``dp_replicate`` of a DeviceMesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+import infinity
+from infinity.distributed.collectives import world
+from infinity.errors import ConfigValueError, UnsupportedModelError
+from tests.ranks import run_ranks
+
+_WIDTH = 96
+
+
+class _Model(nn.Module):
+    def __init__(self, width: int = _WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+        self.head = nn.Linear(width, 4)
+        self.rarely = nn.Linear(width, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, *, is_rare: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        found: torch.Tensor = self.rarely(x) if is_rare else self.head(x)
+        return found
+
+
+def _config(directory: Path, stage: int, tier: str = "none", size: int = -1, **changes: Any) -> dict[str, Any]:
+    where = {"device": tier} | ({"nvme_path": str(directory)} if tier == "nvme" else {})
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": where, "mics_shard_size": size}
+    if stage == 3:
+        zero["offload_param"] = where
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
+    section = {"progress_bars": False} | ({"keep_in_memory": False} if tier == "nvme" else {})
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.05,
+        "optimizer": adam,
+        "zero_optimization": zero,
+        "infinity": section,
+    } | changes
+
+
+def _step(engine: Any, rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    width = engine.module.head.in_features
+    x, y = torch.randn(4, width, generator=generator), torch.randn(4, 4, generator=generator)
+    loss = mse_loss(engine(x.to(engine.config.compute_dtype), is_rare=number == rank).float(), y)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def _state(engine: Any) -> dict[str, torch.Tensor]:
+    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for index, state in engine.optimizer.state_dict()["state"].items():
+        found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    return found
+
+
+def _trained(config: dict[str, Any], rank: int, **options: Any) -> dict[str, torch.Tensor]:
+    with infinity.initialize(model=_Model(), config=config, **options)[0] as engine:
+        found: dict[str, torch.Tensor] = {}
+        for number in range(4):
+            found[f"loss {number}"] = _step(engine, rank, number)
+            found[f"norm {number}"] = torch.tensor(engine.get_global_grad_norm())
+        return found | _state(engine)
+
+
+def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
+    errors = run_ranks(num, function, directory)
+    assert not any(errors), "\n".join(errors)
+
+
+@pytest.mark.parametrize("changes", [{}, {"fp16": {"enabled": True}}, {"communication_data_type": "bf16"}])
+def test_groups_of_any_size_give_the_same_bits(changes: dict[str, Any], tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        expected = _trained(_config(tmp_path, 0, **changes), rank)
+        for stage, tier, size in [(1, "nvme", 2), (2, "cpu", 2), (3, "nvme", 2), (3, "none", 1), (3, "nvme", 4)]:
+            _require_same(_trained(_config(tmp_path, stage, tier, size, **changes), rank), expected)
+
+    _require(4, train, tmp_path)
+
+
+def test_six_ranks_in_groups_of_three_and_of_two(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        expected = _trained(_config(tmp_path, 0), rank)
+        for size in (2, 3):
+            _require_same(_trained(_config(tmp_path, 3, "nvme", size), rank), expected)
+
+    _require(6, train, tmp_path)
+
+
+@pytest.mark.parametrize("names", [("dp_replicate", "dp_shard"), ("shard", "replicate")])
+def test_a_mesh_says_who_has_copies(names: tuple[str, str], tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        expected = _trained(_config(tmp_path, 0), rank)
+        config = _config(tmp_path, 3, "nvme")
+        with infinity.initialize(model=_Model(), config=config, mesh_param=mesh)[0] as engine:
+            division = engine._parts.exchange.division
+            mine = mesh.mesh.tolist()[rank // 2] if names[1] == "dp_shard" else mesh.mesh.t().tolist()[rank % 2]
+            assert list(division.sharers.members) == mine and division.copies.num == 2
+        _require_same(_trained(config, rank, mesh_param=mesh), expected)
+
+    _require(4, train, tmp_path)
+
+
+def test_what_a_group_divides_and_sends(tmp_path: Path) -> None:
+    """States and weights are divided by the group's size; weights go between its members alone."""
+
+    def train(rank: int) -> None:
+        kept, sent = {}, {}
+        for size in (2, 4):
+            with infinity.initialize(model=_Model(512), config=_config(tmp_path, 3, "nvme", size))[0] as engine:
+                units = engine._parts.module_hooks.units
+                kept[size] = sum(unit.extent.num_bytes for unit in units if unit.extent is not None)
+                before = world().sent_bytes["gradients"]
+                for number in range(10, 12):
+                    _step(engine, rank, number)
+                division = engine._parts.exchange.division
+                group = division.sharers
+                assert group.num == size and all(member // size == rank // size for member in group.members)
+                copies = division.copies.sent_bytes["gradients"] if size == 2 else 0
+                sent[size] = world().sent_bytes["gradients"] - before, copies
+        whole = sum(unit.num_bytes for unit in units if unit.extent is not None)
+        assert kept[2] == pytest.approx(whole / 2, rel=0.02) and kept[4] == pytest.approx(whole / 4, rel=0.02)
+        assert sent[2][0] == pytest.approx(sent[4][0], rel=0.02)  # to means of parts
+        assert sent[2][1] == pytest.approx(sent[2][0] / 3, rel=0.02)  # which those with the same share exchange
+
+    _require(4, train, tmp_path)
+
+
+def test_checkpoints_and_exports_of_groups(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        config = _config(tmp_path, 3, "nvme", 2)
+        with infinity.initialize(model=_Model(), config=config)[0] as engine:
+            for number in range(2):
+                _step(engine, rank, number)
+            engine.save_checkpoint(tmp_path / "saved")
+            engine.save_16bit_model(tmp_path / "exported")
+            then = [_step(engine, rank, number) for number in range(2, 4)]
+            expected = _state(engine)
+        for stage, size in ((3, 2), (3, 4), (0, -1), (1, 1)):
+            with infinity.initialize(model=_Model(), config=_config(tmp_path, stage, "nvme", size))[0] as engine:
+                engine.load_checkpoint(tmp_path / "saved")
+                assert [_step(engine, rank, number) for number in range(2, 4)] == then
+                _require_same(_state(engine), expected)
+
+    _require(4, train, tmp_path)
+
+
+def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
+    def run(size: int, first: int, last: int) -> Callable[[int], None]:
+        def train(rank: int) -> None:
+            config = _config(tmp_path / "drive", 3, "nvme", size)
+            config["infinity"] |= {"durable": True}
+            with infinity.initialize(model=_Model(), config=config)[0] as engine:
+                assert engine.global_steps == first
+                for number in range(first, last):
+                    _step(engine, rank, number)
+                torch.save(_state(engine), tmp_path / f"state {size} {last} {rank}")
+
+        return train
+
+    for name in ("once", "twice", "other"):
+        (tmp_path / name).mkdir()
+    _require(4, run(2, 0, 2), tmp_path / "once")
+    _require(4, run(2, 2, 4), tmp_path / "twice")
+
+    def refused(rank: int) -> None:
+        with pytest.raises(UnsupportedModelError, match="divides states among 2 processes, not 4"):
+            run(4, 4, 5)(rank)
+        expected = _trained(_config(tmp_path, 0), rank)
+        found = torch.load(tmp_path / f"state 2 4 {rank}")
+        _require_same(found, {name: value for name, value in expected.items() if name in found})
+
+    _require(4, refused, tmp_path / "other")
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    config = _config(Path("/tmp"), 3, size=3)
+    with pytest.raises(ConfigValueError, match=r"into groups of 3\. Set it to one of 1, 2, 4"):
+        infinity.load_config(config, world_size=4)
+    assert infinity.load_config(config, world_size=6).shard_size == 3
+    assert infinity.load_config(config, world_size=1).shard_size == 3
