@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ _PRINTS = {
     "generate": ["tokens equal: True"],
     "hf_trainer": [r"step 8: loss (\d\.\d+) with the engine, \1 without", "losses equal: True"],
     "lightning_classifier": [r"accuracy: 0\.[6-9]\d \(guessing: 0\.25\)"],
+    "ray_train": ["killed and begun again: True", "weights equal: True"],
     "two_processes": ["rank 0 of 2: loss", "rank 1 of 2: loss", "weights equal on both: True"],
 }
 """What each has to print, as patterns."""
@@ -32,6 +34,7 @@ _LEAVES = {
     "resume": {"run-killed", "run-whole"},
     "generate": {"weights"},
     "hf_trainer": {"model", "plain", "paged"},
+    "ray_train": {"checkpoints", "drive", "killed", "ray", "trained"},
 }
 """What each leaves in the directory in which it is started."""
 
@@ -67,27 +70,30 @@ os._exit(0)  # what it has imported takes seconds to end
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[subprocess.Popen[str]]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", _RUNNING],
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield child
-        child.communicate(timeout=150)
-    finally:
-        child.kill()
-        child.wait()
+    with tempfile.TemporaryDirectory() as directory:
+        for_ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0"}  # it names sockets there, which must be short
+        child = subprocess.Popen(
+            [sys.executable, "-c", _RUNNING],
+            env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | for_ray,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield child
+            child.communicate(timeout=150)
+        finally:
+            child.kill()
+            child.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first waits for what takes longest, the imports
 @pytest.mark.parametrize("name", _PRINTS)
 def test_it_runs_and_prints_what_it_claims(name: str, running: subprocess.Popen[str], tmp_path: Path) -> None:
-    for library in ("peft", "transformers", "lightning"):
-        if library in (_EXAMPLES / f"{name}.py").read_text() and importlib.util.find_spec(library) is None:
+    for library in ("peft", "transformers", "lightning", "ray"):
+        is_imported = re.search(rf"^(import|from) {library}\b", (_EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
+        if is_imported and importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
     assert running.stdin is not None and running.stdout is not None
     (tmp_path / "here").mkdir()
