@@ -128,7 +128,10 @@ class _Watched(list[Any]):
 def test_train_is_interrupted_before_its_first_step(nvme_dir: Path) -> None:
     process = start(nvme_dir, "train.py", "--model", "1b", "--steps", "1")
     try:
-        time.sleep(1.0)  # at whatever it is by then: imports, the model, its states
+        maps = Path(f"/proc/{process.pid}/maps")
+        while process.poll() is None and "libtorch" not in maps.read_text():
+            time.sleep(0.05)  # before, Python itself may still be starting
+        time.sleep(0.5)  # at whatever it is by then: imports, the model, its states
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     finally:
