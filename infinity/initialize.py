@@ -20,6 +20,7 @@ from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import init_distributed, local_rank, num_processes, world
+from infinity.distributed.dtensors import LocalParameters
 from infinity.distributed.meshes import mesh_of
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
@@ -120,16 +121,23 @@ def initialize(
         elif earlier.optimizer is None:
             logger.info("the engine that has evaluated this model is closed: the one that trains it takes over")
             earlier.hand_over()
-    check_model(model)
-    if resolved.compute_dtype == torch.float32:
-        warn_of_other_dtypes(model)
-    warn_of_gaps(model)
-    share_weights(model, mesh.data)
-    write_out()  # what a model that was built on drives still has in memory
-    device_rank = getattr(args, "device_rank", None)  # of DeepSpeed's launcher
-    torch_device = choose_device(model, device, local_rank() if device_rank is None else device_rank)
-    parameters = list(model.parameters())
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
+        parts = LocalParameters(model, mesh)
+        undo.callback(parts.undo)
+        check_model(model)
+        if resolved.compute_dtype == torch.float32:
+            warn_of_other_dtypes(model)
+        warn_of_gaps(model)
+        share_weights(model, mesh.data)
+        write_out()  # what a model that was built on drives still has in memory
+        device_rank = getattr(args, "device_rank", None)  # of DeepSpeed's launcher
+        torch_device = choose_device(model, device, local_rank() if device_rank is None else device_rank)
+        parameters = list(model.parameters())
+        if parts and isinstance(optimizer, torch.optim.Optimizer):
+            undo.callback(parts.take_from, optimizer)
+            parts.give_to(optimizer)
+        if parts and model_parameters is not None:
+            model_parameters = list(parts.of(model_parameters))
         tiling = _tile(model, optimizer, resolved, undo)
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(parameter)], parameter) for parameter in tiling.groups.with_tiles(parameters)]
@@ -165,7 +173,7 @@ def initialize(
                 parameter.grad = gradient.cpu()
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
         tiling.show()
-        engine.note_untiling(functools.partial(_untile, tiling, optimizer))
+        engine.note_untiling(functools.partial(_restore, tiling, parts, optimizer))
         if isinstance(optimizer, torch.optim.Optimizer) and isinstance(engine.optimizer, PagedOptimizer):
             let_go(optimizer)
             engine.note_passed(PassedOptimizer(optimizer, engine.optimizer))
@@ -222,6 +230,13 @@ def _untile(tiling: Tiling, optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
         tiling.groups.take_tiles(optimizer)
     tiling.undo()
+
+
+def _restore(tiling: Tiling, parts: LocalParameters, optimizer: Any) -> None:
+    _untile(tiling, optimizer)
+    parts.undo()
+    if isinstance(optimizer, torch.optim.Optimizer):
+        parts.take_from(optimizer)
 
 
 def _is_empty(items: Any) -> bool:

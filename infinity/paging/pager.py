@@ -26,9 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.distributed.dtensors import is_dtensor, local_part
 from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
 from infinity.paging.saved_tensors import (
+    SavedPart,
     SavedView,
     SavingHooks,
     are_forbidden,
@@ -413,6 +415,9 @@ class Pager:
         """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version."""
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return tensor, tensor._version
+        if is_dtensor(tensor):
+            local, made_of = local_part(tensor)
+            return SavedPart(self.pack(local), made_of)
         try:
             token = self._token(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory
@@ -459,6 +464,8 @@ class Pager:
         """Autograd needs what `pack` got."""
         if isinstance(saved, tuple):
             return as_saved(*saved)
+        if isinstance(saved, SavedPart):
+            return saved.made_of(self.unpack(saved.packed))
         if not isinstance(saved, SavedView):
             elsewhere: SavedElsewhere = saved
             return elsewhere.load()

@@ -215,7 +215,8 @@ class Residency:
 
     def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose memory a strided tensor looks at."""
-        return self.unit_at(plain_storage(tensor).data_ptr())
+        storage = plain_storage(tensor)
+        return None if storage.device.type == "meta" else self.unit_at(storage.data_ptr())  # as of FakeTensors
 
     def unit_at(self, address: int) -> Unit | None:
         """The unit whose memory begins there."""

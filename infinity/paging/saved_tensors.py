@@ -25,6 +25,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -113,6 +114,14 @@ class SavedByAnother:
     def load(self) -> torch.Tensor:
         """The view, as the other engine gives it."""
         return self._unpack(self._token)
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """Stands for a DTensor: what its part was packed to, and what makes it of that."""
+
+    packed: Any
+    made_of: Callable[[torch.Tensor], torch.Tensor]
 
 
 def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None:

@@ -57,9 +57,7 @@ def check_model(model: nn.Module) -> None:
         if hasattr(parameter, "device_mesh"):
             raise UnsupportedModelError(
                 f"parameter '{fqn}' is a DTensor",
-                cure="Of fully_shard: leave it out, ZeRO's stages divide the model. Of parallelize_module: give each process its "
-                "part as a plain nn.Parameter with tensor_model_parallel = True, exchange activations in forward, and pass "
-                "mesh_param",
+                cure="Leave fully_shard out: ZeRO's stages divide the model. (Of parallelize_module, DTensors are taken.)",
                 fqn=fqn,
             )
         is_scaled = parameter.is_floating_point() and parameter.itemsize == 1  # fp8: casts would lose its scale

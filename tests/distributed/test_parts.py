@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import linear, mse_loss
 
 import infinity
@@ -545,16 +544,6 @@ def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
         engine.close()
 
     _require(4, train, tmp_path)
-
-
-def test_parameters_of_torchs_tensor_parallelism_are_refused_with_the_cure(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
-        with pytest.raises(UnsupportedModelError, match=r"'0.weight' is a DTensor. .*tensor_model_parallel = True"):
-            infinity.initialize(model=model, config=_config(tmp_path, train_batch_size=2), mesh_param=mesh)
-
-    _require(2, train, tmp_path)
 
 
 def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""Parameters of torch's tensor parallelism (`parallelize_module`): each process's part as a plain one, while an engine has it.
+
+Knows DTensors and modules; must not know what becomes of a parameter.
+
+[Note: parts of DTensors] An engine pages ordinary memory. So a parameter that is a DTensor gives its place in the module to its
+local tensor, under the same name, and the module gets a class of its own, of the same name, by which the attribute is a DTensor
+of that again, made anew whenever somebody asks (as torch's parametrizations do it). Gradients come to the part by the backward
+of `DTensor.from_local`, which brings them to the placements of the parameter: what all tensor ranks have whole gets the same
+gradient on all of them. State dicts, exports and checkpoints of the model have the parts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.distributed.meshes import Mesh
+from infinity.errors import UnsupportedModelError
+
+_ATTRIBUTE = "_infinity_parts_of"
+_CURE = (
+    'Make one mesh of all processes, init_device_mesh(..., mesh_dim_names=("dp", "tp")), pass mesh["tp"] to parallelize_module, '
+    "and all of it as mesh_param to infinity.initialize"
+)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is torch's ``DTensor``, which is imported by nobody else."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_part(tensor: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """The memory behind a DTensor, and what makes one like it of other memory."""
+    kind, size, stride = type(tensor.detach()), tensor.size(), tensor.stride()
+    names, made_with = tensor.__tensor_flatten__()
+    inside = {name: getattr(tensor, name) for name in names}
+    name = _memory_of(inside)
+
+    def made_of(local: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = kind.__tensor_unflatten__({**others, name: local}, made_with, size, stride)
+        return made
+
+    local: torch.Tensor = inside[name]
+    others = {each: value for each, value in inside.items() if each != name}  # `made_of` holds no memory
+    return local, made_of
+
+
+def _memory_of(inside: Mapping[str, Any]) -> str:
+    return next(name for name, value in inside.items() if isinstance(value, torch.Tensor))
+
+
+def _exchange(tensor: Any, local: torch.Tensor) -> None:
+    """A DTensor gets other memory."""
+    names, _ = tensor.__tensor_flatten__()
+    setattr(tensor, _memory_of({name: getattr(tensor, name) for name in names}), local)
+
+
+class _Form(NamedTuple):
+    """How a DTensor is made of its part."""
+
+    kind: Any
+    device_mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def made_of(self, local: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.kind.from_local(
+            local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+        return made
+
+
+class _Place(NamedTuple):
+    module: nn.Module
+    name: str
+    whole: nn.Parameter
+
+
+class LocalParameters:
+    """Takes the place of a model's DTensor parameters until `undo`."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        """
+        Args:
+            model: all of it.
+            mesh: who has which part.
+
+        Raises:
+            UnsupportedModelError: DTensors are divided otherwise than the mesh says. Nothing has changed.
+        """
+        is_sharded = any(each.__name__ == "FSDPModule" for module in model.modules() for each in type(module).__mro__)
+        self._places = [
+            _Place(module, name, parameter)
+            for module in (() if is_sharded else model.modules())
+            for name, parameter in module._parameters.items()
+            if parameter is not None and is_dtensor(parameter)
+        ]
+        self._parts: dict[int, nn.Parameter] = {}
+        """By id of the DTensor: a weight may be in several places."""
+        names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+        for place in self._places:
+            _check(names[id(place.whole)], place.whole, mesh)
+        for module, name, whole in self._places:
+            if id(whole) not in self._parts:
+                self._parts[id(whole)] = _part_of(whole)
+            module._parameters[name] = self._parts[id(whole)]
+        for module in {id(place.module): place.module for place in self._places}.values():
+            forms = {place.name: _form_of(place.whole) for place in self._places if place.module is module}
+            module.__dict__[_ATTRIBUTE] = forms
+            module.__class__ = _class_with(type(module), tuple(forms))  # type: ignore[arg-type]  # a class can be a key
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._places)
+
+    def of(self, parameters: Iterable[Any]) -> Iterator[Any]:
+        """Parameters, pairs of name and parameter, or groups of them, with parts in place of DTensors."""
+        for each in parameters:
+            if isinstance(each, Mapping):
+                inside = each["params"]
+                yield {**each, "params": list(self.of([inside] if isinstance(inside, torch.Tensor) else inside))}
+            elif isinstance(each, tuple):
+                yield (each[0], self._parts.get(id(each[1]), each[1]))
+            else:
+                yield self._parts.get(id(each), each)
+
+    def give_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's groups hold parts from now on.
+
+        Raises:
+            UnsupportedModelError: it has states of DTensors.
+        """
+        if any(id(parameter) in self._parts for parameter in optimizer.state):
+            raise UnsupportedModelError(
+                "the optimizer has states of DTensor parameters",
+                cure="Pass one that has not stepped yet",
+            )
+        for group in optimizer.param_groups:
+            group["params"] = list(self.of(group["params"]))
+
+    def take_from(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its groups hold DTensors again."""
+        wholes = {id(self._parts[id(place.whole)]): place.whole for place in self._places}
+        for group in optimizer.param_groups:
+            group["params"] = [wholes.get(id(each), each) for each in group["params"]]
+
+    def undo(self) -> None:
+        """Modules have their DTensors again, of what the parts hold."""
+        for module, name, whole in self._places:
+            part = module._parameters.get(name)
+            if part is not self._parts[id(whole)]:
+                continue  # the script has put another one there
+            if part.dtype == whole.dtype:
+                _exchange(whole, part.data)
+                module._parameters[name] = whole
+            else:
+                made = _form_of(whole).made_of(part.data)
+                module._parameters[name] = nn.Parameter(made, requires_grad=whole.requires_grad)
+        for module in {id(place.module): place.module for place in self._places}.values():
+            if module.__dict__.pop(_ATTRIBUTE, None) is not None:
+                module.__class__ = type(module).__base__  # type: ignore[assignment]
+
+
+def _check(fqn: str, parameter: torch.Tensor, mesh: Mesh) -> None:
+    device_mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    members = tuple(sorted(device_mesh.mesh.flatten().tolist()))
+    if members != mesh.tensor.members and len(members) > 1:
+        raise UnsupportedModelError(
+            f"parameter '{fqn}' is a DTensor of the ranks {list(members)}, and initialize was told that "
+            f"{list(mesh.tensor.members)} share tensors",
+            cure=_CURE,
+            fqn=fqn,
+        )
+    if any(placement.is_partial() for placement in placements):
+        raise UnsupportedModelError(f"parameter '{fqn}' is a DTensor of sums", cure="Redistribute it first", fqn=fqn)
+
+
+def _part_of(whole: Any) -> nn.Parameter:
+    local = whole.to_local().detach()
+    part = nn.Parameter(local, requires_grad=whole.requires_grad)
+    _exchange(whole, local.new_empty(0))  # its memory is the engine's to let go of
+    part.tensor_model_parallel = any(placement.is_shard() for placement in whole.placements)  # type: ignore[attr-defined]
+    return part
+
+
+def _form_of(whole: Any) -> _Form:
+    return _Form(type(whole.detach()), whole.device_mesh, whole.placements, whole.shape, whole.stride())
+
+
+@functools.cache
+def _class_with(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def made(name: str) -> property:
+        def get(module: nn.Module) -> Any:
+            form: _Form = module.__dict__[_ATTRIBUTE][name]
+            part = module._parameters[name]
+            return None if part is None else form.made_of(part)
+
+        return property(get)
+
+    members: dict[str, Any] = {name: made(name) for name in names}
+    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), members)

@@ -1,0 +1,253 @@
+"""torch's own tensor parallelism (``parallelize_module``, DTensors) beside data parallelism: the bits of plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.functional import mse_loss
+
+import infinity
+from infinity.errors import UnsupportedModelError
+from tests.ranks import run_ranks
+
+_WIDTH, _STEPS = 32, 3
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, 2 * _WIDTH)
+        self.down = nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return found
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, _WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.plain = nn.Linear(_WIDTH, _WIDTH)  # that nobody divides
+        self.head = nn.Linear(_WIDTH, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        found: torch.Tensor = self.head(self.plain(x)).mean(1)
+        return found
+
+
+def _parallelized(mesh: Any, *, by_sequence: bool = False) -> nn.Module:
+    model = _Model()
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for number in range(2):
+        plan |= {f"blocks.{number}.up": ColwiseParallel(), f"blocks.{number}.down": RowwiseParallel()}
+        if by_sequence:
+            plan[f"blocks.{number}"] = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)
+            )
+            plan[f"blocks.{number}.norm"] = SequenceParallel()
+            plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+    return parallelize_module(model, mesh, plan)
+
+
+def _config(directory: Path, stage: int, tier: str = "nvme", **changes: Any) -> dict[str, Any]:
+    where = {"device": tier} | ({"nvme_path": str(directory)} if tier == "nvme" else {})
+    zero = {"stage": stage, "offload_param": where, "offload_optimizer": where} if stage == 3 else {"stage": stage}
+    section: dict[str, Any] = {"progress_bars": False}
+    if tier == "nvme":
+        section |= {"keep_in_memory": False, "host_memory_budget": "1MB"}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.05,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+        "zero_optimization": zero,
+        "infinity": section,
+    } | changes
+
+
+def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(50, (2, 8), generator=generator), torch.randn(2, 4, generator=generator)
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class _Plain:
+    """In plain torch: each process computes the data of all data ranks, whose gradients are averaged."""
+
+    def __init__(self, model: nn.Module, num_data: int, *, is_fused: bool = True) -> None:
+        self.model, self.num_data = model, num_data
+        kinds = [
+            [each for each in model.parameters() if isinstance(each, DTensor) == is_one] for is_one in (True, False)
+        ]
+        groups = [{"params": kind} for kind in kinds]  # the fused kernel takes no mixture
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.01, fused=is_fused)
+
+    def step(self, number: int) -> tuple[list[torch.Tensor], float]:
+        losses = []
+        for rank in range(self.num_data):
+            x, y = _batch(number, rank)
+            losses.append(mse_loss(self.model(x), y))
+            parameters = list(self.model.parameters())
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(losses[-1] / self.num_data, parameters), strict=True
+            ):
+                if isinstance(
+                    parameter, DTensor
+                ):  # torch adds up sums of parts of several backwards, and then the parts
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        norms = []
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            norm = torch.linalg.vector_norm(parameter.grad)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        coefficient = torch.clamp(0.05 / (norm + 1e-6), max=1.0)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                _local(parameter.grad).mul_(coefficient)  # type: ignore[arg-type]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses, float(norm)
+
+
+def _step(engine: Any, number: int, data_rank: int) -> torch.Tensor:
+    x, y = _batch(number, data_rank)
+    loss = mse_loss(engine(x), y)
+    engine.backward(loss)
+    engine.step()
+    found: torch.Tensor = loss.detach()
+    return found
+
+
+def _require_equal(model: nn.Module, plain: nn.Module) -> None:
+    found = model.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(_local(found[name]), _local(value)), name
+
+
+def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
+    errors = run_ranks(num, function, directory)
+    assert not any(errors), "\n".join(errors)
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "none"), (3, "nvme")])
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = _parallelized(mesh["tp"], by_sequence=by_sequence)
+        plain = _Plain(_parallelized(mesh["tp"], by_sequence=by_sequence), 2)
+        names = [name for name, _ in model.named_parameters()]
+        engine = infinity.initialize(model=model, config=_config(tmp_path / str(rank), stage, tier), mesh_param=mesh)[0]
+        assert [name for name, _ in engine.module.named_parameters()] == names
+        assert isinstance(model.blocks[0].up.weight, DTensor) and type(model.blocks[0].up).__name__ == "Linear"
+        for number in range(_STEPS):
+            losses, norm = plain.step(number)
+            assert torch.equal(_step(engine, number, rank // 2), losses[rank // 2])
+            assert engine.get_global_grad_norm() == norm
+        _require_equal(engine.module, plain.model)
+        engine.close()
+        assert type(model.blocks[0].up) is nn.Linear
+        kinds = [type(parameter.data) for parameter in plain.model.parameters()]
+        assert [type(parameter.data) for parameter in model.parameters()] == kinds
+        _require_equal(model, plain.model)
+        x, _ = _batch(9, 0)
+        assert torch.equal(model(x), plain.model(x))
+
+    _require(4, train, tmp_path)
+
+
+def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        plain = _Plain(_parallelized(mesh["tp"]), 1, is_fused=False)
+        losses = [plain.step(number)[0][0] for number in range(_STEPS)]
+        config = _config(tmp_path / str(rank), 3)
+        del config["optimizer"]
+        for how in ("optimizer", "model_parameters"):
+            model = _parallelized(mesh["tp"])
+            own: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
+            wanted: dict[str, Any] = {"optimizer": own}
+            if how == "model_parameters":
+                groups = [{"params": [parameter]} for parameter in model.parameters()]
+                wanted = {"model_parameters": groups, "optimizer": lambda each: torch.optim.AdamW(each, lr=0.01)}
+            engine = infinity.initialize(model=model, config=config, mesh_param=mesh, **wanted)[0]
+            assert [_step(engine, number, 0) for number in range(_STEPS)] == losses
+            engine.close()
+            _require_equal(model, plain.model)
+            held = {id(each) for group in own.param_groups for each in group["params"]}
+            assert held == {id(each) for each in model.parameters()}
+
+    _require(2, train, tmp_path)
+
+
+def test_checkpoints_of_parts(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        config = _config(tmp_path / str(rank), 3, bf16={"enabled": True})
+        made = [infinity.initialize(model=_parallelized(mesh["tp"]).bfloat16(), config=config, mesh_param=mesh)[0]]
+
+        def train(engine: Any, numbers: range) -> list[torch.Tensor]:
+            losses = []
+            for number in numbers:
+                x, y = _batch(number, rank // 2)
+                losses.append(mse_loss(engine(x).float(), y))
+                engine.backward(losses[-1])
+                engine.step()
+            return losses
+
+        train(made[0], range(2))
+        made[0].save_checkpoint(tmp_path / "saved")
+        losses = train(made[0], range(2, 4))
+        expected = copy.deepcopy(made[0].module.state_dict())
+        made[0].close()
+        other = infinity.initialize(model=_parallelized(mesh["tp"]).bfloat16(), config=config, mesh_param=mesh)[0]
+        other.load_checkpoint(tmp_path / "saved")
+        assert train(other, range(2, 4)) == losses
+        for name, value in other.module.state_dict().items():
+            assert torch.equal(value, expected[name])
+        other.close()
+
+    _require(4, train, tmp_path)
+
+
+def test_a_mesh_that_says_something_else_is_refused(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = _parallelized(mesh["tp"])
+        before = list(model.parameters())
+        for wrong in ({}, {"mesh_param": init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))}):
+            with pytest.raises(UnsupportedModelError, match=r"embed.weight' is a DTensor of the ranks .*pass mesh\["):
+                infinity.initialize(model=model, config=_config(tmp_path, 3), **wrong)
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+        assert isinstance(model.head.weight, DTensor) and type(model.head) is nn.Linear
+
+    _require(4, train, tmp_path)
