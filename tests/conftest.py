@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -37,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine makes no example wrong
+    hypothesis.settings.load_profile("tests")
     torch.set_num_threads(1)
     # Threads of other processes that wait for each other sleep meanwhile: there are more of them than processors.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

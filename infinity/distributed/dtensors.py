@@ -185,7 +185,9 @@ def _part_of(whole: Any) -> nn.Parameter:
     local = whole.to_local().detach()
     part = nn.Parameter(local, requires_grad=whole.requires_grad)
     _exchange(whole, local.new_empty(0))  # its memory is the engine's to let go of
-    part.tensor_model_parallel = any(placement.is_shard() for placement in whole.placements)  # type: ignore[attr-defined]
+    vars(part)["tensor_model_parallel"] = any(
+        placement.is_shard() for placement in whole.placements
+    )  # as Megatron marks them
     return part
 
 
