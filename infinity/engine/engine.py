@@ -33,7 +33,7 @@ from infinity.engine.settled_access import SettledAccess
 from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.engine.weights_at_close import leave
-from infinity.errors import StepOrderError
+from infinity.errors import ConfigError, StepOrderError
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.loop.backward import Backwards
 from infinity.loop.grad_access import GradAccess
@@ -413,7 +413,8 @@ class Engine(Relayout):
 
         Raises:
             StepOrderError: there is one already, or a step is under way.
-            ConfigValueError: the config divides gradients, or has 1-bit Adam's own exchange.
+            ConfigError: the config divides gradients, or has 1-bit Adam's own exchange; or processes have different parts of
+                the model, and the state names no process group.
             RankError: other processes have registered another, or none.
         """
         self._check_usable()
@@ -421,6 +422,11 @@ class Engine(Relayout):
         if self._hook is not None:
             cure = "Make one hook of both, or another engine"
             raise StepOrderError("engine.register_comm_hook()", "there is a communication hook already", cure=cure)
+        if self._mesh.is_divided and getattr(state, "process_group", state) is None:
+            raise ConfigError(
+                f"the communication hook's state names no process group, and processes have {self._mesh.parts.num} parts of the "
+                "model, which would all be averaged. Make it with infinity.utils.groups.get_data_parallel_group(), or a group like that"
+            )
         check_comm_hook(self.config, hook, self._mesh.data, exchanges_momenta=self._stepper.exchanges_momenta)
         self._hook = MeanHook(state, hook, self.global_rank)
         self._stepper.gradients.take_hook(self._hook)

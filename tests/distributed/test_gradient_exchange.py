@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.distributed.collectives import world
-from infinity.errors import ConfigValueError, RankError, StepOrderError
+from infinity.errors import ConfigError, ConfigValueError, RankError, StepOrderError
 from tests.ranks import run_ranks
 
 _STEPS = 4
@@ -267,6 +267,32 @@ def test_what_a_hook_cannot_be_combined_with(tmp_path: Path) -> None:
             engine.backward(mse_loss(engine(x, 1), y))
 
     _run(train, tmp_path)
+
+
+def test_a_hook_beside_tensor_parallelism_is_told_its_group(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def trained(hook: bool) -> dict[str, Any]:
+            config = _config(tmp_path / str(rank), "nvme", 1)
+            engine = infinity.initialize(model=_model(), config=config, mesh_param=mesh)[0]
+            if hook:
+                for state in (None, PowerSGDState(None)):
+                    with pytest.raises(ConfigError, match="names no process group, and processes have 2 parts"):
+                        engine.register_comm_hook(state, allreduce_hook)
+                engine.register_comm_hook(mesh["dp"].get_group(), allreduce_hook)
+            for step in range(2):
+                x, y = _batch(step, rank // 2)
+                engine.backward(mse_loss(engine(x, 2), y))
+                engine.step()
+            found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            engine.close()
+            return found
+
+        _assert_equal(trained(True), trained(False))
+
+    errors = run_ranks(4, train, tmp_path)
+    assert not any(errors), "\n".join(errors)
 
 
 def test_one_process_calls_no_hook(tmp_path: Path) -> None:
