@@ -425,7 +425,7 @@ class Engine(Relayout):
         if self._mesh.is_divided and getattr(state, "process_group", state) is None:
             raise ConfigError(
                 f"the communication hook's state names no process group, and processes have {self._mesh.parts.num} parts of the "
-                "model, which would all be averaged. Make it with infinity.utils.groups.get_data_parallel_group(), or a group like that"
+                "model, which would all be averaged. Make it with infinity.utils.groups.get_data_parallel_group()"
             )
         check_comm_hook(self.config, hook, self._mesh.data, exchanges_momenta=self._stepper.exchanges_momenta)
         self._hook = MeanHook(state, hook, self.global_rank)
