@@ -123,7 +123,7 @@ def initialize(
             earlier.hand_over()
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
         parts = LocalParameters(model, mesh)
-        undo.callback(parts.undo)
+        undo.callback(_restore_parts, parts, optimizer)
         check_model(model)
         if resolved.compute_dtype == torch.float32:
             warn_of_other_dtypes(model)
@@ -134,7 +134,6 @@ def initialize(
         torch_device = choose_device(model, device, local_rank() if device_rank is None else device_rank)
         parameters = list(model.parameters())
         if parts and isinstance(optimizer, torch.optim.Optimizer):
-            undo.callback(parts.take_from, optimizer)
             parts.give_to(optimizer)
         if parts and model_parameters is not None:
             model_parameters = list(parts.of(model_parameters))
@@ -234,6 +233,10 @@ def _untile(tiling: Tiling, optimizer: Any) -> None:
 
 def _restore(tiling: Tiling, parts: LocalParameters, optimizer: Any) -> None:
     _untile(tiling, optimizer)
+    _restore_parts(parts, optimizer)
+
+
+def _restore_parts(parts: LocalParameters, optimizer: Any) -> None:
     parts.undo()
     if isinstance(optimizer, torch.optim.Optimizer):
         parts.take_from(optimizer)

@@ -102,6 +102,8 @@ class LocalParameters:
         ]
         self._parts: dict[int, nn.Parameter] = {}
         """By id of the DTensor: a weight may be in several places."""
+        self._given_back: dict[int, nn.Parameter] = {}
+        """By id of the part, from `undo` on: the DTensor, or another one where the part has got another dtype."""
         names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         for place in self._places:
             _check(names[id(place.whole)], place.whole, mesh)
@@ -145,9 +147,8 @@ class LocalParameters:
 
     def take_from(self, optimizer: torch.optim.Optimizer) -> None:
         """Its groups hold DTensors again."""
-        wholes = {id(self._parts[id(place.whole)]): place.whole for place in self._places}
         for group in optimizer.param_groups:
-            group["params"] = [wholes.get(id(each), each) for each in group["params"]]
+            group["params"] = [self._given_back.get(id(each), each) for each in group["params"]]
 
     def undo(self) -> None:
         """Modules have their DTensors again, of what the parts hold."""
@@ -155,12 +156,14 @@ class LocalParameters:
             part = module._parameters.get(name)
             if part is not self._parts[id(whole)]:
                 continue  # the script has put another one there
-            if part.dtype == whole.dtype:
-                _exchange(whole, part.data)
-                module._parameters[name] = whole
-            else:
-                made = _form_of(whole).made_of(part.data)
-                module._parameters[name] = nn.Parameter(made, requires_grad=whole.requires_grad)
+            if id(part) not in self._given_back:
+                self._given_back[id(part)] = whole
+                if part.dtype == whole.dtype:
+                    _exchange(whole, part.data)
+                else:
+                    made = _form_of(whole).made_of(part.data)
+                    self._given_back[id(part)] = nn.Parameter(made, requires_grad=whole.requires_grad)
+            module._parameters[name] = self._given_back[id(part)]
         for module in {id(place.module): place.module for place in self._places}.values():
             if module.__dict__.pop(_ATTRIBUTE, None) is not None:
                 module.__class__ = type(module).__base__  # type: ignore[assignment]

@@ -209,6 +209,29 @@ def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
     _require(2, train, tmp_path)
 
 
+def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = _parallelized(mesh["tp"])
+        model.also = model.head  # the same weight in two places
+        own = torch.optim.AdamW(model.parameters(), lr=0.01)
+        config = _config(tmp_path / str(rank), 3, bf16={"enabled": True})
+        del config["optimizer"]
+        engine = infinity.initialize(model=model, optimizer=own, config=config, mesh_param=mesh)[0]
+        x, y = _batch(0, 0)
+        engine.backward(mse_loss(engine(x).float(), y))
+        engine.step()
+        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.close()
+        assert model.also.weight is model.head.weight and isinstance(model.head.weight, DTensor)
+        held = {id(each) for group in own.param_groups for each in group["params"]}
+        assert held == {id(each) for each in model.parameters()}
+        for name, value in model.state_dict().items():
+            assert torch.equal(_local(value), expected[name].to(value.dtype)), name
+
+    _require(2, train, tmp_path)
+
+
 def test_checkpoints_of_parts(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
