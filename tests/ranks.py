@@ -37,6 +37,12 @@ def run_ranks(num: int, function: Callable[[int], Any], directory: Path) -> list
     return [end.read_text() if end.exists() else "it was killed" for end in ends]
 
 
+def require_ranks(num: int, function: Callable[[int], Any], directory: Path) -> None:
+    """As `run_ranks`, and no process may fail."""
+    errors = run_ranks(num, function, directory)
+    assert not any(errors), "\n".join(errors)
+
+
 def _fork(rank: int, num: int, function: Callable[[int], Any], directory: Path) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 import infinity
 from infinity.distributed.collectives import world
 from infinity.errors import ConfigError, ConfigValueError, RankError, StepOrderError
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks
 
 _STEPS = 4
 
@@ -76,11 +76,6 @@ def _trained(config: dict[str, Any], rank: int, hook: tuple[Any, Callable[..., A
     return found | {"sent": sent}
 
 
-def _run(function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(2, function, directory)
-    assert not any(errors), "\n".join(errors)
-
-
 def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         assert name == "sent" or torch.equal(found[name], value), name
@@ -123,7 +118,7 @@ def test_communication_data_type_halves_the_bytes(stage: int, offload: str, dtyp
         assert any(not torch.equal(exact[name], value) for name, value in expected.items())
         assert found["sent"] * 2 == exact["sent"] > 0
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +141,7 @@ def test_a_hook_that_averages_gives_the_same_bits(
         _assert_equal(found, expected)
         assert found["sent"] == 0 < expected["sent"]
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "nvme"), (1, "none")])
@@ -165,7 +160,7 @@ def test_a_hook_gives_the_bits_of_ddp(stage: int, offload: str, tmp_path: Path) 
             optimizer.zero_grad()
         _assert_equal(found, model.state_dict())
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -209,7 +204,7 @@ def test_power_sgd_gives_the_bits_of_ddp(stage: int, tmp_path: Path) -> None:
         assert torch.equal(engine.module.state_dict()["weight"], model.weight)
         assert own.iter == others.iter > 3 and own.compression_stats() == others.compression_stats()
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_power_sgd_converges_as_adam_does(tmp_path: Path) -> None:
@@ -238,7 +233,7 @@ def test_power_sgd_converges_as_adam_does(tmp_path: Path) -> None:
         assert exact < first / 4 and compressed < 1.5 * exact + 0.02
         assert state.total_numel_before_compression > 4 * state.total_numel_after_compression > 0
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_what_a_hook_cannot_be_combined_with(tmp_path: Path) -> None:
@@ -266,7 +261,7 @@ def test_what_a_hook_cannot_be_combined_with(tmp_path: Path) -> None:
         with pytest.raises(RankError, match="gave a NoneType, not a Future of a tensor of"):
             engine.backward(mse_loss(engine(x, 1), y))
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_a_hook_beside_tensor_parallelism_is_told_its_group(tmp_path: Path) -> None:
@@ -291,8 +286,7 @@ def test_a_hook_beside_tensor_parallelism_is_told_its_group(tmp_path: Path) -> N
 
         _assert_equal(trained(True), trained(False))
 
-    errors = run_ranks(4, train, tmp_path)
-    assert not any(errors), "\n".join(errors)
+    require_ranks(4, train, tmp_path)
 
 
 def test_one_process_calls_no_hook(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import infinity
 from infinity.distributed.collectives import world
 from infinity.errors import ConfigValueError, UnsupportedModelError
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks
 
 _WIDTH = 96
 
@@ -84,11 +84,6 @@ def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert torch.equal(found[name], value), name
 
 
-def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(num, function, directory)
-    assert not any(errors), "\n".join(errors)
-
-
 @pytest.mark.parametrize("changes", [{}, {"fp16": {"enabled": True}}, {"communication_data_type": "bf16"}])
 def test_groups_of_any_size_give_the_same_bits(changes: dict[str, Any], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -96,7 +91,7 @@ def test_groups_of_any_size_give_the_same_bits(changes: dict[str, Any], tmp_path
         for stage, tier, size in [(1, "nvme", 2), (2, "cpu", 2), (3, "nvme", 2), (3, "none", 1), (3, "nvme", 4)]:
             _require_same(_trained(_config(tmp_path, stage, tier, size, **changes), rank), expected)
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_six_ranks_in_groups_of_three_and_of_two(tmp_path: Path) -> None:
@@ -105,7 +100,7 @@ def test_six_ranks_in_groups_of_three_and_of_two(tmp_path: Path) -> None:
         for size in (2, 3):
             _require_same(_trained(_config(tmp_path, 3, "nvme", size), rank), expected)
 
-    _require(6, train, tmp_path)
+    require_ranks(6, train, tmp_path)
 
 
 @pytest.mark.parametrize("names", [("dp_replicate", "dp_shard"), ("shard", "replicate")])
@@ -120,7 +115,7 @@ def test_a_mesh_says_who_has_copies(names: tuple[str, str], tmp_path: Path) -> N
             assert list(division.sharers.members) == mine and division.copies.num == 2
         _require_same(_trained(config, rank, mesh_param=mesh), expected)
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_what_a_group_divides_and_sends(tmp_path: Path) -> None:
@@ -145,7 +140,7 @@ def test_what_a_group_divides_and_sends(tmp_path: Path) -> None:
         assert sent[2][0] == pytest.approx(sent[4][0], rel=0.02)  # to means of parts
         assert sent[2][1] == pytest.approx(sent[2][0] / 3, rel=0.02)  # which those with the same share exchange
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_checkpoints_and_exports_of_groups(tmp_path: Path) -> None:
@@ -164,7 +159,7 @@ def test_checkpoints_and_exports_of_groups(tmp_path: Path) -> None:
                 assert [_step(engine, rank, number) for number in range(2, 4)] == then
                 _require_same(_state(engine), expected)
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
@@ -182,8 +177,8 @@ def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
 
     for name in ("once", "twice", "other"):
         (tmp_path / name).mkdir()
-    _require(4, run(2, 0, 2), tmp_path / "once")
-    _require(4, run(2, 2, 4), tmp_path / "twice")
+    require_ranks(4, run(2, 0, 2), tmp_path / "once")
+    require_ranks(4, run(2, 2, 4), tmp_path / "twice")
 
     def refused(rank: int) -> None:
         with pytest.raises(UnsupportedModelError, match="divides states among 2 processes, not 4"):
@@ -192,7 +187,7 @@ def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
         found = torch.load(tmp_path / f"state 2 4 {rank}")
         _require_same(found, {name: value for name, value in expected.items() if name in found})
 
-    _require(4, refused, tmp_path / "other")
+    require_ranks(4, refused, tmp_path / "other")
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.errors import UnsupportedModelError
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks
 
 _WIDTH, _STEPS = 32, 3
 
@@ -153,11 +152,6 @@ def _require_equal(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(_local(found[name]), _local(value)), name
 
 
-def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(num, function, directory)
-    assert not any(errors), "\n".join(errors)
-
-
 @pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "none"), (3, "nvme")])
 @pytest.mark.parametrize("by_sequence", [False, True])
 def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_path: Path) -> None:
@@ -182,7 +176,7 @@ def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_p
         x, _ = _batch(9, 0)
         assert torch.equal(model(x), plain.model(x))
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
@@ -206,7 +200,7 @@ def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
             held = {id(each) for group in own.param_groups for each in group["params"]}
             assert held == {id(each) for each in model.parameters()}
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(tmp_path: Path) -> None:
@@ -229,7 +223,7 @@ def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(tmp_path:
         for name, value in model.state_dict().items():
             assert torch.equal(_local(value), expected[name].to(value.dtype)), name
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_checkpoints_of_parts(tmp_path: Path) -> None:
@@ -259,7 +253,7 @@ def test_checkpoints_of_parts(tmp_path: Path) -> None:
             assert torch.equal(value, expected[name])
         other.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_a_mesh_that_says_something_else_is_refused(tmp_path: Path) -> None:
@@ -273,4 +267,4 @@ def test_a_mesh_that_says_something_else_is_refused(tmp_path: Path) -> None:
         assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
         assert isinstance(model.head.weight, DTensor) and type(model.head) is nn.Linear
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
