@@ -267,11 +267,19 @@ def scale(
     specs = list(peers(peer_build_dir, peer_python))[:1] if peer else []
     results = []
     with tempfile.TemporaryDirectory(prefix="bench_scale_", dir=nvme_path) as directory:
+
+        def attempt(way: scaling.Way, layers: int) -> scaling.Try:
+            workload = Workload(model=model, num_layers=layers, seq_len=seq_len, checkpointing="non-reentrant")
+            return scaling.attempt(way, workload, Path(directory), steps)
+
+        for spec in specs:
+            # Compilers need more memory than a model with one layer: once without the limit, what it compiles is there.
+            if (problem := attempt(scaling.Way(spec.name, spec), 1).problem) is not None:
+                raise click.UsageError(f"--peer does not train a model with one layer, without a limit: {problem}.")
         for way in scaling.ways(limit, iter(specs)):
 
             def attempt_with(layers: int, way: scaling.Way = way) -> scaling.Try:
-                workload = Workload(model=model, num_layers=layers, seq_len=seq_len, checkpointing="non-reentrant")
-                return scaling.attempt(way, workload, Path(directory), steps)
+                return attempt(way, layers)
 
             def tell(made: scaling.Try, way: scaling.Way = way) -> None:
                 what = (

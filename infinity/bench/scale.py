@@ -6,6 +6,7 @@ ends it.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ _BESIDE_BYTES, _LEAST_RAM_SHARE = 800 << 20, 0.5
 """Libraries, activations and what torch allocates for a while take so much of the limit where states stay in RAM."""
 _DRIVE_SHARE = 0.2
 """Of the limit, what is ours to manage with states on a drive. The page cache needs some, too."""
+_LINE_CHARACTERS = 160
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def attempt(way: Way, workload: Workload, directory: Path, num_steps: int) -> Tr
                 participant.peak_bytes,
             )
     except ParticipantFailed as error:
-        return Try(layers, problem=str(error).splitlines()[0])
+        return Try(layers, problem=textwrap.shorten(str(error).splitlines()[0], _LINE_CHARACTERS))
 
 
 def largest(name: str, most_layers: int, attempt_with: Callable[[int], Try], tell: Callable[[Try], None]) -> Largest:
