@@ -227,7 +227,9 @@ Examples:
 @click.option("--most-layers", type=_AT_LEAST_ONE, default=256, show_default=True, help="No model is larger.")
 @click.option("--seq-len", type=_AT_LEAST_ONE, default=64, show_default=True, help="Tokens of a sequence.")
 @click.option("--steps", type=_AT_LEAST_ONE, default=1, show_default=True, help="Of each try, behind one to warm up.")
-@click.option("--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with its lean settings, and without checkpointing.")
+@click.option(
+    "--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with its lean settings, and without checkpointing."
+)
 @click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
 @click.option("--peer-build-dir", type=PathType(), default=_BUILD_DIR, help="Keeps what the peer compiles.")
 @click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
