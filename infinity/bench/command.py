@@ -83,6 +83,15 @@ def bench() -> None:
     """Measure the training step against what bounds it and beside its peers, or updates alone."""
 
 
+_dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Processors without bfloat16 compute faster in float32.",
+)
+
+
 @bench.command(
     epilog="""\b
 Examples:
@@ -99,7 +108,7 @@ Examples:
 )
 @click.option("--seq-len", type=_AT_LEAST_ONE, default=256, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch-size", type=_AT_LEAST_ONE, default=1, show_default=True, help="Sequences of a micro-batch.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@_dtype_option
 @click.option("--micro-batches", type=_Listed(_count, "1,3"), default=(1,), help="Of a step, e.g. 1,3; 1 by default.")
 @click.option("--clip", type=_Listed(_norm, "0,1"), default=(0.0,), help="Norms, e.g. 0,1; 0, the default, is off.")
 @click.option(
@@ -226,6 +235,7 @@ Examples:
 )
 @click.option("--most-layers", type=_AT_LEAST_ONE, default=256, show_default=True, help="No model is larger.")
 @click.option("--seq-len", type=_AT_LEAST_ONE, default=64, show_default=True, help="Tokens of a sequence.")
+@_dtype_option
 @click.option("--steps", type=_AT_LEAST_ONE, default=1, show_default=True, help="Of each try, behind one to warm up.")
 @click.option(
     "--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with its lean settings, and without checkpointing."
@@ -240,6 +250,7 @@ def scale(
     model: str,
     most_layers: int,
     seq_len: int,
+    dtype: str,
     steps: int,
     peer: str | None,
     peer_python: str,
@@ -273,7 +284,9 @@ def scale(
         def attempt(way: scaling.Way, layers: int) -> scaling.Try:
             # DeepSpeed 0.19.8 has too few buffers for a layer that is computed again ("Not enough buffers 0 for swapping 1").
             checkpointing = "none" if way.spec.kind == "deepspeed" else "non-reentrant"
-            workload = Workload(model=model, num_layers=layers, seq_len=seq_len, checkpointing=checkpointing)
+            workload = Workload(
+                model=model, num_layers=layers, seq_len=seq_len, dtype=dtype, checkpointing=checkpointing
+            )
             return scaling.attempt(way, workload, Path(directory), steps)
 
         for spec in specs:
