@@ -205,8 +205,10 @@ def _read_share(participant: Participant) -> float:
     return float(turn["read_bytes"] / total) if total else 0.5
 
 
-def peers(extensions_directory: Path, python: str) -> Sequence[ParticipantSpec]:
-    """DeepSpeed with low host memory, and at its fastest."""
+def peers(
+    extensions_directory: Path, python: str, variants: Sequence[str] = ("lean", "pipelined")
+) -> Sequence[ParticipantSpec]:
+    """DeepSpeed, each time with other settings: by default with low host memory, and at its fastest."""
     return [
         ParticipantSpec(
             name=f"deepspeed_{variant}",
@@ -214,5 +216,5 @@ def peers(extensions_directory: Path, python: str) -> Sequence[ParticipantSpec]:
             settings={"variant": variant, "extensions_directory": str(extensions_directory)},
             python=python,
         )
-        for variant in ("lean", "pipelined")
+        for variant in variants
     ]

@@ -237,9 +237,7 @@ Examples:
 @click.option("--seq-len", type=_AT_LEAST_ONE, default=64, show_default=True, help="Tokens of a sequence.")
 @_dtype_option
 @click.option("--steps", type=_AT_LEAST_ONE, default=1, show_default=True, help="Of each try, behind one to warm up.")
-@click.option(
-    "--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with its lean settings, and without checkpointing."
-)
+@click.option("--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with settings for low memory.")
 @click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
 @click.option("--peer-build-dir", type=PathType(), default=_BUILD_DIR, help="Keeps what the peer compiles.")
 @click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
@@ -277,15 +275,13 @@ def scale(
         check_picture(png, "--png", _PICTURES)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT))
     peer_build_dir.mkdir(parents=True, exist_ok=True)
-    specs = list(peers(peer_build_dir, peer_python))[:1] if peer else []
+    specs = peers(peer_build_dir, peer_python, ["small"]) if peer else []
     results = []
     with tempfile.TemporaryDirectory(prefix="bench_scale_", dir=nvme_path) as directory:
 
         def attempt(way: scaling.Way, layers: int) -> scaling.Try:
-            # DeepSpeed 0.19.8 has too few buffers for a layer that is computed again ("Not enough buffers 0 for swapping 1").
-            checkpointing = "none" if way.spec.kind == "deepspeed" else "non-reentrant"
             workload = Workload(
-                model=model, num_layers=layers, seq_len=seq_len, dtype=dtype, checkpointing=checkpointing
+                model=model, num_layers=layers, seq_len=seq_len, dtype=dtype, checkpointing="non-reentrant"
             )
             return scaling.attempt(way, workload, Path(directory), steps)
 
