@@ -18,8 +18,8 @@ _LEAN_ELEMENTS = int(4e7)
 def make_config(workload: Workload, settings: dict[str, Any], largest_numel: int) -> dict[str, Any]:
     """DeepSpeed's config: `lean` keeps host memory low, `pipelined` is its fastest that does not assert.
 
-    `small` is `lean` for models of any size: with few layers or with checkpointing, 0.19.8 fails where it reads ahead ("Not enough
-    buffers 0 for swapping 1").
+    `small` is `lean` for models of any size: with few layers or with checkpointing, 0.19.8 fails where it reads ahead
+    ("Not enough buffers 0 for swapping 1").
     """
     offload_param = {
         "device": "nvme",
