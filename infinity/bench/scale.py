@@ -70,7 +70,7 @@ def ways(limit_bytes: int, peers: Iterator[ParticipantSpec]) -> list[Way]:
         Way("plain torch", ParticipantSpec("in_memory", "in_memory")),
         Way("offload to RAM", ours("cpu", max(limit_bytes - _BESIDE_BYTES, _LEAST_RAM_SHARE * limit_bytes))),
         Way("offload to the drive", ours("nvme", _DRIVE_SHARE * limit_bytes)),
-        *(Way(spec.name, spec) for spec in peers),
+        *(Way(spec.kind, spec) for spec in peers),
     ]
     return [replace(way, spec=replace(way.spec, memory_limit_bytes=limit_bytes)) for way in found]
 
@@ -123,13 +123,13 @@ def largest(name: str, most_layers: int, attempt_with: Callable[[int], Try], tel
 
 
 def scale_table(results: list[Largest], limit_bytes: int) -> Table:
-    """One row per way."""
+    """One row per way. Why a model did not train is told when it is tried."""
     made = Table(title=f"the largest model in {limit_bytes / 2**30:.2f} GiB", title_justify="left")
-    for heading in ("", "layers", "parameters", "step", "peak", "one that did not train"):
-        made.add_column(heading, justify="left" if heading in ("", "one that did not train") else "right")
+    for heading in ("", "layers", "parameters", "step", "peak", "layers that did not train"):
+        made.add_column(heading, justify="left" if heading == "" else "right")
     for result in results:
         best, failed = result.best, result.next
-        told = "" if failed is None else f"{failed.num_layers} layers: {failed.problem}"
+        told = "" if failed is None else str(failed.num_layers)
         if best is None:
             made.add_row(result.name, "none", "", "", "", told)
             continue
@@ -156,14 +156,15 @@ def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
         ("seconds per step", lambda best: best.seconds_per_step or 0.0),
         ("peak host memory, GB", lambda best: (best.peak_bytes or 0) / 1e9),
     ]
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(12, 1.2 + 0.6 * len(results)), sharey=True)
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(13, 1.2 + 0.6 * len(results)), sharey=True)
     for axes, (title, value) in zip(all_axes, panels, strict=True):
-        bars = axes.barh(
-            [each.name for each in results], [0.0 if each.best is None else value(each.best) for each in results]
-        )
-        axes.bar_label(bars, fmt="%.3g", padding=3)
+        values = [0.0 if each.best is None else value(each.best) for each in results]
+        told = [f"{found:,.0f}" if found >= 100 else f"{found:.3g}" for found in values]
+        if axes is all_axes[0]:  # nothing larger was asked for, or none trained
+            told = [f"{text} or more" if each.next is None else text for each, text in zip(results, told, strict=True)]
+        axes.bar_label(axes.barh([each.name for each in results], values), told, padding=3)
         axes.set_title(title)
-        axes.margins(x=0.2)
+        axes.margins(x=0.35)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].invert_yaxis()
     figure.suptitle(f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory")
