@@ -5,6 +5,8 @@ Operations that touch the same block of an extent, at least one of them writing,
 their submission; all others run side by side. An operation keeps the earlier ones it must wait for in ``blockers`` and
 becomes ready when the last of them is over, whether it succeeded or not: a failed write has by then marked its bytes as
 broken, so a read behind it fails instead of returning stale bytes, and a later write of the same bytes heals them.
+Whoever comes behind a write waits for what it covers by waiting for it. If it ends before that, because what it waits for
+hangs or all is being closed, those behind it wait for that themselves (`Scheduler._finish`).
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Ledger:
             self._reads.add(operation)
         else:
             operation.blockers.update(dict.fromkeys(self._reads.of(operation)))
+            self._cover(operation)
             self._writes.add(operation)
             self._written.add(operation.offset, operation.stop)
 
@@ -83,4 +86,17 @@ class Ledger:
 
     def discharge(self, operation: Operation) -> None:
         """Forget an operation that nothing is at work on any more."""
-        (self._reads if operation.direction is Direction.READ else self._writes).pop(operation)
+        self._of(operation).pop(operation)
+        for earlier in operation.covered:  # it may have ended before what it waited for
+            self._of(earlier).show(earlier)
+        operation.covered = []
+
+    def _cover(self, operation: Operation) -> None:
+        start, stop = operation.hazard_start, operation.hazard_stop
+        blockers = operation.blockers
+        operation.covered = [each for each in blockers if start <= each.hazard_start and each.hazard_stop <= stop]
+        for earlier in operation.covered:
+            self._of(earlier).hide(earlier)
+
+    def _of(self, operation: Operation) -> Overlaps:
+        return self._reads if operation.direction is Direction.READ else self._writes

@@ -49,6 +49,7 @@ class Operation:
         ready_seconds: When it became ready, if somebody observes transfers; 0 otherwise.
         retries: Transfers that have to be tried again.
         blockers: Unfinished earlier operations on the same bytes.
+        covered: Of its blockers, those that touch no byte that it does not touch.
         dependents: Later operations that have this one among their blockers.
         error: Why it failed.
         is_finished: It is known how it ended; the backend may still have the buffer (see ``OperationState.STALLED``).
@@ -62,6 +63,7 @@ class Operation:
         "array",
         "blockers",
         "callbacks",
+        "covered",
         "cursor",
         "dependents",
         "direction",
@@ -114,6 +116,7 @@ class Operation:
         self.retries: list[Transfer] = []
         self.state = OperationState.BLOCKED
         self.blockers: dict[Operation, None] = {}
+        self.covered: list[Operation] = []
         self.dependents: list[Operation] = []
         self.error: SwapperError | None = None
         self.is_finished = False

@@ -2,7 +2,8 @@
 
 [Note: finding overlaps] Thousands of small operations may be unfinished at once, and a look at all of them for each new one
 would take longer than the drive. So each lies in a grid whose cells are at least as long as it is, one grid for each
-power of two: it touches two cells at most, and whoever looks for a range looks into few.
+power of two: it touches two cells at most, and whoever looks for a range looks into few. A write hides what it covers, so
+that of many writes of the same bytes each finds the last one alone.
 """
 
 from __future__ import annotations
@@ -34,17 +35,12 @@ class Overlaps:
 
     def add(self, operation: Operation) -> None:
         """Take an operation in, behind all others."""
-        start, stop = operation.hazard_start, operation.hazard_stop
-        power = (stop - start).bit_length()
-        grid = self._cells.setdefault(power, {})
-        for place in _places(start, stop, power):
-            grid.setdefault(place, {})[operation] = None
         self._next += 1
         self._numbers[operation] = self._next
+        self.show(operation)
 
-    def pop(self, operation: Operation) -> None:
-        """Leave an operation out, if it is there."""
-        self._numbers.pop(operation, None)
+    def hide(self, operation: Operation) -> None:
+        """`of` no longer finds an operation that is in: what covers it waits for it, and is found in its place."""
         start, stop = operation.hazard_start, operation.hazard_stop
         power = (stop - start).bit_length()
         grid = self._cells.get(power, {})
@@ -55,6 +51,21 @@ class Overlaps:
                 grid.pop(place, None)
         if not grid:
             self._cells.pop(power, None)
+
+    def show(self, operation: Operation) -> None:
+        """`of` finds an operation, if it is in."""
+        if operation not in self._numbers:
+            return
+        start, stop = operation.hazard_start, operation.hazard_stop
+        power = (stop - start).bit_length()
+        grid = self._cells.setdefault(power, {})
+        for place in _places(start, stop, power):
+            grid.setdefault(place, {})[operation] = None
+
+    def pop(self, operation: Operation) -> None:
+        """Leave an operation out, if it is there."""
+        self._numbers.pop(operation, None)
+        self.hide(operation)
 
     def of(self, operation: Operation) -> list[Operation]:
         """Return those that touch what this one touches, in their order."""

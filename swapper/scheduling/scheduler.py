@@ -291,9 +291,9 @@ class IOScheduler(Uncopyable):
 
     def _finish(self, operation: Operation, over: list[Operation]) -> None:
         """End an operation; then make ready, or end as well, what waited for it."""
-        ending = [operation]
+        ending = {operation: None}
         while ending:
-            operation = ending.pop()
+            operation, _ = ending.popitem()
             operation.drop_memory()  # before it is seen to be over: its memory is lent again at once
             if not operation.is_finished:
                 self._settle(operation)
@@ -305,9 +305,24 @@ class IOScheduler(Uncopyable):
                 self._retire(ledger.extent)
             for later in operation.dependents:
                 later.blockers.pop(operation, None)
-                if not later.blockers and not later.is_finished and not self._make_ready(later, self._active[later]):
-                    ending.append(later)
+                if later.is_finished or later in ending:
+                    continue
+                self._inherit(later, operation)
+                is_behind = later.error is not None
+                if is_behind or (not later.blockers and not self._make_ready(later, self._active[later])):
+                    ending[later] = None
             operation.dependents.clear()
+
+    def _inherit(self, later: Operation, ended: Operation) -> None:
+        """Have an operation wait for what the one that has ended hid from it, or end it if that hangs."""
+        for earlier in ended.blockers:
+            if earlier.hazard_stop <= later.hazard_start or later.hazard_stop <= earlier.hazard_start:
+                continue
+            if earlier not in later.blockers:
+                later.blockers[earlier] = None
+                earlier.dependents.append(later)
+            if earlier.state is OperationState.STALLED and later.error is None:
+                later.error = behind_error(later, earlier, self._backend)
 
     def _settle(self, operation: Operation) -> None:
         """Fix how an operation ended."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +14,8 @@ import pytest
 
 from swapper import ALIGNMENT, Extent, Handle, Priority, Swapper, SwapperConfig
 from swapper.backend import Direction
+from swapper.errors import StallError, SwapperError
+from swapper.scheduling.watchdog import TICKS_PER_DEADLINE
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.off_main_thread
@@ -195,6 +200,75 @@ def test_hazards_only_between_overlapping_requests_of_which_one_writes(first: st
         assert len(backend.open) == (1 if must_wait else 2)
         backend.complete()
         assert len(backend.open) == 1
+
+
+@pytest.mark.parametrize("reads", [0, 1, 3])
+def test_of_many_writes_of_the_same_bytes_each_waits_for_the_one_before(reads: int) -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend) as swapper:
+        extent = _written(swapper, backend, 8)
+        for _ in range(300):
+            for _ in range(reads):
+                _read(swapper, extent, 2)
+            _write(swapper, extent, 2, 2)
+            assert len(backend.open) == max(reads, 1)
+        assert max(len(each.blockers) for each in swapper._scheduler._active) <= reads + 1
+        for _ in range(300):
+            for _ in range(reads):
+                backend.complete()
+            assert [request.direction for request in backend.open] == [Direction.WRITE]
+            backend.complete()
+            backend.log.clear()
+        assert not swapper._scheduler._active and not backend.open
+
+
+def test_all_that_wait_for_each_other_behind_what_hangs_end_at_once() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with _opened(backend) as swapper:
+        extent = _written(swapper, backend, 8)
+        handles = [_write(swapper, extent, 2), *(_write(swapper, extent, 1, 2 + each) for each in range(5))]
+        handles.append(_read(swapper, extent, 2))
+        swapper._scheduler._tick += TICKS_PER_DEADLINE
+        swapper._scheduler._on_tick()
+        assert len(swapper._scheduler._active) == 1, "only what hangs is left"
+        for handle in handles:
+            with pytest.raises(StallError):
+                handle.wait(0)
+        assert len(backend.open) == 1
+        with pytest.raises(StallError):
+            _write(swapper, extent, 2).wait(0)  # what hangs is found again
+        backend.complete_all()
+        _write(swapper, extent, 2)
+        backend.complete_all()
+        _read(swapper, extent, 2)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_at_the_backend_touches_what_is_written_there(seed: int) -> None:
+    """Whatever completes, fails, hangs and is given up, in whatever order."""
+    chance = random.Random(seed)
+    backend = ManualBackend(64 * _BLOCK, block_bytes=chance.choice([1, _BLOCK]))
+    with _opened(backend, max_inflight=chance.choice([1, 4, 64])) as swapper:
+        scheduler, extent = swapper._scheduler, _written(swapper, backend, 8)
+        chances = {"ask": 8, "complete": 5, "fail": 1, "hang": chance.choice([0, 1])}
+        for action in chance.choices([*chances], [*chances.values()], k=400):
+            with contextlib.suppress(SwapperError):  # of bytes whose write has failed, or of what hangs
+                if action == "ask":
+                    block, do = chance.randrange(8), chance.choice([_read, _write, _write])
+                    do(swapper, extent, block, chance.randint(1, 8 - block))
+                elif action == "hang":
+                    scheduler._tick += TICKS_PER_DEADLINE
+                    scheduler._on_tick()
+                elif backend.open:
+                    index = chance.randrange(len(backend.open))
+                    backend.complete(index) if action == "complete" else backend.fail(errno.EIO, index)
+            for one, other in itertools.combinations(backend.open, 2):
+                apart = one.offset + len(one.memory) <= other.offset or other.offset + len(other.memory) <= one.offset
+                assert apart or Direction.WRITE not in (one.direction, other.direction)
+        backend.complete_all()
+        assert not scheduler._active
+        while scheduler.pending.take() is not None:
+            pass
 
 
 def test_hazards_do_not_reach_into_other_extents() -> None:
