@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -291,9 +292,6 @@ def scale(
                 raise click.UsageError(f"--peer does not train a model with one layer, without a limit: {problem}.")
         for way in scaling.ways(limit, iter(specs)):
 
-            def attempt_with(layers: int, way: scaling.Way = way) -> scaling.Try:
-                return attempt(way, layers)
-
             def tell(made: scaling.Try, way: scaling.Way = way) -> None:
                 what = (
                     made.problem
@@ -301,7 +299,7 @@ def scale(
                 )
                 console.print(f"{way.name}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
 
-            results.append(scaling.largest(way.name, most_layers, attempt_with, tell))
+            results.append(scaling.largest(way.name, most_layers, functools.partial(attempt, way), tell))
     console.print(scaling.scale_table(results, limit))
     if json_file is not None:
         found = {

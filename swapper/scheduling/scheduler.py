@@ -308,8 +308,7 @@ class IOScheduler(Uncopyable):
                 if later.is_finished or later in ending:
                     continue
                 self._inherit(later, operation)
-                is_behind = later.error is not None
-                if is_behind or (not later.blockers and not self._make_ready(later, self._active[later])):
+                if later.error or not (later.blockers or self._make_ready(later, self._active[later])):
                     ending[later] = None
             operation.dependents.clear()
 

@@ -117,9 +117,8 @@ class _Plain:
             for parameter, gradient in zip(
                 parameters, torch.autograd.grad(losses[-1] / self.num_data, parameters), strict=True
             ):
-                if isinstance(
-                    parameter, DTensor
-                ):  # torch adds up sums of parts of several backwards, and then the parts
+                if isinstance(parameter, DTensor):
+                    # torch adds up sums of parts of several backwards, and then the parts
                     gradient = gradient.redistribute(placements=parameter.placements)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         norms = []

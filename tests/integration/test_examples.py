@@ -71,10 +71,8 @@ os._exit(0)  # what it has imported takes seconds to end
 @pytest.fixture(scope="module")
 def running() -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryDirectory() as directory:
-        for_ray = {
-            "RAY_TMPDIR": directory,
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }  # it names sockets there, which must be short
+        # It names sockets there, which must be short.
+        for_ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0"}
         child = subprocess.Popen(
             [sys.executable, "-c", _RUNNING],
             env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | for_ray,
