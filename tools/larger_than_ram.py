@@ -38,7 +38,6 @@ from infinity.bench.cgroup import Cgroup, why_unavailable
 from infinity.demo.train import SIZES, console, read_text, resident_bytes
 
 SIZE = SIZES["3b"]
-SEQ_LEN = 128
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 """Steps before the checkpoint, and steps between it and the kill."""
 BYTES_PER_PARAMETER = 32
@@ -131,10 +130,15 @@ def build(notes: Notes, arguments: argparse.Namespace) -> LlamaForCausalLM:
             hook.remove()
 
 
+def pieces(arguments: argparse.Namespace) -> torch.Tensor:
+    """Of the text, one for each step."""
+    text = read_text(None)
+    return text[: len(text) // arguments.seq_len * arguments.seq_len].view(-1, arguments.seq_len)
+
+
 def batch_of(text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
     """Another piece of the text for each step."""
-    start = step * SEQ_LEN
-    tokens = text[start : start + SEQ_LEN].long().unsqueeze(0)
+    tokens = text[step : step + 1].long()
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -166,7 +170,7 @@ def checksum(engine: infinity.Engine, notes: Notes) -> None:
 
 def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
     """Builds, trains, saves, and goes on until it is killed."""
-    text = read_text(None)
+    text = pieces(arguments)
     model = build(notes, arguments)
     with part(notes, "initialize"):
         engine, *_ = infinity.initialize(model=model, config=engine_config(arguments))
@@ -186,7 +190,7 @@ def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
 
 def second_process(arguments: argparse.Namespace, notes: Notes) -> None:
     """Resumes from the checkpoint, and exports."""
-    text = read_text(None)
+    text = pieces(arguments)
     model = build(notes, arguments)
     with part(notes, "initialize"):
         engine, *_ = infinity.initialize(model=model, config=engine_config(arguments))
@@ -206,7 +210,7 @@ def second_process(arguments: argparse.Namespace, notes: Notes) -> None:
 
 def third_process(arguments: argparse.Namespace, notes: Notes) -> None:
     """Loads what was exported."""
-    text = read_text(None)
+    text = pieces(arguments)
     config = engine_config(arguments, is_trained=False)
     with part(notes, "load_pretrained"):
         model = infinity.load_pretrained(LlamaForCausalLM, arguments.directory / "exported", config=config)
@@ -257,6 +261,7 @@ def start(arguments: argparse.Namespace, name: str, group: Cgroup | None) -> sub
     join = "import os, sys\nfor path in sys.argv[1].split(':'):\n    path and open(path, 'w').write(str(os.getpid()))\n"
     run = "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
     own = [__file__, "--process", name, "--directory", str(arguments.directory), "--layers", str(arguments.layers)]
+    own += ["--seq-len", str(arguments.seq_len)]
     own += ["--nvme-path", str(arguments.nvme_path), "--host-memory-budget", arguments.host_memory_budget]
     own += ["--verbose"] if arguments.verbose else []
     return subprocess.Popen([sys.executable, "-c", join + run, ":".join(files), *own])
@@ -327,6 +332,7 @@ def main() -> int:
     add = parser.add_argument
     add("--larger-than-ram", action="store_true", help="how tools/demo.sh chooses this script")
     add("--layers", type=int, help=f"of {SIZE.num_layers}, 0.1B parameters each (default: as many as the disk holds)")
+    add("--seq-len", type=int, default=128, help="tokens of a step (default: 128)")
     add("--limit", type=int, default=2_000_000_000, help="bytes of memory for all (default: 2 GB)")
     add("--host-memory-budget", default="1GB", help="the engine's part of it (default: 1GB)")
     add("--nvme-path", type=Path, default=Path("nvme"), help="directory on the drive (default: ./nvme)")

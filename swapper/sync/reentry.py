@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import threading
 import weakref
+from collections.abc import Iterator
 from enum import Enum
 from types import CodeType, FrameType
 from typing import Any
@@ -52,6 +53,9 @@ class _Kind(Enum):
     OWN = "this package's"
     BENEATH = "what it calls: the standard library, torch, numpy"
     OTHER = "anybody else's"
+
+
+_OTHER, _BENEATH_US = _Kind.OTHER, _Kind.BENEATH  # found faster than members
 
 
 def watch(module: str) -> None:
@@ -112,27 +116,34 @@ def refuse_owned(lock: Any, what: str) -> None:
 def interrupted_frame() -> FrameType | None:
     """Return our frame on this thread's stack that a signal handler or finalizer came into, if there is one."""
     frame: FrameType | None = sys._getframe(1)
-    others: list[FrameType] = []  # a frame of anybody else's, and what that was called by as long as it is beneath
+    top: FrameType | None = None  # a frame of anybody else's, which what it was called by is beneath, down to `frame`
     lowest: FrameType | None = None
     has_finalizer = False
     while frame is not None:
-        file = frame.f_code.co_filename
-        kind = _kinds.get(file) or _kind_of(file)
-        has_finalizer = has_finalizer or _is_finalizer(frame.f_code)
-        if kind is not _Kind.BENEATH:
-            lowest = frame
-        if kind is _Kind.OTHER:
-            others = [frame]
-        elif kind is _Kind.BENEATH:
-            others.append(frame)
-        elif others:
-            if any(_came_between(each) for each in others) and not _is_resting(frame):
+        code = frame.f_code
+        kind = _kinds.get(code.co_filename) or _kind_of(code.co_filename)
+        if code is _FINALIZER or code.co_name == "__del__":
+            has_finalizer = True
+        if kind is _OTHER:
+            top = lowest = frame
+        elif kind is _BENEATH_US:
+            top = top or frame
+        else:
+            if top is not None and any(map(_came_between, _down(top, frame))) and not _is_resting(frame):
                 return frame
-            others = []
+            top, lowest = None, frame
         frame = frame.f_back
     # A thread of ours cannot wait for itself, whatever it is doing.
     is_ours = lowest is not None and _kind_of(lowest.f_code.co_filename) is _Kind.OWN
     return lowest if has_finalizer and is_ours else None
+
+
+def _down(top: FrameType, end: FrameType) -> Iterator[FrameType]:
+    """Frames from the first to before the last."""
+    frame: FrameType | None = top
+    while frame is not None and frame is not end:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_finalizer(code: CodeType) -> bool:

@@ -172,7 +172,7 @@ def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) ->
 @pytest.mark.parametrize("limit", ["2000000000", "100000000"])
 def test_larger_than_ram_compares_a_whole_life(limit: str, nvme_dir: Path) -> None:
     # Without layers: what is left is small. With the second limit, Python alone is too large.
-    code, output = finish(start(nvme_dir, "larger_than_ram.py", "--layers", "0", "--limit", limit))
+    code, output = finish(start(nvme_dir, "larger_than_ram.py", "--layers", "0", "--seq-len", "8", "--limit", limit))
     if limit == "2000000000":
         assert code == 0, output
         assert "killed with -9 in the middle of a step" in output

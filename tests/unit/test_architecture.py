@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ class Module:
     tree: ast.Module
     num_lines: int
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of its tree, which many rules look at."""
+        return list(ast.walk(self.tree))
+
     @property
     def package(self) -> str:
         return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
@@ -49,7 +55,7 @@ def load_modules() -> dict[str, Module]:
 
 def imports(module: Module) -> Iterator[tuple[int, str, str | None]]:
     """Line, module and imported name (None for a plain `import`) of every import, wherever in the file it stands."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, None
@@ -134,7 +140,7 @@ def named_by_noun(module: Module) -> Iterator[str]:
 
 def no_print(module: Module) -> Iterator[str]:
     """Packages log; the tools print."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) in {"print", "sys.stdout.write", "sys.stderr.write"}:
             yield f"{module.path}:{node.lineno} {dotted(node.func)}"
 
@@ -150,10 +156,10 @@ def no_locks_in_python(module: Module) -> Iterator[str]:
         return
     conditions = {
         ast.unparse(node.targets[0])
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("threading.Condition(")
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         name = dotted(node.func) if isinstance(node, ast.Call) else ""
         if (
             isinstance(node, ast.Call)
@@ -172,7 +178,7 @@ def distributed_in_collectives(module: Module) -> Iterator[str]:
     for line, source, name in imports(module):
         if f"{source}.{name}".startswith("torch.distributed"):
             yield f"{module.path}:{line} imports {source}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed":
             yield f"{module.path}:{node.lineno} uses torch.distributed"
 
@@ -194,7 +200,7 @@ def streams_in_device(module: Module) -> Iterator[str]:
     """Streams and events are handled where copies are made, nowhere else."""
     if module.path in _STREAM_FILES:
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr in _STREAM_NAMES:
             chain = dotted(node)
             if chain.startswith(("torch.cuda.", "torch.accelerator.", "torch.xpu.")) or chain in {
@@ -217,8 +223,8 @@ _NOT_FOR_THE_DEVICE = (
 
 def threads_enter_the_device(module: Module) -> Iterator[str]:
     """What a thread of the engine begins with has ``with ... .background():`` in it."""
-    functions = {node.name: node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(module.tree):
+    functions = {node.name: node for node in module.nodes if isinstance(node, ast.FunctionDef)}
+    for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) in {"threading.Thread", "Thread"}:
             targets = [ast.unparse(each.value).rpartition(".")[2] for each in node.keywords if each.arg == "target"]
             begins = functions.get(targets[0]) if targets else None
@@ -242,14 +248,14 @@ def files_in_backends(module: Module) -> Iterator[str]:
     if module.path.startswith(_FILE_ROOMS):
         return
     forbidden = _FILE_CALLS | ({"open"} if module.name.split(".")[0] == "swapper" else set())
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) in forbidden:
             yield f"{module.path}:{node.lineno} calls {dotted(node.func)}"
 
 
 def no_assert(module: Module) -> Iterator[str]:
     """`python -O` removes assertions together with whatever they would have done: packages raise."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Assert):
             yield f"{module.path}:{node.lineno} asserts"
 
@@ -274,7 +280,7 @@ _FACTORIES = {
 
 def names_dtype_and_device(module: Module) -> Iterator[str]:
     """Users set default dtypes and devices; what the packages make for themselves must not follow them."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) in _FACTORIES:
             missing = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}
             if missing:
@@ -291,7 +297,7 @@ def torch_privates_in_their_room(module: Module) -> Iterator[str]:
     for line, source, name in imports(module):
         if _PRIVATE.search(f"{source}.{name}"):
             yield f"{module.path}:{line} imports {source}.{name}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and _PRIVATE.search(dotted(node)):
             yield f"{module.path}:{node.lineno} uses {dotted(node)}"
 
@@ -328,18 +334,23 @@ def attributes(definition: ast.ClassDef) -> Iterator[str]:
 
 
 def classes(module: Module) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    return [node for node in module.nodes if isinstance(node, ast.ClassDef)]
+
+
+@functools.cache
+def of_records(room: Path) -> frozenset[str]:
+    """What the records of a folder give to their objects."""
+    records = [each for other in _MODULES.values() if Path(other.path).parent == room for each in classes(other)]
+    return frozenset(name for each in records if is_record(each) for name in attributes(each))
 
 
 def nothing_hung_onto_others(module: Module) -> Iterator[str]:
     """Objects change themselves: what happens to them is a method, and whom they tell they learn in their constructor."""
-    room = [other for other in _MODULES.values() if Path(other.path).parent == Path(module.path).parent]
-    records = [each for other in room for each in classes(other) if is_record(each)]
-    own = {name for each in [*classes(module), *records] for name in attributes(each)}
+    own = {name for each in classes(module) for name in attributes(each)} | of_records(Path(module.path).parent)
     globals_ = {each.name for each in classes(module)} | {
         ast.unparse(target) for node in module.tree.body if isinstance(node, ast.Assign) for target in node.targets
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             is_own = dotted(node.value) in {"self", "cls", "ctx", *globals_} or node.attr in own
             is_meant = node.attr.startswith("_") or node.attr in _OF_OTHERS or ast.unparse(node) in _ASSIGNED
