@@ -8,7 +8,8 @@ error at once. What that error does not say is why:
   * A rank that was killed (kill -9, out of memory) writes nothing. Those on its machine see that its process is gone.
   * torchrun ends all others with SIGTERM within a tenth of a second, mostly before they have noticed anything. Where it is the
     launcher, and nobody else listens to that signal, this rank says first what is known, and ends as if it had not. (Python
-    lets only the main thread listen: a script that calls `initialize` in another one goes without.)
+    lets only the main thread listen: a script that calls `initialize` in another one goes without.) Where it is about to say
+    so anyway, by an error, that is printed first: torch keeps all output to itself while it puts a traceback together.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Causes:
         self._num = num
         self._pid = os.getpid()
         self._found: str | None = None
+        self._is_printing = False  # the error that ends it
+        self._is_to_end = False  # as soon as that is printed
         self.has_told = False
         self._store.set(f"{self._prefix}/process/{index}", f"{self._pid} {_host()} {_started(self._pid)}")
 
@@ -62,8 +65,14 @@ class Causes:
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self.tell(error)
-            before(kind, error, trace)
+            self._is_printing = True
+            try:
+                self.tell(error)
+                before(kind, error, trace)
+            finally:
+                self._is_printing = False
+            if self._is_to_end:
+                _end_by(signal.SIGTERM)
 
         sys.excepthook = hook
         can_handle = threading.current_thread() is threading.main_thread()
@@ -115,11 +124,19 @@ class Causes:
         return None
 
     def _end(self, number: int, frame: FrameType | None) -> None:
+        if self._is_printing:
+            self._is_to_end = True
+            return
         if os.getpid() == self._pid:
             why = self.first() or "no rank has said why; the launcher may"
             logger.error("rank %d is ended by its launcher (SIGTERM): %s", self._index, why)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        _end_by(number)
+
+
+def _end_by(number: int) -> None:
+    """As if nobody listened to that signal."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _host() -> str:

@@ -7,6 +7,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +279,23 @@ def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path, is_destroyed
         assert engine.global_steps == 1
 
     assert run_ranks(2, train, tmp_path) == ["", ""]
+
+
+def test_a_launcher_that_comes_while_the_error_is_printed_does_not_silence_it() -> None:
+    """torch's hook has taken sys.stderr away then, until the traceback is complete: all that is written is lost."""
+    code = """
+        import io, os, signal, sys, torch
+        from infinity.distributed.causes import Causes
+        def hook(*_):
+            kept, sys.stderr = sys.stderr, io.StringIO()
+            print("told", file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGTERM)
+            print(sys.stderr.getvalue(), file=kept)
+        sys.excepthook = hook
+        Causes(torch.distributed.HashStore(), "ranks", 0, 1).listen()
+        raise OSError("the drive")
+    """
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a run"}
+    command = [sys.executable, "-c", "if 1:" + code]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr.strip()) == (-signal.SIGTERM, "told")
