@@ -116,13 +116,13 @@ def refuse_owned(lock: Any, what: str) -> None:
 def interrupted_frame() -> FrameType | None:
     """Return our frame on this thread's stack that a signal handler or finalizer came into, if there is one."""
     frame: FrameType | None = sys._getframe(1)
-    top: FrameType | None = None  # a frame of anybody else's, which what it was called by is beneath, down to `frame`
+    top: FrameType | None = None  # the last frame of anybody else since ours, or the first that is beneath
     lowest: FrameType | None = None
     has_finalizer = False
     while frame is not None:
         code = frame.f_code
         kind = _kinds.get(code.co_filename) or _kind_of(code.co_filename)
-        if code is _FINALIZER or code.co_name == "__del__":
+        if code is _FINALIZER or code.co_name == "__del__":  # `_is_finalizer`, without a call for each frame
             has_finalizer = True
         if kind is _OTHER:
             top = lowest = frame
