@@ -19,7 +19,7 @@ from infinity.device.host_memory import give_back_freed_memory
 from infinity.numerics.kernels import kernels
 
 BUDGET_BYTES = 240_000_000
-LONG_BUDGETS = {"memory": 48 << 20, "nvme": 48 << 20, "cpu": 1400 << 20}
+LONG_BUDGETS = {"memory": 48 << 20, "nvme": 48 << 20, "cpu": 700 << 20}
 """Of `train_on_long_sequences`, by where activations are: with "cpu" they are part of it."""
 NUM_STEPS = 2
 """Nothing is known of the model in the first step; the second is like all that follow."""
@@ -199,7 +199,7 @@ def train_on_long_sequences(group: str, directory: str, activations: str) -> Non
         "infinity": {"host_memory_budget": LONG_BUDGETS[activations], "activations": activations},
     }
     torch.manual_seed(0)
-    width, num_tokens, num_blocks = 256, 8192, 24
+    width, num_tokens, num_blocks = 256, 4096, 24
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(num_blocks)]
     engine, *_ = infinity.initialize(model=nn.Sequential(*blocks), config=config)
     with engine:

@@ -35,8 +35,10 @@ make_environment() {
     fi
     printf 'Installing infinity-offload[%s] and what it needs (torch is large: a few minutes on a new machine)\n' "$extras"
     # The versions under test, whatever the user's settings for pip say. Which build of torch (CUDA, CPU) is left to the
-    # index: the default one gives Linux a build that runs on NVIDIA GPUs and on the CPU alike.
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c constraints.txt -e ".[$extras]" \
+    # index: the default one gives Linux a build that runs on NVIDIA GPUs and on the CPU alike. Not compiled: of torch's and
+    # transformers' thousands of modules only those that are imported need it, then.
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --only-binary :all: \
+        -c constraints.txt -e ".[$extras]" \
         || fail "The installation failed; pip's own message is above."
     touch "$stamp"
 }

@@ -19,13 +19,14 @@ step() {
 
 step "$python" -m ruff check .
 step "$python" -m ruff format --check .
-step "$python" -m mypy --strict infinity swapper
+"$python" -m mypy --strict infinity swapper & # beside the tests, among whose dots it says what it found: it uses one core
+mypy=$!
+trap 'kill "$mypy" 2> /dev/null || true' EXIT
 
-# Four processes on two cores: much of a test is waiting. pytest-timeout ends a single test; `timeout` ends a run that a lock in
-# C++ keeps it from ending, after all stacks were printed.
-side_by_side=(-n 4 --dist worksteal --durations=25)
+# Three processes on two cores: some of a test is waiting. pytest-timeout ends a single test; `timeout` ends a run that a lock
+# in C++ keeps it from ending, after all stacks were printed.
+side_by_side=(-n 3 --dist worksteal --durations=25)
 step timeout --kill-after=30 3000 "$python" -m pytest "${side_by_side[@]}" "$@"
-[ $# -eq 0 ] || exit 0
-step timeout --kill-after=30 1200 "$python" -m pytest "${side_by_side[@]}" tests/simulated_gpu
-
+[ $# -gt 0 ] || step timeout --kill-after=30 1200 "$python" -m pytest "${side_by_side[@]}" tests/simulated_gpu
+step wait "$mypy"
 printf '\nAll checks passed in %d s\n' $((SECONDS - began))

@@ -218,7 +218,7 @@ def test_power_sgd_converges_as_adam_does(tmp_path: Path) -> None:
         if name == "PowerSGD":
             engine.register_comm_hook(state, powerSGD_hook)
         losses = []
-        for step in range(120):
+        for step in range(80):
             x, y = _batch(step, rank)
             loss = mse_loss(engine(x), y)
             engine.backward(loss)

@@ -81,7 +81,7 @@ def run_sequence(number: int, directory: Path) -> str | None:
         with two_sides(model, setting, directory) as (plain, paged):
             world = World(draw, setting, plain, paged)
             world.log = log
-            for _ in range(draw.randint(3, 12) * 3 // 4):
+            for _ in range(draw.randint(2, 7)):
                 action = draw.choices(list(ACTIONS), list(ACTIONS.values()))[0]
                 log.append(action.__name__)
                 action(world)

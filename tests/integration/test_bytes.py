@@ -53,7 +53,7 @@ _HARD = [
     {"changes": changes, "prefetch": prefetch, "budget": "tight"} for changes in _CHANGES for prefetch in (True, False)
 ]
 _ROWS = covering_rows(_AXES, [*pairs(_AXES), *_HARD])
-_WARM_UP, _MEASURED = 3, 16
+_WARM_UP, _MEASURED = 3, 12
 
 
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: "-".join(map(str, row.values())))

@@ -98,21 +98,13 @@ def _distance(losses: list[float], others: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(*means, strict=True))
 
 
-@functools.cache
-def _with_fp32_states() -> list[float]:
-    return _plain()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
-def test_the_loss_is_that_with_fp32_states(state_dtype: str, tmp_path: Path) -> None:
-    losses = _paged(tmp_path, state_dtype)
-    assert losses[-1] < losses[0] / 2, "it learns"
-    assert losses != _with_fp32_states()
-    assert _distance(losses, _with_fp32_states()) < _TOLERANCE
-
-
-@pytest.mark.slow
-def test_rounding_to_nearest_would_be_found() -> None:
-    losses = _plain(lambda state: state.bfloat16().float())
-    assert _distance(losses, _with_fp32_states()) > 2 * _TOLERANCE
+def test_the_loss_is_that_with_fp32_states(tmp_path: Path) -> None:
+    with_fp32_states = _plain()
+    for state_dtype in ("bf16", "int8"):
+        losses = _paged(tmp_path, state_dtype)
+        assert losses[-1] < losses[0] / 2, "it learns"
+        assert losses != with_fp32_states
+        assert _distance(losses, with_fp32_states) < _TOLERANCE, state_dtype
+    rounded = _plain(lambda state: state.bfloat16().float())
+    assert _distance(rounded, with_fp32_states) > 2 * _TOLERANCE, "rounding to nearest would be found"

@@ -184,7 +184,7 @@ def test_larger_than_ram_compares_a_whole_life(limit: str, nvme_dir: Path) -> No
 
 
 def test_a_day_with_a_gpu_runs_to_its_end_on_the_simulated_one(nvme_dir: Path) -> None:
-    slots = ["same-bits", "train-3b", "synchronisations"]
+    slots = ["same-bits", "synchronisations"]
     command = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--simulated", "--out", str(nvme_dir / "day"), *slots]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=560, env=os.environ | {"PYTHON": sys.executable}, check=False
