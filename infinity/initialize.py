@@ -20,7 +20,7 @@ from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import init_distributed, local_rank, num_processes, world
-from infinity.distributed.dtensors import LocalParameters
+from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import mesh_of
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
@@ -83,7 +83,8 @@ def initialize(
             there is, or what the launcher's environment variables say.
         mpu: where the script gives each process a part of the model (tensor parallelism, pipeline stages): says which, and who
             has the same, as in DeepSpeed and Megatron. See the guide for several processes.
-        mesh_param: the same as a ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp.
+        mesh_param: the same as a ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp. Not needed where
+            the model's own DTensors have their parts on all processes, which get the same data then.
         collate_fn: for the loader.
         config: path of a JSON file, a dict, or what `load_config` gave.
         config_params: the same under DeepSpeed's older name.
@@ -104,6 +105,8 @@ def initialize(
     if num_processes() > 1:
         init_distributed()
     check_accelerate(world().num)
+    if mpu is None and mesh_param is None and num_processes() > 1:
+        mesh_param = mesh_of_parameters(model)
     mesh = mesh_of(mpu, mesh_param)
     resolved = load_config(source, world_size=mesh.data.num)
     if resolved.world_size != mesh.data.num:

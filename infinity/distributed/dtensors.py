@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from infinity.distributed.collectives import num_processes
 from infinity.distributed.meshes import Mesh
 from infinity.errors import UnsupportedModelError
 
@@ -81,6 +82,36 @@ class _Place(NamedTuple):
     whole: nn.Parameter
 
 
+class _SharedByAll(NamedTuple):
+    """What `mesh_of` reads of a DeviceMesh."""
+
+    mesh: torch.Tensor
+    mesh_dim_names: tuple[str, ...] = ("tp",)
+
+
+def mesh_of_parameters(model: nn.Module) -> _SharedByAll | None:
+    """The mesh that a model is divided over, where its DTensors leave no doubt: all of them have parts on all processes."""
+    found = {_members(place.whole) for place in _places_of(model)}
+    everyone = tuple(range(num_processes()))
+    return _SharedByAll(torch.tensor(everyone)) if found == {everyone} else None
+
+
+def _members(parameter: Any) -> tuple[int, ...]:
+    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+
+
+def _places_of(model: nn.Module) -> list[_Place]:
+    """Of DTensors, unless FSDP has made them."""
+    if any(each.__name__ == "FSDPModule" for module in model.modules() for each in type(module).__mro__):
+        return []
+    return [
+        _Place(module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and is_dtensor(parameter)
+    ]
+
+
 class LocalParameters:
     """Takes the place of a model's DTensor parameters until `undo`."""
 
@@ -93,13 +124,7 @@ class LocalParameters:
         Raises:
             UnsupportedModelError: DTensors are divided otherwise than the mesh says. Nothing has changed.
         """
-        is_sharded = any(each.__name__ == "FSDPModule" for module in model.modules() for each in type(module).__mro__)
-        self._places = [
-            _Place(module, name, parameter)
-            for module in (() if is_sharded else model.modules())
-            for name, parameter in module._parameters.items()
-            if parameter is not None and is_dtensor(parameter)
-        ]
+        self._places = _places_of(model)
         self._parts: dict[int, nn.Parameter] = {}
         """By id of the DTensor: a weight may be in several places."""
         self._given_back: dict[int, nn.Parameter] = {}
@@ -170,9 +195,8 @@ class LocalParameters:
 
 
 def _check(fqn: str, parameter: torch.Tensor, mesh: Mesh) -> None:
-    device_mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     placements: Any = parameter.placements  # type: ignore[attr-defined]
-    members = tuple(sorted(device_mesh.mesh.flatten().tolist()))
+    members = _members(parameter)
     if members != mesh.tensor.members and len(members) > 1:
         raise UnsupportedModelError(
             f"parameter '{fqn}' is a DTensor of the ranks {list(members)}, and initialize was told that "

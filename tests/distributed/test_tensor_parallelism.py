@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,60 @@ def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
             _require_equal(model, plain.model)
             held = {id(each) for group in own.param_groups for each in group["params"]}
             assert held == {id(each) for each in model.parameters()}
+
+    require_ranks(2, train, tmp_path)
+
+
+def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
+    """As tutorials make it, and as transformers divides a model that is loaded with a plan."""
+    transformers = pytest.importorskip("transformers")
+    tensors = pytest.importorskip("transformers.distributed").DistributedConfig
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**settings, num_key_value_heads=4, vocab_size=50)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "saved")
+
+    def of_transformers(engine: Any, number: int) -> torch.Tensor:
+        x, _ = _batch(number, 0)
+        found: torch.Tensor = engine(input_ids=x, labels=x).loss
+        return found
+
+    def of_torch(engine: Any, number: int) -> torch.Tensor:
+        x, y = _batch(number, 0)
+        return mse_loss(engine(x), y)
+
+    def train(rank: int) -> None:
+        warnings.simplefilter("ignore")  # transformers' own
+
+        def loaded() -> Any:
+            plan = tensors(tp_plan="auto")
+            return transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", distributed_config=plan)
+
+        made: tuple[tuple[Any, Any], ...] = (
+            (loaded, of_transformers),
+            (lambda: _parallelized(init_device_mesh("cpu", (2,))), of_torch),
+        )
+        for make, loss_of in made:
+            plain, model = make(), make()
+            assert any(isinstance(each, DTensor) for each in plain.parameters())
+            settings = _config(tmp_path / str(rank), 3, gradient_clipping=0.0)
+            engine = infinity.initialize(model=model, config=settings)[0]
+            kinds = [
+                [each for each in plain.parameters() if isinstance(each, DTensor) == is_one] for is_one in (True, False)
+            ]
+            groups = [{"params": kind} for kind in kinds if kind]
+            optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.01, fused=True)
+            for number in range(_STEPS):
+                expected = loss_of(plain, number)
+                expected.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loss = loss_of(engine, number)
+                engine.backward(loss)
+                engine.step()
+                assert torch.equal(loss, expected)
+            engine.close()
+            _require_equal(model, plain)
 
     require_ranks(2, train, tmp_path)
 
