@@ -93,7 +93,7 @@ def mesh_of_parameters(model: nn.Module) -> _SharedByAll | None:
     """The mesh that a model is divided over, where its DTensors leave no doubt: all of them have parts on all processes."""
     found = {_members(place.whole) for place in _places_of(model)}
     everyone = tuple(range(num_processes()))
-    return _SharedByAll(torch.tensor(everyone)) if found == {everyone} else None
+    return _SharedByAll(torch.tensor(everyone, dtype=torch.int64, device="cpu")) if found == {everyone} else None
 
 
 def _members(parameter: Any) -> tuple[int, ...]:
