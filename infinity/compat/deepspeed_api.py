@@ -20,7 +20,11 @@ _FILES = "engine.save_checkpoint, load_checkpoint and save_16bit_model need no c
 _CONFIG = "The nearest there is: infinity.load_config, which gives the whole config, checked"
 _LAYER = "There is no such kernel. The nearest there is: torch.nn.TransformerEncoderLayer"
 _LOADER = "The nearest there is: engine.deepspeed_io, or training_data= of initialize"
-_MUON = "Muon orthogonalizes whole matrices, and is refused. The nearest there is: AdamW, or Lamb"
+_MUON = (
+    "With the config's Muon, initialize does it: matrices whose names have no 'embed' or 'lm_head' go by it, unless their "
+    "attribute use_muon says something else"
+)
+_HEADS = "Matrices are orthogonalized as they are, with all heads. The nearest there is: a parameter for each head"
 _BYTES = "The nearest there is: the package swapper, which moves bytes between memory and drives"
 _COMPILE = "The nearest there is: engine.compile, block by block"
 _GENERATES = "engine.generate works on the engine that trains"
@@ -93,7 +97,7 @@ REFUSED = {
     "merge_tp_model_init_into_config": _TENSORS,
     "record_tp_model_init_args": _TENSORS,
     "replace_transformer_layer": _EVALUATES,
-    "resolve_per_head_muon_after_sharding": _MUON,
+    "resolve_per_head_muon_after_sharding": _HEADS,
     "set_autotp_mode": _TENSORS,
     "set_optimizer_flags": _MUON,
     "tp_model_init": _TENSORS,

@@ -70,7 +70,8 @@ class PieceUpdater:
                     self._learn(values)
                     tried.append(values)
             if len(template.param_groups) > 1 and not self._is_known:
-                probe_groups(Worker(template.optimizer), template.snapshots(), self._device)
+                schemas = [self._learn(hyperparameters(group)) for group in template.param_groups]
+                probe_groups(Worker(template.optimizer), template.snapshots(), schemas, self._device)
         if tried and not self._is_known and not self._has_moved:
             raise OptimizerNotPageableError(
                 self._worker.name,

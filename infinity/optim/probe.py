@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -33,7 +33,8 @@ from infinity.optim.worker import Worker
 PIECE_ALIGNMENT = 64
 
 _NUM_STEPS = 3
-_SCHEMA_NUMEL = 67
+_VECTOR, _MATRIX = (67,), (11, 7)
+"""Of what a first trial is made: of a matrix for rules that take no vector (Muon)."""
 
 
 def _odd_cuts(numel: int) -> list[int]:
@@ -41,16 +42,19 @@ def _odd_cuts(numel: int) -> list[int]:
     return [0, *takewhile(lambda cut: cut < numel, accumulate(cycle(range(1, 30, 4)))), numel]
 
 
-# Shapes of whole parameters, and where they are cut. The first is split between threads (torch does so from 32768
+_Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
+"""Of whole parameters, and where they are cut."""
+
+# The first is split between threads (torch does so from 32768
 # elements on), and its parts end at no vector's end.
-_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (
+_CUTS: _Shapes = (
     ((263, 509), [0, *(PIECE_ALIGNMENT * place for place in (1, 10, 100, 911, 1500)), 263 * 509]),
     ((3, 5, 7), [0, PIECE_ALIGNMENT, 3 * 5 * 7]),
     ((1001,), [0, PIECE_ALIGNMENT * 7, 1001]),
     ((), [0, 1]),
 )
 # Small ones, of every number of dimensions that layers have.
-_SMALL_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (
+_SMALL_CUTS: _Shapes = (
     ((1001,), [0, PIECE_ALIGNMENT * 3, PIECE_ALIGNMENT * 7, 1001]),
     ((13, 11), [0, PIECE_ALIGNMENT, 13 * 11]),
     ((3, 5, 7), [0, PIECE_ALIGNMENT, 3 * 5 * 7]),
@@ -58,8 +62,11 @@ _SMALL_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (
     ((2, 3, 2, 3, 2), [0, PIECE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
     ((), [0, 1]),
 )
-_LARGE_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (((1 << 20,), [0, PIECE_ALIGNMENT << 12, 1 << 20]),)
-_POSITION_CUTS: tuple[tuple[tuple[int, ...], list[int]], ...] = (((4096,), _odd_cuts(4096)),)
+# For rules that take matrices only, which are never cut.
+_MATRICES: _Shapes = (((13, 11), []), ((8, 24), []), ((16, 16), []))
+_LARGE_MATRICES: _Shapes = (((263, 109), []), ((13, 11), []))
+_LARGE_CUTS: _Shapes = (((1 << 20,), [0, PIECE_ALIGNMENT << 12, 1 << 20]),)
+_POSITION_CUTS: _Shapes = (((4096,), _odd_cuts(4096)),)
 
 
 @dataclass(frozen=True)
@@ -69,56 +76,68 @@ class StateSchema:
     Attributes:
         elementwise: names of tensors with the parameter's shape, float32, in the order in which they were made.
         scalars: names of everything else: step counts and the like, one value per parameter.
+        shape: of a small parameter that the optimizer takes.
     """
 
     elementwise: tuple[str, ...]
     scalars: tuple[str, ...]
+    shape: tuple[int, ...] = _VECTOR
 
 
 def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device) -> StateSchema:
-    """Find out which state the optimizer keeps under these hyperparameters, by three steps on 67 elements.
+    """Find out which state the optimizer keeps under these hyperparameters, by three steps on a vector, else on a matrix.
 
     Raises:
-        OptimizerNotPageableError: a step fails, or the state cannot be cut into pieces.
+        OptimizerNotPageableError: a step on either fails, or the state cannot be cut into pieces.
     """
-    generator = torch.Generator().manual_seed(0)
-    weight = _draw((_SCHEMA_NUMEL,), generator, device)
-    state: dict[str, Any] = {}
-    names: list[tuple[str, ...]] = []
-    with _keeping_random_state(device):
-        for _ in range(_NUM_STEPS):
-            grad = _draw((_SCHEMA_NUMEL,), generator, device)
-            try:
-                (state,) = worker.run(dict(group), [weight], [grad], [state])
-            except OptimizerNotPageableError:
-                raise
-            except Exception as error:
-                raise OptimizerNotPageableError(
-                    worker.name,
-                    f"a step on a small float32 tensor on {device} failed ({type(error).__name__}: {error})",
-                    cure="Make it run on such a tensor without a closure and with state that is started in step()",
-                ) from error
-            names.append(tuple(state))
-    elementwise = [
-        name for name, value in state.items() if isinstance(value, Tensor) and tuple(value.shape) == (_SCHEMA_NUMEL,)
-    ]
+    failures: list[Exception] = []
+    for shape in (_VECTOR, _MATRIX):
+        try:
+            names, state = _first_steps(worker, group, device, shape)
+            break
+        except OptimizerNotPageableError:
+            raise
+        except Exception as error:
+            failures.append(error)
+    else:
+        raise OptimizerNotPageableError(
+            worker.name,
+            f"a step on a small float32 tensor on {device} failed ({type(failures[0]).__name__}: {failures[0]})",
+            cure="Make it run on such a tensor without a closure and with state that is started in step()",
+        ) from failures[0]
+    elementwise = [name for name, value in state.items() if isinstance(value, Tensor) and tuple(value.shape) == shape]
     scalars = [name for name in state if name not in elementwise]
     for name in elementwise:
         dtype = state[name].dtype
         if dtype != torch.float32:
             raise OptimizerNotPageableError(worker.name, f"its state '{name}' is {dtype}, only float32 can be paged")
-        if name not in names[0]:
+        if name not in names:
             raise OptimizerNotPageableError(worker.name, f"its state '{name}' does not exist after the first step")
     for name in scalars:
         value = state[name]
         if isinstance(value, Tensor) and value.numel() != 1:
             raise OptimizerNotPageableError(
                 worker.name,
-                f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape ({_SCHEMA_NUMEL},)",
+                f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}",
             )
         if isinstance(value, list | tuple | dict) and _holds_large_tensor(value):
             raise OptimizerNotPageableError(worker.name, f"its state '{name}' holds tensors inside a container")
-    return StateSchema(tuple(elementwise), tuple(scalars))
+    return StateSchema(tuple(elementwise), tuple(scalars), shape)
+
+
+def _first_steps(
+    worker: Worker, group: Mapping[str, Any], device: torch.device, shape: tuple[int, ...]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the state after the first step, and all of it after the last."""
+    generator = torch.Generator().manual_seed(0)
+    weight = _draw(shape, generator, device)
+    state: dict[str, Any] = {}
+    names: list[tuple[str, ...]] = []
+    with _keeping_random_state(device):
+        for _ in range(_NUM_STEPS):
+            (state,) = worker.run(dict(group), [weight], [_draw(shape, generator, device)], [state])
+            names.append(tuple(state))
+    return names[0], state
 
 
 def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
@@ -149,7 +168,7 @@ def probe_pageable(worker: Worker, group: Mapping[str, Any], schema: StateSchema
     Raises:
         OptimizerNotPageableError: they differ, or the optimizer keeps something outside its state.
     """
-    return _probe(worker, group, device, functools.partial(_Comparison, worker, schema, device))
+    return _probe(worker, group, device, functools.partial(_Comparison, worker, schema, device), _OF_ALL_SHAPES)
 
 
 def probe_whole(worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device) -> bool:
@@ -159,11 +178,17 @@ def probe_whole(worker: Worker, group: Mapping[str, Any], schema: StateSchema, d
         OptimizerNotPageableError: they differ, the optimizer keeps something outside its state, or keeps a tensor whose
             shape is not the parameter's.
     """
-    return _probe(worker, group, device, functools.partial(_WholeComparison, worker, schema, device))
+    cases = _OF_ALL_SHAPES if schema.shape == _VECTOR else _OF_MATRICES
+    return _probe(worker, group, device, functools.partial(_WholeComparison, worker, schema, device), cases)
 
 
-def probe_groups(worker: Worker, groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+def probe_groups(
+    worker: Worker, groups: Sequence[Mapping[str, Any]], schemas: Sequence[StateSchema], device: torch.device
+) -> None:
     """Compare steps on all groups at once, with learning rates that differ, with steps on each of them alone.
+
+    Args:
+        schemas: of each group.
 
     Raises:
         OptimizerNotPageableError: there is a difference.
@@ -173,13 +198,13 @@ def probe_groups(worker: Worker, groups: Sequence[Mapping[str, Any]], device: to
     for number, group in enumerate(usable):
         if isinstance(group.get("lr"), float):
             group["lr"] *= 1 + number / 16
-    together = [_draw((_SCHEMA_NUMEL,), generator, device) for _ in usable]
+    together = [_draw(schema.shape, generator, device) for schema in schemas]
     alone = [weight.clone() for weight in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     with _keeping_random_state(device):
         for _ in range(_NUM_STEPS):
-            grads = [_draw((_SCHEMA_NUMEL,), generator, device) for _ in usable]
+            grads = [_draw(schema.shape, generator, device) for schema in schemas]
             for number, group in enumerate(usable):
                 states_alone[number] = worker.run(
                     dict(group), [alone[number]], [grads[number].clone()], states_alone[number]
@@ -202,19 +227,36 @@ def probe_groups(worker: Worker, groups: Sequence[Mapping[str, Any]], device: to
         )
 
 
-def _probe(worker: Worker, group: Mapping[str, Any], device: torch.device, compare: Callable[..., _Comparison]) -> bool:
+class _Cases(NamedTuple):
+    usual: _Shapes
+    at_odd_places: _Shapes
+    small: _Shapes
+    large: _Shapes
+
+
+_OF_ALL_SHAPES = _Cases(_CUTS, _POSITION_CUTS, _SMALL_CUTS, _LARGE_CUTS)
+_OF_MATRICES = _Cases(_MATRICES, (), _MATRICES, _LARGE_MATRICES)
+
+
+def _probe(
+    worker: Worker,
+    group: Mapping[str, Any],
+    device: torch.device,
+    compare: Callable[..., _Comparison],
+    cases: _Cases,
+) -> bool:
     usable = _usable(group)
     with _keeping_random_state(device) as has_drawn:
         generator = torch.Generator().manual_seed(1)
         usual = normal(generator)
-        compare(usable, _CUTS).run(Trial("", usual, usual, _NUM_STEPS))
+        compare(usable, cases.usual).run(Trial("", usual, usual, _NUM_STEPS))
         if not usable.get("fused"):  # see [Note: pieces and bits]: fused code agrees with itself on aligned pieces only
-            compare(usable, _POSITION_CUTS).run(Trial("", usual, usual, _NUM_STEPS))
-        small = compare(usable, _SMALL_CUTS)
+            compare(usable, cases.at_odd_places).run(Trial("", usual, usual, _NUM_STEPS))
+        small = compare(usable, cases.small)
         has_moved = small.run(Trial("", usual, usual, NUM_CONSECUTIVE), LATE_COUNTS)
         for trial in seldom_trials(generator):
             small.run(trial)
-        compare(usable, _LARGE_CUTS).run(Trial("", usual, usual, 1))
+        compare(usable, cases.large).run(Trial("", usual, usual, 1))
         if has_drawn():
             raise OptimizerNotPageableError(worker.name, "it draws random numbers in step()")
     return has_moved

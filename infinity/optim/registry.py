@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from infinity.errors import ConfigValueError, OptimizerNotPageableError, UnknownConfigKeyError, UnsupportedConfigError
 from infinity.optim.classes.lamb import Lamb
 from infinity.optim.classes.lion import Lion
+from infinity.optim.classes.muon import Muon
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
 from infinity.optim.worker import Worker, one_element
@@ -39,13 +40,12 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 #: Classes that update each parameter by itself, as a whole.
-_PER_PARAMETER: frozenset[type[Optimizer]] = frozenset({Lamb})
+_PER_PARAMETER: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
 # Why a class cannot be paged, by the name it has in torch.optim or in DeepSpeed's config.
 _NOT_PAGEABLE = {
     "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
     "SparseAdam": "it works on sparse gradients",
     "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
-    "Muon": "it orthogonalizes whole matrices",
     "MuSGD": "its learning rates depend on the shapes of whole parameters",
     "MuAdam": "its learning rates depend on the shapes of whole parameters",
     "MuAdamW": "its learning rates depend on the shapes of whole parameters",
@@ -71,6 +71,7 @@ BY_NAME: dict[str, type[Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "lamb": Lamb,
     "lion": Lion,
+    "muon": Muon,
     "onebitadam": OneBitAdam,
 }
 """By DeepSpeed's names; other classes of torch.optim go by their own."""

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
+from infinity.optim.classes.muon import Muon, is_for_muon
 from infinity.optim.groups import Groups, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import (
@@ -256,7 +257,7 @@ def build_template(
     else:
         groups = _GroupSpec.read(model_parameters, fqns)
         _check_groups(groups.members, fqns)
-        optimizer = _construct(source, groups, device)
+        optimizer = _construct(source, groups, fqns, device)
     refuse_not_pageable(type(optimizer))
     refuse_wrapper(optimizer)
     require_states_of_parameters(optimizer)
@@ -297,6 +298,22 @@ class _GroupSpec:
             is_grouped=is_grouped,
         )
 
+    def divided_for_muon(self, fqns: Mapping[Parameter, str]) -> _GroupSpec:
+        """Each group that does not say ``use_muon`` becomes two."""
+        divided: list[tuple[list[Any], list[Any], dict[str, Any]]] = []
+        for items, members, options in zip(self.items, self.members, self.options, strict=True):
+            if "use_muon" in options:
+                divided.append((items, members, options))
+                continue
+            kinds = [is_for_muon(fqns[member], member) for member in members]
+            for kind in sorted(set(kinds), reverse=True):
+                own = [place for place, found in enumerate(kinds) if found == kind]
+                divided.append(
+                    ([items[place] for place in own], [members[place] for place in own], {**options, "use_muon": kind})
+                )
+        found = [list(each) for each in zip(*divided, strict=True)]
+        return _GroupSpec(found[0], found[1], found[2], is_grouped=True)
+
     def for_constructor(self, replace: Callable[[Tensor], Tensor] | None = None) -> list[Any]:
         """Fresh groups (constructors write into them) or a plain list, as given; with stand-ins if wanted."""
 
@@ -311,10 +328,12 @@ class _GroupSpec:
         return [{**options, "params": group} for options, group in zip(self.options, items, strict=True)]
 
 
-def _construct(source: Any, groups: _GroupSpec, device: torch.device) -> Optimizer:
+def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], device: torch.device) -> Optimizer:
     recipe = _recipe(source, device)
     if recipe is not None:
         refuse_not_pageable(recipe.cls)
+        if recipe.cls is Muon:
+            groups = groups.divided_for_muon(fqns)
     if recipe is None or not is_known(recipe.cls):
         optimizer = source(groups.for_constructor()) if recipe is None else _made(recipe, groups.for_constructor())
         if not isinstance(optimizer, Optimizer):

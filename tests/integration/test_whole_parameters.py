@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError
 from infinity.optim.classes.lamb import Lamb
+from infinity.optim.classes.muon import Muon, is_for_muon
 from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.exactness.optimizers import parameter_groups
 from tests.states import state_of
@@ -66,6 +67,36 @@ class NovoGrad(torch.optim.Optimizer):
                 param.sub_(group["lr"] * state["exp_avg"])
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """As users write Muon, which would fail on a vector, and something else for vectors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                name = "momentum" if group["is_of_matrices"] else "square"
+                buffer = self.state[param].setdefault(name, torch.zeros_like(param))
+                if group["is_of_matrices"]:
+                    buffer.lerp_(param.grad, 0.05)
+                    square = buffer @ buffer.mT
+                    param.sub_(group["lr"] * (2 * buffer - square @ buffer / (square.norm() + 1e-8)))
+                else:
+                    buffer.lerp_(param.grad.square(), 0.01)
+                    param.sub_(0.1 * group["lr"] * param.grad / (buffer.sqrt() + 1e-8))
+
+
+def _matrices_apart(named: Named, name: str) -> list[dict[str, Any]]:
+    split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for fqn, param in named.items():
+        split[is_for_muon(fqn, param)].append(param)
+    return [{"params": members, name: kind} for kind, members in split.items() if members]
+
+
 def _of(cls: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Named], torch.optim.Optimizer]:
     return lambda named: cls(list(named.values()), **settings)
 
@@ -75,6 +106,8 @@ _OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "Lars": _of(Lars),
     "NovoGrad": _of(NovoGrad),
     "Lamb in groups": lambda named: Lamb(parameter_groups(named), lr=0.05),
+    "Muon": lambda named: Muon(_matrices_apart(named, "use_muon"), weight_decay=0.01),
+    "Orthogonal": lambda named: Orthogonal(_matrices_apart(named, "is_of_matrices")),
 }
 _PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme": {},
@@ -187,6 +220,49 @@ def test_it_is_the_configs_lamb(tmp_path: Path) -> None:
         for step in range(2):
             both.engine_step(step)
         both.require_equal()
+
+
+def test_it_is_the_configs_muon(tmp_path: Path) -> None:
+    section = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "weight_decay": 0.1, "ns_method": "gram"}}
+    changes = {"optimizer": section, "infinity": {"page_bytes": None}}
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        return Muon(_matrices_apart(named, "use_muon"), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
+
+    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
+        assert [group["use_muon"] for group in both.engine.optimizer.param_groups] == [True, False]
+        for step in range(3):
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_torchs_muon(tmp_path: Path) -> None:
+    """It takes matrices only, and refuses all else when it is made."""
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        pytest.skip(f"torch {torch.__version__} has none")
+
+    def losses(model: Any, backward: Callable[[torch.Tensor], Any], step: Callable[[], Any]) -> list[float]:
+        found = []
+        for number in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+            loss = model(x).square().mean()
+            backward(loss)
+            step()
+            model.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+
+    plain, model = build(), build()
+    optimizer = muon(plain.parameters(), lr=0.02)
+    expected = losses(plain, torch.Tensor.backward, optimizer.step)
+    config = everything_on_nvme(tmp_path, {"optimizer": None, "infinity": {"page_bytes": None}})
+    with infinity.initialize(model=model, config=config, optimizer=muon(model.parameters(), lr=0.02))[0] as engine:
+        assert losses(engine, engine.backward, engine.step) == expected
 
 
 def test_many_micro_batches_go_through_a_unit_together(tmp_path: Path) -> None:

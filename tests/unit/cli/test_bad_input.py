@@ -182,7 +182,7 @@ def test_a_script_that_is_not_there_and_no_process_to_start(tmp_path: Path, capf
     [
         ({"type": "AdamW", "params": {"weight_decya": 0.1}}, "did you mean 'weight_decay'"),
         ({"type": "AdamW", "params": {"lr": -1}}, "Invalid learning rate"),
-        ({"type": "Muon"}, "Muon"),
+        ({"type": "MuSGD"}, "MuSGD"),
     ],
     ids=str,
 )

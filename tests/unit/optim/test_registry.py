@@ -14,6 +14,7 @@ from infinity.errors import (
     UnsupportedConfigError,
 )
 from infinity.optim.classes.lion import Lion
+from infinity.optim.classes.muon import Muon
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
 from infinity.optim.registry import OptimizerRecipe, resolve
@@ -149,6 +150,8 @@ def test_what_deepspeed_takes_for_one_bit_adam() -> None:
         _resolve("OneBitAdam", eps_inside_sqrt=True)
 
 
-def test_muon_is_refused_whether_torch_has_it_or_not() -> None:
-    with pytest.raises(OptimizerNotPageableError, match=r"optimizer Muon cannot be paged: .+"):
-        _resolve("muon")
+def test_muon_is_deepspeeds_whether_torch_has_one_or_not() -> None:
+    taken = _resolve("muon", lr=0.01, adam_lr=1e-4, ns_method="gram", betas=[0.8, 0.9])
+    assert taken.cls is Muon and taken.kwargs["adam_lr"] == 1e-4
+    with pytest.raises(UnknownConfigKeyError, match="momentum"):
+        _resolve("Muon", momentun=0.9)
