@@ -45,8 +45,7 @@ def _odd_cuts(numel: int) -> list[int]:
 _Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
 """Of whole parameters, and where they are cut."""
 
-# The first is split between threads (torch does so from 32768
-# elements on), and its parts end at no vector's end.
+# The first is split between threads (torch does so from 32768 elements on), and its parts end at no vector's end.
 _CUTS: _Shapes = (
     ((263, 509), [0, *(PIECE_ALIGNMENT * place for place in (1, 10, 100, 911, 1500)), 263 * 509]),
     ((3, 5, 7), [0, PIECE_ALIGNMENT, 3 * 5 * 7]),

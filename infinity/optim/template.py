@@ -306,7 +306,7 @@ class _GroupSpec:
                 divided.append((items, members, options))
                 continue
             kinds = [is_for_muon(fqns[member], member) for member in members]
-            for kind in sorted(set(kinds), reverse=True):
+            for kind in sorted(set(kinds) or {False}, reverse=True):
                 own = [place for place, found in enumerate(kinds) if found == kind]
                 divided.append(
                     ([items[place] for place in own], [members[place] for place in own], {**options, "use_muon": kind})

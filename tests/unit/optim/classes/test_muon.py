@@ -69,6 +69,8 @@ def test_groups_are_divided_with_what_they_say() -> None:
     ]
     assert told == [(True, 0.5, 0.3, 1), (False, 0.25, 0.3, 1), (True, 0.5, 0.0, 1), (False, 0.25, 0.0, 1)]
     assert template.param_groups[0]["params"] == [model[0].weight]
+    empty = build_template(section, model.named_parameters(), "cpu", model_parameters=[*given, {"params": []}])
+    assert len(empty.param_groups) == 5, "a schedule may count them"
     alone = build_template(section, model.named_parameters(), "cpu")
     assert [len(group["params"]) for group in alone.param_groups] == [2, 2]
 
