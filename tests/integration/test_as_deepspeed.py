@@ -136,7 +136,7 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "that initialize returns"),
             ("from deepspeed.runtime.utils import CheckOverflow", "optimizer.overflow"),
             ("from deepspeed.comm import enable_symm_mem_for_group", "torch.distributed"),
-            ("from deepspeed import set_optimizer_flags", "AdamW, or Lamb"),
+            ("from deepspeed import set_optimizer_flags", "initialize does it"),
         ):
             try:
                 exec(statement)
