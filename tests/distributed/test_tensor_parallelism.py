@@ -237,11 +237,7 @@ def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
             assert any(isinstance(each, DTensor) for each in plain.parameters())
             settings = _config(tmp_path / str(rank), 3, gradient_clipping=0.0)
             engine = infinity.initialize(model=model, config=settings)[0]
-            kinds = [
-                [each for each in plain.parameters() if isinstance(each, DTensor) == is_one] for is_one in (True, False)
-            ]
-            groups = [{"params": kind} for kind in kinds if kind]
-            optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.01, fused=True)
+            optimizer = _Plain(plain, 1).optimizer
             for number in range(_STEPS):
                 expected = loss_of(plain, number)
                 expected.backward()
