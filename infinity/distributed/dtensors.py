@@ -212,9 +212,9 @@ def _part_of(whole: Any) -> nn.Parameter:
     local = whole.to_local().detach()
     part = nn.Parameter(local, requires_grad=whole.requires_grad)
     _exchange(whole, local.new_empty(0))  # its memory is the engine's to let go of
-    vars(part)["tensor_model_parallel"] = any(
-        placement.is_shard() for placement in whole.placements
-    )  # as Megatron marks them
+    is_divided = any(placement.is_shard() for placement in whole.placements)
+    vars(part)["tensor_model_parallel"] = is_divided  # as Megatron marks them
+    vars(part)["is_part_of_dtensor"] = is_divided  # of which torch's optimizers would see the whole
     return part
 
 

@@ -25,10 +25,16 @@ def check_parts(template: Template, updater: PieceUpdater, zero_stage: int, *, i
     """Refuse parts of parameters where the optimizer wants whole ones.
 
     Raises:
-        OptimizerNotPageableError: ranks have parts of the states (``is_divided``), or layers are paged in tiles.
+        OptimizerNotPageableError: ranks have parts of the states (``is_divided``) or of DTensors, or layers are paged in tiles.
     """
     if not updater.mixes_elements:
         return
+    if any(getattr(param, "is_part_of_dtensor", False) for param in template.params()):
+        raise OptimizerNotPageableError(
+            template.name,
+            "it updates whole parameters, and with tensor parallelism by DTensors each rank has a part of them",
+            cure="Take an optimizer that treats every element by itself (AdamW, SGD, Lion), or do not divide the model",
+        )
     if is_divided:
         raise OptimizerNotPageableError(
             template.name,

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.errors import UnsupportedModelError
+from infinity.errors import OptimizerNotPageableError, UnsupportedModelError
 from tests.ranks import require_ranks
 
 _WIDTH, _STEPS = 32, 3
@@ -249,6 +249,20 @@ def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
                 assert torch.equal(loss, expected)
             engine.close()
             _require_equal(model, plain)
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+def test_a_rule_for_whole_parameters_is_refused(name: str, tmp_path: Path) -> None:
+    """It would see the norm of a part, where torch's would see that of the whole."""
+
+    def train(rank: int) -> None:
+        model = _parallelized(init_device_mesh("cpu", (2,)))
+        config = _config(tmp_path / str(rank), 0, "none", optimizer={"type": name, "params": {"lr": 0.01}})
+        with pytest.raises(OptimizerNotPageableError, match="each rank has a part of them"):
+            infinity.initialize(model=model, config=config)
+        assert isinstance(model.blocks[0].up.weight, DTensor)
 
     require_ranks(2, train, tmp_path)
 
