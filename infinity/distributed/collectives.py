@@ -611,12 +611,15 @@ def world() -> Ranks:
     return _worlds[default]
 
 
-_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Ranks]] = weakref.WeakKeyDictionary()
-"""By torch's default group and their numbers, what `subsets` made of those that this process is in."""
+_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Ranks]] = weakref.WeakKeyDictionary()
+"""By torch's default group, purpose and numbers, what `subsets` made of those that this process is in."""
 
 
-def subsets(wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Ranks]:
+def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[int, ...], Ranks]:
     """Some of all processes, by their numbers: those of ``wanted`` that this one is in. All processes come with the same.
+
+    ``purpose``: another one has other process groups, of all processes too, for whatever is exchanged beside the rest. What is
+    sent through them counts as sent by the same processes.
 
     Each gets a process group of its own, whatever the script has: what it destroys, or exchanges, is no concern of theirs.
 
@@ -626,10 +629,11 @@ def subsets(wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Ranks]:
     """
     everyone = world()
     known = _subsets.setdefault(torch.distributed.group.WORLD, {})
-    several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) < everyone.num})
+    most = everyone.num if purpose else everyone.num - 1
+    several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) <= most})
     mine = [everyone.number in members for members in several]
     lacking = [
-        is_mine and not (members in known and known[members].has_group)
+        is_mine and not ((purpose, members) in known and known[purpose, members].has_group)
         for members, is_mine in zip(several, mine, strict=True)
     ]
     for members, is_mine, *lack in zip(several, mine, *everyone.meet("making process groups", lacking), strict=True):
@@ -637,10 +641,15 @@ def subsets(wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Ranks]:
             continue
         group = _group_of(members) if len(members) > 1 else None
         if is_mine:
-            known[members] = Ranks(members.index(everyone.number), len(members), group, everyone._causes, members)
+            made = Ranks(members.index(everyone.number), len(members), group, everyone._causes, members)
+            same = everyone if members == everyone.members else known.get(("", members), made)
+            made.sent_bytes = same.sent_bytes
+            known[purpose, members] = made
     everyone.meet("having made process groups")  # or one that ends at once ends the joining of others
     of_all = {everyone.members: everyone}
-    return of_all | {members: known[members] for members, is_mine in zip(several, mine, strict=True) if is_mine}
+    return of_all | {
+        members: known[purpose, members] for members, is_mine in zip(several, mine, strict=True) if is_mine
+    }
 
 
 def _group_of(members: Sequence[int] | None, **kwargs: Any) -> Any:

@@ -164,27 +164,26 @@ class Division:
         return [found[share] for share in range(self.sharers.num)]
 
 
-def division_of(mesh: Mesh, size: int | None) -> Division:
+def division_of(mesh: Mesh, size: int | None, purpose: str = "") -> Division:
     """How states are divided. All processes call it at the same point.
 
     Args:
         mesh: who has which part.
         size: of each group, which goes into the number of those with the same part. None: as the mesh says; without, all.
+        purpose: of the process groups, see `subsets`.
     """
     ranks = mesh.data
+    parts = mesh.groups or (ranks.members,)
+    if purpose:
+        ranks = subsets(parts, purpose)[ranks.members]
     sharing = mesh.sharing or (ranks.members,)
     if size is not None:
-        sharing = tuple(
-            members[start : start + size]
-            for members in mesh.groups or (ranks.members,)
-            for start in range(0, len(members), size)
-        )
+        sharing = tuple(members[start : start + size] for members in parts for start in range(0, len(members), size))
     groups = [group for group in sharing if group[0] in ranks.members]
     if len(groups) == 1:
         return Division.among(ranks)
-    parts = mesh.groups or (ranks.members,)
     copies = [row for part in parts for row in zip(*(group for group in sharing if group[0] in part), strict=True)]
-    found = subsets([*sharing, *copies])
+    found = subsets([*sharing, *copies], purpose)
     number = ranks.number
     own, same = (next(tuple(sorted(each)) for each in kind if number in each) for kind in (sharing, copies))
     at = {member: (share, index) for index, group in enumerate(groups) for share, member in enumerate(group)}

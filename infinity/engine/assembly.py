@@ -35,6 +35,7 @@ from infinity.forecast.draft import Draft
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.owned_grads import OwnedGradients
 from infinity.numerics.state_format import StateFormat
 from infinity.numerics.state_window import StateWindow
 from infinity.optim.classes.one_bit_adam import OneBitAdam
@@ -239,7 +240,11 @@ def build(
                 await_update=pager.residency.await_update,
                 zeros=functools.partial(_zeros, config.offload_optimizer.nvme_paths),
             )
-    gradients = AveragedGradients(
+    averaged: Callable[..., AveragedGradients] = functools.partial(AveragedGradients, ranks=ranks)
+    if shares.is_divided:
+        lane = division_of(mesh, config.shard_size, "gradients")
+        averaged = functools.partial(OwnedGradients, division=division, lane=lane, shares=shares)
+    gradients = averaged(
         units,
         device,
         clock,
@@ -250,8 +255,6 @@ def build(
         waiting=waiting,
         scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
         listener=upper.gradient_listener,
-        division=division,
-        shares=shares,
         holds_back=momenta.is_active if momenta is not None else lambda: False,
         wire=config.communication_dtype,
     )

@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 
-from infinity.device.compute import gradient_norm
 from infinity.distributed.agreement import together
+from infinity.distributed.collectives import Ranks
 from infinity.distributed.comm_hooks import GradientBucket, MeanHook
-from infinity.distributed.meshes import Division
 from infinity.errors import GradientNotResidentError, RankError
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientBuffer
-from infinity.gradients.unit_grads import UnitGrads
-from infinity.units.layout import SLOT_GRANULE, Slot
-from infinity.units.shares import Shares, clipped
+from infinity.units.layout import Slot
+from infinity.units.shares import runs_of
 from infinity.units.unit import Unit
 
 _IS_NEW, _IS_UNSCALED = 1, 2
@@ -48,34 +46,21 @@ class AveragedGradients(ShownGradients):
     As with DDP, what is averaged is all that a parameter has accumulated, so a mean of an earlier backward stays what it is.
     A parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
 
-    [Note: means where they are needed] Where each rank updates its share of a unit, it needs the mean of that alone, which
-    takes half of the exchange, and the other half is then free for the new weights. But the mean must be of all that the
-    step has accumulated, or its bits would be others: so it is computed when ``engine.step`` begins (`average_to_owners`),
-    and until then a gradient is what this rank has. Whoever looks at one after the last ``engine.backward`` of a step would
-    see that, and gets an error instead. If another backward comes before the step, the mean is computed first, whole, as it
-    would have been (`average_postponed`). In a plain loop gradients are whole after each backward.
-
     Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
     `average_these`, or `replace`.
-
-    A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
-    in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
     """
 
     def __init__(
         self,
         *args: Any,
-        division: Division,
-        shares: Shares,
+        ranks: Ranks,
         holds_back: Callable[[], bool],
         wire: torch.dtype,
         **kwargs: Any,
     ) -> None:
-        """As `ShownGradients`, and ``shares``: which of those that divide states updates what; ``wire``: see `Ranks.reduce`."""
+        """As `ShownGradients`, and ``ranks``: all that have the same part of the model; ``wire``: see `Ranks.reduce`."""
         super().__init__(*args, **kwargs)
-        self._division = division
-        self._ranks = division.ranks
-        self._shares = shares
+        self._ranks = ranks
         self._holds_back = holds_back
         self._wire = wire
         self._hook: MeanHook | None = None
@@ -83,14 +68,9 @@ class AveragedGradients(ShownGradients):
         """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
         """(unit index, slot index) of what was added since the last `average`."""
-        self._postponed_step: int | None = None
-        """The step for which the mean of all gradients that are there is still to be computed; see `postpone_average`."""
-        self._agreed_norms: dict[tuple[int, int], torch.Tensor] = {}
-        """(unit index, slot index) -> 2-norm of a mean that is nowhere whole: from `average_to_owners` until the step's end."""
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """See `MainGradStore.add`."""
-        self.average_postponed()
         super().add(unit, gradients)
         self._new.update((unit.index, slot.index) for slot in gradients)
 
@@ -103,15 +83,7 @@ class AveragedGradients(ShownGradients):
         """See `MainGradStore.clear`."""
         super().clear(kept)
         self._new.intersection_update(kept)
-        self._agreed_norms.clear()
         self._is_held_back = False
-        if not self._new:
-            self._postponed_step = None
-
-    def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
-        """See `MainGradStore.norm_of`."""
-        agreed = self._agreed_norms.get((unit.index, slot.index))
-        return super().norm_of(unit, slot) if agreed is None else agreed
 
     def check_averaged(self, unit: Unit, slot: Slot) -> None:
         """See that the gradient is not one of which only parts of the mean will ever be here.
@@ -119,35 +91,30 @@ class AveragedGradients(ShownGradients):
         Raises:
             GradientNotResidentError: it is.
         """
-        if (unit.index, slot.index) not in self._new:
-            return
-        if self._is_held_back:
+        if self._is_held_back and (unit.index, slot.index) in self._new:
             raise GradientNotResidentError(
                 slot.spec.fqn,
                 reason="OneBitAdam's warm-up is over: each process has its own gradients, and in the step their momenta are "
                 "exchanged",
                 cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
             )
-        if self._postponed_step is not None:
-            raise GradientNotResidentError(
-                slot.spec.fqn,
-                reason=f"engine.step() averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
-                cure="Set zero_optimization.stage to 0 to look at gradients before engine.step(), or call loss.backward() and "
-                "optimizer.step()",
-            )
 
-    def postpone_average(self, step: int) -> None:
-        """The last ``engine.backward`` of a step has ended: as `average`, at once or when the step begins."""
-        if self._shares.is_divided and self._hook is None:
-            self.average_postponed()
-            self._postponed_step = step
-        else:
-            self.average(step)
+    def begin_means(self, step: int) -> None:
+        """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients."""
+
+    def expect_whole(self, unit: Unit) -> None:
+        """The next `add` for the unit makes it whole."""
+
+    def offer(self, unit: Unit) -> bool:
+        """The unit has all gradients of the step. Returns whether that is of use: then it may stay where `open_sum` has it."""
+        return False
+
+    def average_last(self, step: int) -> None:
+        """The last ``engine.backward`` of a step has ended: as `average`, at once or by the time the step needs it."""
+        self.average(step)
 
     def average_postponed(self) -> None:
-        """Another backward comes before the step: compute the mean of what was there before it, if that has not been."""
-        if self._postponed_step is not None:
-            self.average(self._postponed_step)
+        """Another backward comes before the step: the mean of what was there before it is computed, if it has not been."""
 
     def average(self, step: int) -> None:
         """What came on any rank since the last time becomes the mean over all ranks, on all of them.
@@ -183,7 +150,7 @@ class AveragedGradients(ShownGradients):
                 self.close_sum(new.unit)
 
     def take_hook(self, hook: MeanHook | None) -> None:
-        """From now on ``hook`` averages, also where `average_to_owners` would; None: nothing but this does."""
+        """From now on ``hook`` averages, of whole gradients; None: nothing but this does."""
         self._hook = hook
 
     def replace(self, new: NewGradients, write: Callable[[GradientBuffer, float], None]) -> None:
@@ -194,65 +161,11 @@ class AveragedGradients(ShownGradients):
             self._grads[new.unit.index].is_unscaled = True
             self.close_sum(new.unit)
 
-    def average_to_owners(self, step: int) -> None:
-        """As `average`, but each rank gets the mean of its share alone, and all get the norms. An update of all comes next.
-
-        Args:
-            step: the number of the present step.
-
-        Raises:
-            RankError: another rank has ended, does not come, or is elsewhere.
-        """
-        if self._hook is not None:
-            self.average(step)
-            return
-        what = f"averaging gradients for the owners in step {step}"
-        averaged: list[tuple[UnitGrads, Slot]] = []
-        norms: list[int] = []
-        for new in self._agree(what):
-            grads = self._grads[new.unit.index]
-            with self._clock.waiting("ranks"):
-                buffer, runs = self._prepare(new)
-                spans = self._shares.spans(grads.unit)
-                for start, stop in runs:
-                    self._reduce(what, buffer.values, [clipped(span, start, stop) for span in spans])
-                for slot in new.slots:
-                    averaged.append((grads, slot))
-                    norms.append(self._norm_of_parts(what, buffer, slot, spans))
-                is_whole = any(slot.index not in {each.index for each in new.slots} for slot in grads.slots())
-                self.close_sum(grads.unit, None if is_whole else self._shares.span(grads.unit))
-        if averaged:
-            of_sharers = self._division.sharers.meet(f"norms in step {step}", norms)
-            found = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
-            values = torch.tensor(found, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
-            for (grads, slot), norm in zip(averaged, values, strict=True):
-                self._agreed_norms[grads.unit.index, slot.index] = norm
-
-    def _reduce(self, what: str, values: torch.Tensor, shares: Sequence[tuple[int, int]]) -> None:
-        """Each share's mean comes to all that have the share: to each of them a part, which goes to the others."""
-        groups = self._division.groups_of_copies
-        parts = [_part(shares[share], group, len(groups)) for share, group in self._division.places]
-        self._ranks.reduce(what, values, parts, self._wire)
-        if len(groups) > 1:
-            own = [_part(shares[self._shares.index], group, len(groups)) for group in groups]
-            self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
-
-    def _norm_of_parts(self, what: str, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]) -> int:
-        """The 2-norm of a mean as the bits of an fp32 on the rank that takes it, on all others -1.
-
-        Bits of norms are never negative: those of NaN, if they are, lose their sign.
-        """
-        parts = [clipped(span, slot.start, slot.stop) for span in spans]
-        sizes = [stop - start for start, stop in parts]
-        owner = sizes.index(max(sizes))
-        self._division.sharers.collect(what, buffer.values, parts, owner)
-        if owner != self._shares.index:
-            return -1
-        norm = gradient_norm(buffer.view(slot)).detach().cpu().float()
-        return int(norm.view(torch.int32)) & 0x7FFFFFFF
+    def average_for_update(self, step: int) -> None:
+        """As `average`; an update of all comes next."""
+        self.average(step)
 
     def _agree(self, what: str) -> list[NewGradients]:
-        self._postponed_step = None
         self._is_held_back = False
         if self._ranks.num == 1:
             return []
@@ -339,21 +252,11 @@ class AveragedGradients(ShownGradients):
         grads = self._grads[new.unit.index]
         buffer = self.show(grads.unit) if new.is_unscaled else self.open(grads.unit)
         grads.note_change()
-        runs: list[tuple[int, int]] = []
-        for slot in sorted(new.slots, key=lambda slot: slot.start):
+        for slot in new.slots:
             if slot.index not in grads.present:
                 buffer.view(slot).zero_()
                 grads.present.add(slot.index)
-            if runs and slot.start - runs[-1][1] < SLOT_GRANULE:  # nothing but padding lies between
-                runs[-1] = runs[-1][0], slot.stop
-            else:
-                runs.append((slot.start, slot.stop))
-        return buffer, runs
-
-
-def _part(span: tuple[int, int], index: int, num: int) -> tuple[int, int]:
-    start, stop = span
-    return start + (stop - start) * index // num, start + (stop - start) * (index + 1) // num
+        return buffer, runs_of(new.slots)
 
 
 def _bucket(buffer: GradientBuffer, new: NewGradients, *, is_last: bool) -> GradientBucket:

@@ -435,10 +435,16 @@ class MainGradStore:
             flat = self._pool.allocate(num_bytes)
             if flat is not None:
                 return flat
-            taken = [(grads, grads.buffer) for grads in self._grads if grads.buffer is not None and not grads.stays]
+            taken = [
+                (grads, grads.buffer)
+                for grads in self._grads
+                if grads.buffer is not None and not grads.stays and not self._is_held(grads)
+            ]
             closable = [grads for grads, buffer in taken if not buffer.is_lent]
             if not self._loans and closable:
                 self._close(min(closable, key=lambda grads: grads.number))
+            elif not self._loans and self._await_holder():
+                continue
             elif not self._loans and taken:
                 return self._pool.allocate_beyond(num_bytes)
             elif not self._loans:
@@ -446,6 +452,14 @@ class MainGradStore:
                     raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
                 continue
             self._await_loan()
+
+    def _is_held(self, grads: UnitGrads) -> bool:
+        """Whether another thread uses the unit's memory."""
+        return False
+
+    def _await_holder(self) -> bool:
+        """Return when another thread has let go of some unit's memory; whether one had any."""
+        return False
 
     def _retire(self, *, in_parts: bool = False) -> bool:
         """Take back what is free again, ``in_parts``: of what is still in use, too; return whether anything was."""
@@ -517,7 +531,7 @@ class MainGradStore:
                 self._listener().note_end(grads.unit, ended)
             grads.drop(gone)
             buffer = grads.buffer
-            is_left = grads.present or grads.zeros
+            is_left = grads.present or grads.zeros or self._is_held(grads)
             if buffer is not None and not is_left and (not grads.stays or buffer.is_lent):
                 self._give_back(grads.take())
 

@@ -86,6 +86,8 @@ class Backwards:
         )
         updates_now = self._updates_now()
         self._stepper.gradients.average_postponed()
+        if self._is_final():
+            self._stepper.gradients.begin_means(self._step())
         if updates_now:
             self._stepper.divide_by(self._style.divisor(is_engine_step=True))
         is_complete = False
@@ -95,7 +97,7 @@ class Backwards:
                 loss.backward(retain_graph=retain_graph)
             self.collector.finish()
             if self._is_boundary() and not self._is_in_no_sync():
-                self._stepper.gradients.postpone_average(self._step())
+                self._stepper.gradients.average_last(self._step())
             self._stepper.finish_backward(updates_now=updates_now)
             is_complete = True
         finally:
@@ -106,14 +108,16 @@ class Backwards:
             if not is_complete:
                 self.collector.drop()
 
-    def _updates_now(self) -> bool:
+    def _is_final(self) -> bool:
+        """Whether gradients that are whole in this backward are those of the step."""
         if self._guard.phase is not Phase.BACKWARD or self._is_retained or not self._is_boundary():
             return False
         if self._is_in_no_sync():  # where no step comes, but maybe another backward
             return False
-        if self._has_hooks:  # they may look at any gradient
-            return False
-        return self._stepper.rules.updates_in_backward and self._style.updates_in_backward
+        return not self._has_hooks  # they may look at any gradient
+
+    def _updates_now(self) -> bool:
+        return self._is_final() and self._stepper.rules.updates_in_backward and self._style.updates_in_backward
 
     def _notice(self) -> None:
         is_scaled = self._is_own_scaled or self._guard.phase is Phase.BACKWARD
@@ -135,9 +139,14 @@ class Backwards:
         gradients = self._as_parts(unit, gradients)
         # Without a history it is not known whether backward will still need the weights: see `infinity.gradients.collector`.
         updates_now = self._updates_now() and self.collector.has_history
-        if updates_now:  # what has gradients of earlier micro-batches, and none of this one yet, may still get one
-            updates_now = all(slot in gradients for slot in self._stepper.gradients.slots_with_gradient(unit))
-        self._stepper.deliver(unit, gradients, updates_now=updates_now)
+        # What has gradients of earlier micro-batches, and none of this one yet, may still get one.
+        main = self._stepper.gradients
+        is_whole = self._is_final() and all(slot in gradients for slot in main.slots_with_gradient(unit))
+        if is_whole:
+            main.expect_whole(unit)
+        self._stepper.deliver(unit, gradients, updates_now=updates_now and is_whole)
+        if is_whole:
+            main.offer(unit)
 
     def _keep(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)

@@ -12,9 +12,10 @@ of all.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, Slot
+from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, SLOT_GRANULE, Slot
 from infinity.units.unit import Unit
 
 NUM_SERVED = 3
@@ -83,3 +84,14 @@ def clipped(span: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
     """What of a span lies in [start, stop); where nothing does, both ends are ``start``."""
     low, high = max(span[0], start), min(span[1], stop)
     return (low, high) if low < high else (start, start)
+
+
+def runs_of(slots: Iterable[Slot]) -> list[tuple[int, int]]:
+    """The elements [start, stop) of a unit in which the parameters lie; what lies side by side is one run."""
+    runs: list[tuple[int, int]] = []
+    for slot in sorted(slots, key=lambda slot: slot.start):
+        if runs and slot.start - runs[-1][1] < SLOT_GRANULE:  # nothing but padding lies between
+            runs[-1] = runs[-1][0], slot.stop
+        else:
+            runs.append((slot.start, slot.stop))
+    return runs

@@ -278,16 +278,16 @@ class Stepper:
         """
         was_in_backward = bool(self.updated)
         momenta: list[NewGradients] | None = None
-        if self._is_divided and not keeps:
-            self.gradients.average_to_owners(step)
-        elif self._momenta is not None and self._momenta.is_active():
+        if self._momenta is not None and self._momenta.is_active():
             new = self.gradients.new_of_all(step)
             if self._momenta.is_due(new):
                 momenta, keeps = new, False
             else:
                 self.gradients.average_these(new, step)
-        else:
+        elif keeps:
             self.gradients.average(step)  # what no backward did
+        else:
+            self.gradients.average_for_update(step)
         self.gradients.check_all_held(self._step_groups.loose.present(), step)
         if not was_in_backward:
             self._groups = self._step_groups.read()

@@ -269,6 +269,8 @@ class VerticalStep:
         inputs = (kept for call in calls if call is not None for kept in call.kept)
         self.boundary.begin_backward(chain(inputs, self._tied.kept))
         self._is_final = self._updates_now
+        if self._terms.updates and not self.is_trial:
+            self._on.stepper.gradients.begin_means(self._loop.step)
         self._end_moment(2 * len(self._sites))
         for position in positions:
             self._backward_of_unit(position, self._sites[position - 1].unit)

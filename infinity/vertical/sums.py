@@ -75,7 +75,7 @@ class UnitSums:
             return
         if gradients:
             self._stepper.deliver(unit, gradients, updates_now=False)
-        if is_complete:
+        if is_complete and not self._stepper.gradients.offer(unit):
             self._stepper.gradients.close_sum(unit)
         # Else more is to come: it stays in memory until somebody else needs the room.
 

@@ -40,7 +40,10 @@ class _Stepper:
             has_any=False,
             slots_with_gradient=lambda unit: self.earlier,
             average=lambda step: None,
-            postpone_average=lambda step: None,
+            begin_means=lambda step: None,
+            expect_whole=lambda unit: None,
+            offer=lambda unit: False,
+            average_last=lambda step: None,
             average_postponed=lambda: None,
         )
         self.earlier: list[Slot] = []

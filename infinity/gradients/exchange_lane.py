@@ -1,0 +1,157 @@
+"""A unit's gradients on their way to the ranks that update them, beside the backward.
+
+Knows ranks, shares and memory; must not know when a unit is complete, or where its gradients rest.
+
+[Note: the lane] One thread of each rank exchanges units in an order that is the same on all, through process groups of its own,
+whatever else its script, or the engine's other threads, exchange meanwhile. A rank comes to a unit when all of its gradients
+are there, or the backward has ended: the lanes of the others wait for it, their scripts do not.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.distributed.meshes import Division
+from infinity.errors import EngineClosedError
+from infinity.gradients.sources import GradientBuffer
+from infinity.gradients.unit_grads import UnitGrads
+from infinity.threads.denormals import flush_denormals
+from infinity.threads.openmp import use_threads
+from infinity.units.layout import Slot
+from infinity.units.shares import Shares, clipped, runs_of
+from swapper import Latch
+from swapper.sync.limits import start_threads
+
+_IS_NEW, _IS_UNSCALED = 1, 2
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class Exchange:
+    """Of one unit. The lane has its memory from `ExchangeLane.begin` until it is ``done``.
+
+    Attributes:
+        what: for messages.
+        grads: whose.
+        buffer: all of the unit's gradients that this rank has.
+        present: slot indices of those.
+        new: slot indices of those that are to be averaged.
+        is_unscaled: whether they are without the loss scale. Once ``done``: whether those of any rank were, and now all are.
+        unscaling: the factor that takes it out.
+        flushes_denormals: whether the training thread does so.
+        found: what was averaged: parameters of which any rank had something new.
+        owners: of each of ``found``, which of those that divide states has the whole mean, for its norm.
+        error: why there are no means.
+    """
+
+    what: str
+    grads: UnitGrads
+    buffer: GradientBuffer
+    present: frozenset[int]
+    new: frozenset[int]
+    is_unscaled: bool
+    unscaling: float
+    flushes_denormals: bool
+    found: list[Slot] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    error: Exception | None = None
+    done: Latch = field(default_factory=Latch)
+
+
+class ExchangeLane:
+    """Exchanges units in the order in which they begin; see [Note: the lane]."""
+
+    def __init__(self, division: Division, shares: Shares, wire: torch.dtype) -> None:
+        """
+        Args:
+            division: who divides states, in process groups that nobody else uses.
+            shares: which of them has which elements.
+            wire: see `Ranks.reduce`.
+        """
+        self._division = division
+        self._shares = shares
+        self._wire = wire
+        self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._moving = threading.Lock()
+        """Held by the lane while it uses an exchange's memory."""
+        self.error: Exception | None = None
+        """What went wrong first; nothing is exchanged any more. Set by the lane."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
+            start_threads(self._thread)
+        self._queue.put(exchange)
+
+    def close(self) -> bool:
+        """Exchange nothing more. Returns whether the lane has let go of all memory; it may wait for ranks that hang."""
+        self._is_closed = True
+        self._queue.put(None)
+        has_let_go = self._moving.acquire(timeout=_CLOSE_SECONDS)
+        if has_let_go:
+            self._moving.release()
+        return has_let_go
+
+    def _run(self) -> None:
+        use_threads(1)  # see [Note: one pool] in infinity.threads.openmp
+        while (each := self._queue.get()) is not None:
+            if self.error is None and not each.done.is_set():
+                try:
+                    self._exchange(each)
+                except Exception as error:
+                    self.error = error
+            each.error = self.error
+            each.done.set()
+
+    def _exchange(self, each: Exchange) -> None:
+        slots = each.grads.unit.layout.slots
+        flags = [_IS_NEW * (slot.index in each.new) for slot in slots] + [_IS_UNSCALED * each.is_unscaled]
+        *are_new, scaling = (
+            max(of_ranks) for of_ranks in zip(*self._division.ranks.meet(each.what, flags), strict=True)
+        )
+        with self._moving:
+            if self._is_closed:
+                raise EngineClosedError("averaging gradients")
+            flush_denormals(each.flushes_denormals)
+            if scaling == _IS_UNSCALED and not each.is_unscaled:
+                for slot in slots:
+                    if slot.index in each.present:
+                        each.buffer.view(slot).mul_(each.unscaling)
+                each.is_unscaled = True
+            each.found = [slot for slot, flag in zip(slots, are_new, strict=True) if flag]
+            for slot in each.found:
+                if slot.index not in each.present:
+                    each.buffer.view(slot).zero_()
+            spans = self._shares.spans(each.grads.unit)
+            for start, stop in runs_of(each.found):
+                self._reduce(each.what, each.buffer.values, [clipped(span, start, stop) for span in spans])
+            each.owners = [self._collect(each, slot, spans) for slot in each.found]
+
+    def _reduce(self, what: str, values: torch.Tensor, shares: list[tuple[int, int]]) -> None:
+        """Each share's mean comes to all that have the share: to each of them a part, which goes to the others."""
+        groups = self._division.groups_of_copies
+        parts = [_part(shares[share], group, len(groups)) for share, group in self._division.places]
+        self._division.ranks.reduce(what, values, parts, self._wire)
+        if len(groups) > 1:
+            own = [_part(shares[self._shares.index], group, len(groups)) for group in groups]
+            self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
+
+    def _collect(self, each: Exchange, slot: Slot, spans: list[tuple[int, int]]) -> int:
+        """One rank gets the whole mean of a parameter: the one that has the largest part. Returns which."""
+        parts = [clipped(span, slot.start, slot.stop) for span in spans]
+        sizes = [stop - start for start, stop in parts]
+        owner = sizes.index(max(sizes))
+        self._division.sharers.collect(each.what, each.buffer.values, parts, owner)
+        return owner
+
+
+def _part(span: tuple[int, int], index: int, num: int) -> tuple[int, int]:
+    start, stop = span
+    return start + (stop - start) * index // num, start + (stop - start) * (index + 1) // num

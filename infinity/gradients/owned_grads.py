@@ -1,0 +1,318 @@
+"""Main gradients of which each rank needs the mean of its share alone: of the part that it updates.
+
+Knows units, gradients and ranks; must not know when a backward has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.device.compute import gradient_norm
+from infinity.distributed.meshes import Division
+from infinity.errors import GradientNotResidentError
+from infinity.gradients.averaged_grads import AveragedGradients
+from infinity.gradients.exchange_lane import Exchange, ExchangeLane
+from infinity.gradients.unit_grads import UnitGrads
+from infinity.threads.denormals import flushes_denormals
+from infinity.threads.interrupts import POLL_SECONDS, surely
+from infinity.units.layout import Slot
+from infinity.units.shares import Shares, clipped, runs_of
+from infinity.units.unit import Unit
+
+Key = tuple[int, int]
+"""Unit index, slot index."""
+
+
+class OwnedGradients(AveragedGradients):
+    """`AveragedGradients` where states are divided.
+
+    [Note: means for owners] Where each rank updates its share of a unit, it needs the mean of that alone, which takes half of
+    the exchange, and the other half is then free for the new weights. The mean must be of all that the step has accumulated,
+    or its bits would be others. So it is computed in the last ``engine.backward`` of a step (`begin_means`), as units become
+    complete (`offer`), in the order in which backwards mostly reach them: the last unit first. What is still to be done when
+    the step comes is done then (`average_for_update`). Meanwhile another thread has the memory of units that are being
+    exchanged (`infinity.gradients.exchange_lane`). It may have to wait for ranks that are late, so of units whose memory is
+    taken for a time it has one, and only while there is room for the largest besides.
+
+    Whoever looks at a gradient between that backward and the step would see parts of a mean, and gets an error instead. If
+    another backward comes before the step, or the user replaces a gradient, parts are put together to whole means, which all
+    ranks do at the same point of their scripts; so they do if they drop gradients whose exchange has begun, before the next
+    ones are added. In a plain loop gradients are whole after each backward.
+
+    A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
+    in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
+    """
+
+    def __init__(self, *args: Any, division: Division, lane: Division, shares: Shares, **kwargs: Any) -> None:
+        """As `AveragedGradients` of the ``ranks`` of ``division``.
+
+        Args:
+            args, kwargs: for `AveragedGradients`.
+            division: who divides states.
+            lane: the same, in process groups that nobody else uses.
+            shares: which of them has what.
+        """
+        super().__init__(*args, ranks=division.ranks, **kwargs)
+        self._sharers = division.sharers
+        self._shares = shares
+        self._lane = ExchangeLane(lane, shares, self._wire)
+        self._step: int | None = None
+        """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
+        self._is_last_over = False
+        """Whether its last backward has ended."""
+        self._dropped_step: int | None = None
+        """One whose gradients were dropped while they were exchanged: from then until the exchange has been ended."""
+        self._due: deque[UnitGrads] = deque()
+        """Units that are yet to be exchanged, in the order of all ranks."""
+        self._whole: set[int] = set()
+        """Indices of those that may be, for they have all gradients of the step."""
+        self._under_way: deque[Exchange] = deque()
+        """Those that the lane has, in the same order."""
+        self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
+        """Of which the mean of this rank's share is here: whose, and the bits of its fp32 2-norm on the rank that takes it,
+        on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
+        self._agreed_norms: dict[Key, torch.Tensor] = {}
+        """2-norm of a mean that is nowhere whole: from `average_for_update` until the step's end."""
+
+    # ------------------------------------------------------------------------------------------------- beside a backward
+
+    def begin_means(self, step: int) -> None:
+        """See `AveragedGradients.begin_means`."""
+        self.average_postponed()
+        self._settle()
+        if self._hook is None:
+            self._step, self._is_last_over = step, False
+            self._due.extend(grads for grads in reversed(self._grads) if grads.unit.layout.trainable_numel)
+
+    def expect_whole(self, unit: Unit) -> None:
+        """See `AveragedGradients.expect_whole`."""
+        if self._step is not None:
+            self.open_sum(unit)
+
+    def offer(self, unit: Unit) -> bool:
+        """See `AveragedGradients.offer`."""
+        if self._step is not None:
+            self._whole.add(unit.index)
+            self._go_on()
+        return self._step is not None
+
+    def average_last(self, step: int) -> None:
+        """See `AveragedGradients.average_last`."""
+        if self._hook is not None:
+            self.average(step)
+            return
+        if self._step is None:
+            self.begin_means(step)
+        self._is_last_over = True
+        self._whole.update(grads.unit.index for grads in self._due)
+        self._go_on()
+
+    def _go_on(self, *, is_in_time: bool = True) -> None:
+        """Give the lane what may be exchanged, and take back what has been. ``is_in_time``: only if nobody has to wait."""
+        while self._under_way and self._under_way[0].done.is_set():
+            self._take_back(self._under_way.popleft())
+        while self._due and self._due[0].unit.index in self._whole and self._lane.error is None:
+            grads = self._due[0]
+            if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
+                return
+            buffer, slots = self.open(grads.unit), grads.unit.layout.slots
+            exchange = Exchange(
+                self._what(),
+                grads,
+                buffer,
+                present=frozenset(grads.present),
+                new=frozenset(slot.index for slot in slots if (grads.unit.index, slot.index) in self._new),
+                is_unscaled=grads.is_unscaled,
+                unscaling=1.0 / self.scaler.scale,
+                flushes_denormals=flushes_denormals(),
+            )
+            surely(functools.partial(self._hand_over, exchange))
+
+    def _hand_over(self, exchange: Exchange) -> None:
+        if exchange not in self._under_way:
+            self._under_way.append(exchange)
+        if self._due and self._due[0] is exchange.grads:
+            self._due.popleft()
+        self._lane.begin(exchange)
+
+    def _has_room_beside(self, grads: UnitGrads) -> bool:
+        """Whether the lane may have the unit's memory for as long as it likes."""
+        if grads.stays:
+            return True
+        self._retire()
+        needed = self._scratch_bytes * (1 if grads.buffer is not None else 2)
+        is_alone = all(each.grads.stays for each in self._under_way)
+        return is_alone and self._pool.used_bytes + needed <= self._pool.capacity_bytes
+
+    def _take_back(self, exchange: Exchange) -> None:
+        """The lane is done with it: keep the mean of this rank's share."""
+        grads, buffer = exchange.grads, exchange.buffer
+        if exchange.error is not None or self._dropped_step is not None:
+            if not grads.stays and not grads.present and grads.buffer is buffer:
+                self._give_back(grads.take())
+            return
+        grads.is_unscaled = exchange.is_unscaled
+        if exchange.found:
+            grads.note_change()
+        for slot, owner in zip(exchange.found, exchange.owners, strict=True):
+            grads.present.add(slot.index)
+            norm = gradient_norm(buffer.view(slot)).detach().cpu().float() if owner == self._shares.index else None
+            bits = -1 if norm is None else int(norm.view(torch.int32)) & 0x7FFFFFFF
+            self._owned[grads.unit.index, slot.index] = grads, slot, bits
+            self._new.discard((grads.unit.index, slot.index))
+        keeps_whole = any(slot not in exchange.found for slot in grads.slots())
+        self.close_sum(grads.unit, None if keeps_whole else self._shares.span(grads.unit))
+
+    def _is_held(self, grads: UnitGrads) -> bool:
+        return any(each.grads is grads for each in self._under_way)
+
+    def _await_holder(self) -> bool:
+        if not self._under_way:
+            return False
+        first = self._under_way[0]
+        with self._clock.waiting("ranks"):
+            while not first.done.wait(POLL_SECONDS):
+                pass  # looking up now and then, so that a KeyboardInterrupt gets through
+        if self._under_way and self._under_way[0] is first:
+            self._take_back(self._under_way.popleft())
+        return True
+
+    def _finish(self, due: Iterable[UnitGrads] = ()) -> None:
+        """Exchange all that is left, and what is ``due`` besides: all ranks have come here, or will."""
+        self._due.extend(due)
+        self._whole.update(grads.unit.index for grads in self._due)
+        while self._due or self._under_way:
+            self._go_on(is_in_time=False)
+            self._await_holder()
+            if self._lane.error is not None:
+                raise self._lane.error
+        self._whole.clear()
+
+    def _what(self) -> str:
+        step = self._step if self._dropped_step is None else self._dropped_step
+        return f"averaging gradients for the owners in step {step}"
+
+    # --------------------------------------------------------------------------------------------------- before the step
+
+    def average_for_update(self, step: int) -> None:
+        """See `AveragedGradients.average_for_update`. Each rank gets the mean of its share, and all get the norms."""
+        if self._hook is not None:
+            self.average(step)
+            return
+        self._settle()
+        what = f"averaging gradients for the owners in step {step}"
+        self._ranks.meet(what)
+        self._finish()
+        found = self._agree(what)  # what came to units that had been exchanged
+        self._new.update((new.unit.index, slot.index) for new in found for slot in new.slots)
+        self._step = step
+        self._finish(self._grads[new.unit.index] for new in found)
+        self._step = None
+        if not self._owned:
+            return
+        owned = [self._owned[key] for key in sorted(self._owned)]
+        of_sharers = self._sharers.meet(f"norms in step {step}", [bits for _, _, bits in owned])
+        bits = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
+        norms = torch.tensor(bits, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
+        for (grads, slot, _), norm in zip(owned, norms, strict=True):
+            self._agreed_norms[grads.unit.index, slot.index] = norm
+        self._owned.clear()
+
+    def average(self, step: int) -> None:
+        """See `AveragedGradients.average`. What is owned in parts becomes whole."""
+        self._settle()
+        if self._step is not None:
+            what = f"putting gradients together in step {self._step}"
+            self._ranks.meet(what)
+            self._finish()
+            self._step = None
+            with self._clock.waiting("ranks"):
+                for grads in {grads: None for grads, _, _ in self._owned.values()}:
+                    self._put_together(what, grads, [slot for other, slot, _ in self._owned.values() if other is grads])
+            self._owned.clear()
+        super().average(step)
+
+    def _put_together(self, what: str, grads: UnitGrads, slots: Sequence[Slot]) -> None:
+        buffer = self.open(grads.unit)
+        grads.note_change()
+        dtype = buffer.dtype if self._wire == torch.float32 else self._wire
+        spans = self._shares.spans(grads.unit)
+        for start, stop in runs_of(slots):
+            parts = [clipped(span, start, stop) for span in spans]
+            self._sharers.gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
+        self.close_sum(grads.unit)
+
+    def average_postponed(self) -> None:
+        """See `AveragedGradients.average_postponed`."""
+        if self._step is not None and self._is_last_over:
+            self.average(self._step)
+
+    def _settle(self) -> None:
+        """End an exchange whose gradients were dropped in the middle. All ranks have dropped them."""
+        if self._dropped_step is not None:
+            self._ranks.meet(f"dropping gradients of step {self._dropped_step}")
+            self._finish()
+            self._dropped_step = None
+
+    # ------------------------------------------------------------------------------------------------- what others touch
+
+    def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
+        """See `MainGradStore.add`."""
+        self.average_postponed()
+        self._settle()
+        self._await_unit(unit)
+        super().add(unit, gradients)
+
+    def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """See `AveragedGradients.set_gradient`."""
+        self.average_postponed()
+        self._settle()
+        self._await_unit(unit)
+        super().set_gradient(unit, slot, gradient)
+        self._owned.pop((unit.index, slot.index), None)
+
+    def _await_unit(self, unit: Unit) -> None:
+        """Return when the lane does not have the unit's memory."""
+        while self._is_held(self._grads[unit.index]):
+            self._await_holder()
+
+    def clear(self, kept: Collection[Key] = ()) -> None:
+        """See `MainGradStore.clear`."""
+        if kept:
+            self.average_postponed()
+        if self._step is not None:
+            self._dropped_step, self._step = self._step, None
+            self._owned.clear()
+        super().clear(kept)
+        self._agreed_norms.clear()
+
+    def close(self) -> None:
+        """See `MainGradStore.close`."""
+        if not self._lane.close():
+            for exchange in self._under_way:
+                if exchange.grads.buffer is exchange.buffer:
+                    exchange.grads.take()  # the lane's, for good
+        super().close()
+
+    def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        """See `MainGradStore.norm_of`."""
+        agreed = self._agreed_norms.get((unit.index, slot.index))
+        return super().norm_of(unit, slot) if agreed is None else agreed
+
+    def check_averaged(self, unit: Unit, slot: Slot) -> None:
+        """See `AveragedGradients.check_averaged`."""
+        super().check_averaged(unit, slot)
+        key = unit.index, slot.index
+        is_new = self._is_last_over and key in self._new
+        if self._step is not None and (is_new or key in self._owned or self._is_held(self._grads[unit.index])):
+            raise GradientNotResidentError(
+                slot.spec.fqn,
+                reason=f"engine.step() averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
+                cure="Set zero_optimization.stage to 0 to look at gradients before engine.step(), or call loss.backward() and "
+                "optimizer.step()",
+            )
