@@ -4,11 +4,12 @@
 states are divided (`infinity.units.shares`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
 What they have in common:
   * When `initialize` takes the model over, all ranks take the weights and buffers of rank 0, as DDP does.
-  * When a backward has ended whose gradients are to be used (or its step begins, see [Note: means where they are needed] in
-    ``infinity.gradients.averaged_grads``), ranks tell each other which parameters got gradients since the
+  * When a backward has ended whose gradients are to be used, ranks tell each other which parameters got gradients since the
     last time, and average those: unit by unit in the order of units, parameter by parameter. The order follows from the
-    model alone. It must not follow from reads, updates or prefetches, which are early or late on each rank for itself; so no
-    thread but the one that trains talks to other ranks, but for pulls, which have no order (`infinity.distributed.pulls`).
+    model alone. It must not follow from reads, updates or prefetches, which are early or late on each rank for itself. So no
+    thread but the one that trains talks to other ranks, but for pulls, which have no order (`infinity.distributed.pulls`),
+    and, where states are divided, one that averages units beside the backward, the last one first
+    (`infinity.gradients.gradient_exchange`).
   * Before a step changes anything, ranks compare the norm of all gradients, bit for bit. Clipping and skipped steps (fp16)
     follow from that norm, so all ranks do the same; and where one would do something else, because its script has changed
     a gradient, all of them raise.

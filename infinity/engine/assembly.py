@@ -242,8 +242,8 @@ def build(
             )
     averaged: Callable[..., AveragedGradients] = functools.partial(AveragedGradients, ranks=ranks)
     if shares.is_divided:
-        lane = division_of(mesh, config.shard_size, "gradients")
-        averaged = functools.partial(OwnedGradients, division=division, lane=lane, shares=shares)
+        apart = division_of(mesh, config.shard_size, "gradients")
+        averaged = functools.partial(OwnedGradients, division=division, apart=apart, shares=shares)
     gradients = averaged(
         units,
         device,

@@ -375,7 +375,11 @@ class MainGradStore:
             if grads.present:
                 swapper, extent = self._spill(grads)
                 with self._clock.waiting("read"):
-                    buffer.fill(lambda target: swapper.read(extent, target), stored)
+                    if grads.spilled_span is None:
+                        buffer.fill(lambda target: swapper.read(extent, target), stored)
+                    elif grads.spilled_span[0] < grads.spilled_span[1]:
+                        start, stop = grads.spilled_span
+                        swapper.read(extent, buffer.values[start:stop], offset=start * stored.itemsize).wait()
                 self.resumed_bytes += buffer.flat.num_bytes
             buffer.add(gradients, grads.present, self._arrivals)
         except BaseException:
@@ -417,7 +421,7 @@ class MainGradStore:
         for slot in changed:
             if slot.index not in grads.norms:
                 grads.norms[slot.index] = gradient_norm(buffer.view(slot))
-        grads.spilled_dtype = buffer.dtype
+        grads.spilled_dtype, grads.spilled_span = buffer.dtype, span
         start, stop = (0, buffer.values.numel()) if span is None else span
         if start == stop:
             self._give_back(buffer)

@@ -6,6 +6,7 @@ Knows units, gradients and ranks; must not know when a backward has ended.
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from infinity.device.compute import gradient_norm
 from infinity.distributed.meshes import Division
 from infinity.errors import GradientNotResidentError
 from infinity.gradients.averaged_grads import AveragedGradients
-from infinity.gradients.exchange_lane import Exchange, ExchangeLane
+from infinity.gradients.gradient_exchange import GradientExchange, UnitExchange
+from infinity.gradients.sources import FP32_BYTES
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.threads.interrupts import POLL_SECONDS, surely
@@ -24,6 +26,9 @@ from infinity.units.layout import Slot
 from infinity.units.shares import Shares, clipped, runs_of
 from infinity.units.unit import Unit
 
+_PATIENCE_SECONDS = 1.0
+"""So long a backward waits for others in all rather than spill gradients, for in the step it would wait for them, too. Not
+longer: their scripts may wait for this one."""
 Key = tuple[int, int]
 """Unit index, slot index."""
 
@@ -36,8 +41,9 @@ class OwnedGradients(AveragedGradients):
     or its bits would be others. So it is computed in the last ``engine.backward`` of a step (`begin_means`), as units become
     complete (`offer`), in the order in which backwards mostly reach them: the last unit first. What is still to be done when
     the step comes is done then (`average_for_update`). Meanwhile another thread has the memory of units that are being
-    exchanged (`infinity.gradients.exchange_lane`). It may have to wait for ranks that are late, so of units whose memory is
-    taken for a time it has one, and only while there is room for the largest besides.
+    exchanged (`infinity.gradients.gradient_exchange`). It may have to wait for ranks that are late, so of units whose memory is
+    taken for a time it has one, and only while there is room for the largest besides. What is whole and finds no room to wait in
+    is spilled, as ever, and exchanged in the step.
 
     Whoever looks at a gradient between that backward and the step would see parts of a mean, and gets an error instead. If
     another backward comes before the step, or the user replaces a gradient, parts are put together to whole means, which all
@@ -48,19 +54,19 @@ class OwnedGradients(AveragedGradients):
     in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
     """
 
-    def __init__(self, *args: Any, division: Division, lane: Division, shares: Shares, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, division: Division, apart: Division, shares: Shares, **kwargs: Any) -> None:
         """As `AveragedGradients` of the ``ranks`` of ``division``.
 
         Args:
             args, kwargs: for `AveragedGradients`.
             division: who divides states.
-            lane: the same, in process groups that nobody else uses.
+            apart: the same, in process groups that nobody else uses.
             shares: which of them has what.
         """
         super().__init__(*args, ranks=division.ranks, **kwargs)
         self._sharers = division.sharers
         self._shares = shares
-        self._lane = ExchangeLane(lane, shares, self._wire)
+        self._exchange = GradientExchange(apart, shares, self._wire, self._device)
         self._step: int | None = None
         """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
         self._is_last_over = False
@@ -71,8 +77,10 @@ class OwnedGradients(AveragedGradients):
         """Units that are yet to be exchanged, in the order of all ranks."""
         self._whole: set[int] = set()
         """Indices of those that may be, for they have all gradients of the step."""
-        self._under_way: deque[Exchange] = deque()
-        """Those that the lane has, in the same order."""
+        self._under_way: deque[UnitExchange] = deque()
+        """Those that its thread has, in the same order."""
+        self._patience_seconds = 0.0
+        """How long the present backward may yet wait for room."""
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
         """Of which the mean of this rank's share is here: whose, and the bits of its fp32 2-norm on the rank that takes it,
         on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
@@ -86,13 +94,24 @@ class OwnedGradients(AveragedGradients):
         self.average_postponed()
         self._settle()
         if self._hook is None:
-            self._step, self._is_last_over = step, False
+            self._step, self._is_last_over, self._patience_seconds = step, False, _PATIENCE_SECONDS
             self._due.extend(grads for grads in reversed(self._grads) if grads.unit.layout.trainable_numel)
 
     def expect_whole(self, unit: Unit) -> None:
         """See `AveragedGradients.expect_whole`."""
         if self._step is not None:
             self.open_sum(unit)
+
+    def open_sum(self, unit: Unit) -> None:
+        """See `MainGradStore.open_sum`."""
+        grads = self._grads[unit.index]
+        if self._step is not None and not grads.stays and grads.buffer is None:
+            while self._under_way and not self._has_room(1) and self._patience_seconds > 0:
+                begin = time.monotonic()
+                self._under_way[0].done.wait(min(POLL_SECONDS, self._patience_seconds))
+                self._patience_seconds -= time.monotonic() - begin
+                self._go_on()
+        super().open_sum(unit)
 
     def offer(self, unit: Unit) -> bool:
         """See `AveragedGradients.offer`."""
@@ -113,15 +132,15 @@ class OwnedGradients(AveragedGradients):
         self._go_on()
 
     def _go_on(self, *, is_in_time: bool = True) -> None:
-        """Give the lane what may be exchanged, and take back what has been. ``is_in_time``: only if nobody has to wait."""
+        """Begin to exchange what may be, and take back what has been. ``is_in_time``: only if nobody has to wait."""
         while self._under_way and self._under_way[0].done.is_set():
             self._take_back(self._under_way.popleft())
-        while self._due and self._due[0].unit.index in self._whole and self._lane.error is None:
+        while self._due and self._due[0].unit.index in self._whole and self._exchange.error is None:
             grads = self._due[0]
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
                 return
             buffer, slots = self.open(grads.unit), grads.unit.layout.slots
-            exchange = Exchange(
+            exchange = UnitExchange(
                 self._what(),
                 grads,
                 buffer,
@@ -133,24 +152,36 @@ class OwnedGradients(AveragedGradients):
             )
             surely(functools.partial(self._hand_over, exchange))
 
-    def _hand_over(self, exchange: Exchange) -> None:
+    def _hand_over(self, exchange: UnitExchange) -> None:
         if exchange not in self._under_way:
             self._under_way.append(exchange)
         if self._due and self._due[0] is exchange.grads:
             self._due.popleft()
-        self._lane.begin(exchange)
+        self._exchange.begin(exchange)
 
     def _has_room_beside(self, grads: UnitGrads) -> bool:
-        """Whether the lane may have the unit's memory for as long as it likes."""
+        """Whether the exchange may have the unit's memory for as long as it likes."""
         if grads.stays:
             return True
-        self._retire()
-        needed = self._scratch_bytes * (1 if grads.buffer is not None else 2)
+        waiting = sum(
+            each.buffer.flat.num_bytes
+            for each in self._grads
+            if each.buffer is not None and not (each.stays or each is grads or each.buffer.is_lent)
+        )
         is_alone = all(each.grads.stays for each in self._under_way)
-        return is_alone and self._pool.used_bytes + needed <= self._pool.capacity_bytes
+        return is_alone and self._has_room(1 if grads.buffer is not None else 2, waiting)
 
-    def _take_back(self, exchange: Exchange) -> None:
-        """The lane is done with it: keep the mean of this rank's share."""
+    def _has_room(self, num: int, waiting_bytes: int = 0) -> bool:
+        """Whether there is room for the largest of the units whose memory is taken for a time, so many times.
+
+        ``waiting_bytes``: of memory that units have which can be spilled.
+        """
+        self._retire()
+        largest = max(each.unit.layout.trainable_numel for each in self._grads if not each.stays) * FP32_BYTES
+        return self._pool.used_bytes - waiting_bytes + num * largest <= self._pool.capacity_bytes
+
+    def _take_back(self, exchange: UnitExchange) -> None:
+        """It has been exchanged: keep the mean of this rank's share."""
         grads, buffer = exchange.grads, exchange.buffer
         if exchange.error is not None or self._dropped_step is not None:
             if not grads.stays and not grads.present and grads.buffer is buffer:
@@ -189,8 +220,8 @@ class OwnedGradients(AveragedGradients):
         while self._due or self._under_way:
             self._go_on(is_in_time=False)
             self._await_holder()
-            if self._lane.error is not None:
-                raise self._lane.error
+            if self._exchange.error is not None:
+                raise self._exchange.error
         self._whole.clear()
 
     def _what(self) -> str:
@@ -277,7 +308,7 @@ class OwnedGradients(AveragedGradients):
         self._owned.pop((unit.index, slot.index), None)
 
     def _await_unit(self, unit: Unit) -> None:
-        """Return when the lane does not have the unit's memory."""
+        """Return when the unit is not being exchanged."""
         while self._is_held(self._grads[unit.index]):
             self._await_holder()
 
@@ -293,10 +324,10 @@ class OwnedGradients(AveragedGradients):
 
     def close(self) -> None:
         """See `MainGradStore.close`."""
-        if not self._lane.close():
+        if not self._exchange.close():
             for exchange in self._under_way:
                 if exchange.grads.buffer is exchange.buffer:
-                    exchange.grads.take()  # the lane's, for good
+                    exchange.grads.take()  # the thread's, for good
         super().close()
 
     def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:

@@ -61,6 +61,8 @@ class UnitGrads:
     """Where they are spilled: from the first time on, for good."""
     spilled_dtype: torch.dtype | None = None
     """As what: from each time they are spilled until they are used up."""
+    spilled_span: tuple[int, int] | None = None
+    """Elements [start, stop) that alone were spilled, the last time; None: all."""
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     """Slot index -> 2-norm of what is spilled, or of what nobody but the store can have changed in RAM. Kept beyond that, it
     would pass for the norm of later gradients."""

@@ -69,10 +69,14 @@ def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: 
     rising = [-numels[index] for index in by_size]
     sums = [0, *accumulate(numels[index] for index in by_size)]
     total = sums[-1]
+    # Ranks that divide states exchange one of the others while the next one comes: see `infinity.gradients.owned_grads`.
+    is_divided = any(unit.state_numel < unit.trainable_numel for unit in units)
     if total * scratch_itemsize <= capacity_bytes:
         yield GradientShare(by_size, ((0, len(by_size)),), 0, total * scratch_itemsize, moved * total)
     for largest in sorted(set(numels.values()), reverse=True):
         scratch_bytes = largest * scratch_itemsize
+        if is_divided and 2 * scratch_bytes <= capacity_bytes:
+            scratch_bytes *= 2
         place = bisect_left(rising, -largest)
         room = (capacity_bytes - scratch_bytes) // itemsize - sums[place]
         if room >= 0:

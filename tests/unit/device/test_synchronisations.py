@@ -53,8 +53,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "gradients/averaged_grads.py": {
         "int(norm.detach().cpu().float().view(torch.int32))": "once a step, where there are several ranks",
         "norm.detach().cpu()": "likewise",
-        "gradient_norm(buffer.view(slot)).detach().cpu()": _HOST,
-        "int(norm.view(torch.int32))": _HOST,
         "torch.tensor(of_ranks, dtype=torch.int32, device='cpu').view(torch.float32).tolist()": _HOST,
     },
     "gradients/collector.py": {"bool(self._fired)": _NO_TENSOR},
@@ -63,6 +61,10 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(state['patience'])": "of a checkpoint",
         "int(state['num_finite'])": "of a checkpoint",
         "int(state.get('num_steps', 0))": "of a checkpoint",
+    },
+    "gradients/owned_grads.py": {
+        "gradient_norm(buffer.view(slot)).detach().cpu()": _HOST,
+        "int(norm.view(torch.int32))": _HOST,
     },
     "gradients/part_norms.py": {"float(each.norm)": "once a step, where processes have different parts of the model"},
     "gradients/sources.py": {

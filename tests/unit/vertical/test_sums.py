@@ -11,8 +11,9 @@ import torch
 
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
+from infinity.distributed.collectives import Ranks
+from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.main_grads import MainGradStore
 from infinity.telemetry.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -32,9 +33,9 @@ def swapper() -> Iterator[Swapper]:
         yield opened
 
 
-def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype | None = None) -> MainGradStore:
+def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype | None = None) -> AveragedGradients:
     pool = FlatPool(ComputeDevice(), unit.layout.trainable_numel * 4)
-    return MainGradStore(
+    return AveragedGradients(
         [unit],
         ComputeDevice(),
         StepClock(),
@@ -42,6 +43,9 @@ def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype | None = None
         open_swapper=lambda: swapper,
         pool=pool,
         waiting=waiting,
+        ranks=Ranks(),
+        holds_back=lambda: False,
+        wire=torch.float32,
     )
 
 

@@ -2,9 +2,9 @@
 
 Knows ranks, shares and memory; must not know when a unit is complete, or where its gradients rest.
 
-[Note: the lane] One thread of each rank exchanges units in an order that is the same on all, through process groups of its own,
-whatever else its script, or the engine's other threads, exchange meanwhile. A rank comes to a unit when all of its gradients
-are there, or the backward has ended: the lanes of the others wait for it, their scripts do not.
+[Note: the exchange's thread] One thread of each rank exchanges units in an order that is the same on all, through process groups
+of its own, whatever else its script, or the engine's other threads, exchange meanwhile. A rank comes to a unit when all of its
+gradients are there, or the backward has ended: these threads of the others wait for it, their scripts do not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infinity.device.compute import ComputeDevice
 from infinity.distributed.meshes import Division
 from infinity.errors import EngineClosedError
 from infinity.gradients.sources import GradientBuffer
@@ -31,8 +32,8 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class Exchange:
-    """Of one unit. The lane has its memory from `ExchangeLane.begin` until it is ``done``.
+class UnitExchange:
+    """Of one unit. The exchange's thread has its memory from `GradientExchange.begin` until it is ``done``.
 
     Attributes:
         what: for messages.
@@ -62,28 +63,30 @@ class Exchange:
     done: Latch = field(default_factory=Latch)
 
 
-class ExchangeLane:
-    """Exchanges units in the order in which they begin; see [Note: the lane]."""
+class GradientExchange:
+    """Exchanges units in the order in which they begin; see [Note: the exchange's thread]."""
 
-    def __init__(self, division: Division, shares: Shares, wire: torch.dtype) -> None:
+    def __init__(self, division: Division, shares: Shares, wire: torch.dtype, device: ComputeDevice) -> None:
         """
         Args:
             division: who divides states, in process groups that nobody else uses.
             shares: which of them has which elements.
             wire: see `Ranks.reduce`.
+            device: for the thread to enter; all memory is the host's.
         """
+        self._device = device
         self._division = division
         self._shares = shares
         self._wire = wire
-        self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[UnitExchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._moving = threading.Lock()
-        """Held by the lane while it uses an exchange's memory."""
+        """Held by the thread while it uses a unit's memory."""
         self.error: Exception | None = None
-        """What went wrong first; nothing is exchanged any more. Set by the lane."""
+        """What went wrong first; nothing is exchanged any more. Set by the thread."""
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, exchange: UnitExchange) -> None:
         """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
@@ -91,7 +94,7 @@ class ExchangeLane:
         self._queue.put(exchange)
 
     def close(self) -> bool:
-        """Exchange nothing more. Returns whether the lane has let go of all memory; it may wait for ranks that hang."""
+        """Exchange nothing more. Returns whether all memory has been let go of: ranks may hang."""
         self._is_closed = True
         self._queue.put(None)
         has_let_go = self._moving.acquire(timeout=_CLOSE_SECONDS)
@@ -101,16 +104,17 @@ class ExchangeLane:
 
     def _run(self) -> None:
         use_threads(1)  # see [Note: one pool] in infinity.threads.openmp
-        while (each := self._queue.get()) is not None:
-            if self.error is None and not each.done.is_set():
-                try:
-                    self._exchange(each)
-                except Exception as error:
-                    self.error = error
-            each.error = self.error
-            each.done.set()
+        with self._device.background():
+            while (each := self._queue.get()) is not None:
+                if self.error is None and not each.done.is_set():
+                    try:
+                        self._exchange(each)
+                    except Exception as error:
+                        self.error = error
+                each.error = self.error
+                each.done.set()
 
-    def _exchange(self, each: Exchange) -> None:
+    def _exchange(self, each: UnitExchange) -> None:
         slots = each.grads.unit.layout.slots
         flags = [_IS_NEW * (slot.index in each.new) for slot in slots] + [_IS_UNSCALED * each.is_unscaled]
         *are_new, scaling = (
@@ -143,7 +147,7 @@ class ExchangeLane:
             own = [_part(shares[self._shares.index], group, len(groups)) for group in groups]
             self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
 
-    def _collect(self, each: Exchange, slot: Slot, spans: list[tuple[int, int]]) -> int:
+    def _collect(self, each: UnitExchange, slot: Slot, spans: list[tuple[int, int]]) -> int:
         """One rank gets the whole mean of a parameter: the one that has the largest part. Returns which."""
         parts = [clipped(span, slot.start, slot.stop) for span in spans]
         sizes = [stop - start for start, stop in parts]
