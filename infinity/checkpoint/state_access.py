@@ -104,10 +104,18 @@ class StateAccess:
         base.zero_()
         for slot, original in zip(unit.layout.slots, originals, strict=True):
             unit.view(base, slot).copy_(original)
+            if self._has_halves and self.shared is not None and slot.spec.is_trainable:
+                self._round(unit.trainable_view(base)[slot.start : slot.stop], in_memory_order(original, slot))
         if self._has_main_in_records:
             for chunk in self._chunks[unit.index]:
                 self._store_main(unit, chunk, originals)
         self._write_weights(unit, base)
+
+    def _round(self, weight: torch.Tensor, original: torch.Tensor) -> None:
+        """As the halves of main weights, of which other ranks keep parts, are rounded there."""
+        for start in range(0, original.numel(), _PART_NUMEL):
+            block = original[start : start + _PART_NUMEL].to("cpu", torch.float32)
+            weight[start : start + _PART_NUMEL].copy_(split_bits(block)[0].view(torch.bfloat16))
 
     def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
         """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""

@@ -109,6 +109,11 @@ class AveragedGradients(ShownGradients):
         """The unit has all gradients of the step. Returns whether that is of use: then it may stay where `open_sum` has it."""
         return False
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether a gradient that is not here may be on other ranks, of which this one has a part of the mean, or will have."""
+        return False
+
     def average_last(self, step: int) -> None:
         """The last ``engine.backward`` of a step has ended: as `average`, at once or by the time the step needs it."""
         self.average(step)

@@ -9,8 +9,10 @@ gradients are there, or the backward has ended: these threads of the others wait
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +31,7 @@ from swapper.sync.limits import start_threads
 
 _IS_NEW, _IS_UNSCALED = 1, 2
 _CLOSE_SECONDS = 5.0
+_EXIT_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -64,7 +67,7 @@ class UnitExchange:
 
 
 class GradientExchange:
-    """Exchanges units in the order in which they begin; see [Note: the exchange's thread]."""
+    """Exchanges units in the order in which they begin; see [Note: the exchange's thread], which ends with this object."""
 
     def __init__(self, division: Division, shares: Shares, wire: torch.dtype, device: ComputeDevice) -> None:
         """
@@ -74,6 +77,27 @@ class GradientExchange:
             wire: see `Ranks.reduce`.
             device: for the thread to enter; all memory is the host's.
         """
+        self._worker = _Worker(division, shares, wire, device)
+        weakref.finalize(self, self._worker.stop)
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong first; nothing is exchanged any more."""
+        return self._worker.error
+
+    def begin(self, exchange: UnitExchange) -> None:
+        """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
+        self._worker.begin(exchange)
+
+    def close(self) -> bool:
+        """Exchange nothing more. Returns whether all memory has been let go of: ranks may hang."""
+        return self._worker.close()
+
+
+class _Worker:
+    """What the thread knows."""
+
+    def __init__(self, division: Division, shares: Shares, wire: torch.dtype, device: ComputeDevice) -> None:
         self._device = device
         self._division = division
         self._shares = shares
@@ -84,35 +108,50 @@ class GradientExchange:
         self._moving = threading.Lock()
         """Held by the thread while it uses a unit's memory."""
         self.error: Exception | None = None
-        """What went wrong first; nothing is exchanged any more. Set by the thread."""
+        """Set by the thread."""
 
     def begin(self, exchange: UnitExchange) -> None:
-        """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
             start_threads(self._thread)
+            _open.add(self)
         self._queue.put(exchange)
 
-    def close(self) -> bool:
-        """Exchange nothing more. Returns whether all memory has been let go of: ranks may hang."""
+    def stop(self) -> None:
+        """End the thread, when it waits for nobody. Takes no lock."""
         self._is_closed = True
         self._queue.put(None)
+
+    def close(self) -> bool:
+        self.stop()
         has_let_go = self._moving.acquire(timeout=_CLOSE_SECONDS)
         if has_let_go:
             self._moving.release()
         return has_let_go
 
+    def join(self) -> None:
+        """Return when the thread has ended, or waits for ranks for longer than a moment."""
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(_EXIT_SECONDS)
+
     def _run(self) -> None:
         use_threads(1)  # see [Note: one pool] in infinity.threads.openmp
         with self._device.background():
-            while (each := self._queue.get()) is not None:
-                if self.error is None and not each.done.is_set():
-                    try:
-                        self._exchange(each)
-                    except Exception as error:
-                        self.error = error
-                each.error = self.error
-                each.done.set()
+            while self._do_next():  # keeps nothing of it
+                pass
+
+    def _do_next(self) -> bool:
+        each = self._queue.get()
+        if each is None:
+            return False
+        if self.error is None and not each.done.is_set():
+            try:
+                self._exchange(each)
+            except Exception as error:
+                self.error = error
+        each.error = self.error
+        each.done.set()
+        return True
 
     def _exchange(self, each: UnitExchange) -> None:
         slots = each.grads.unit.layout.slots
@@ -159,3 +198,18 @@ class GradientExchange:
 def _part(span: tuple[int, int], index: int, num: int) -> tuple[int, int]:
     start, stop = span
     return start + (stop - start) * index // num, start + (stop - start) * (index + 1) // num
+
+
+_open: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """The interpreter ends: see [Note: how a group ends] in infinity.distributed.collectives."""
+    workers = list(_open)
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.join()
+
+
+atexit.register(_end_all)

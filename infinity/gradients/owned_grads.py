@@ -85,7 +85,7 @@ class OwnedGradients(AveragedGradients):
         """Of which the mean of this rank's share is here: whose, and the bits of its fp32 2-norm on the rank that takes it,
         on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
         self._agreed_norms: dict[Key, torch.Tensor] = {}
-        """2-norm of a mean that is nowhere whole: from `average_for_update` until the step's end."""
+        """2-norm of a mean that is nowhere whole: from `average_for_update` until the next step's, or `clear`."""
 
     # ------------------------------------------------------------------------------------------------- beside a backward
 
@@ -130,6 +130,11 @@ class OwnedGradients(AveragedGradients):
         self._is_last_over = True
         self._whole.update(grads.unit.index for grads in self._due)
         self._go_on()
+
+    @property
+    def is_in_parts(self) -> bool:
+        """See `AveragedGradients.is_in_parts`."""
+        return self._step is not None and self._is_last_over
 
     def _go_on(self, *, is_in_time: bool = True) -> None:
         """Begin to exchange what may be, and take back what has been. ``is_in_time``: only if nobody has to wait."""
@@ -235,6 +240,7 @@ class OwnedGradients(AveragedGradients):
         if self._hook is not None:
             self.average(step)
             return
+        self._agreed_norms.clear()
         self._settle()
         what = f"averaging gradients for the owners in step {step}"
         self._ranks.meet(what)
@@ -256,6 +262,7 @@ class OwnedGradients(AveragedGradients):
 
     def average(self, step: int) -> None:
         """See `AveragedGradients.average`. What is owned in parts becomes whole."""
+        self._agreed_norms.clear()
         self._settle()
         if self._step is not None:
             what = f"putting gradients together in step {self._step}"
@@ -280,7 +287,7 @@ class OwnedGradients(AveragedGradients):
 
     def average_postponed(self) -> None:
         """See `AveragedGradients.average_postponed`."""
-        if self._step is not None and self._is_last_over:
+        if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
     def _settle(self) -> None:

@@ -170,7 +170,8 @@ class GradAccess(GradientListener):
                 )
         self._backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
         self._check_not_used_up(unit, slot)
-        if gradient is None and slot not in self._gradients.slots_with_gradient(unit):
+        is_absent = slot not in self._gradients.slots_with_gradient(unit) and not self._gradients.is_in_parts
+        if gradient is None and is_absent:
             return
         if gradient is not None:
             own = self._own.get((unit.index, slot.index))

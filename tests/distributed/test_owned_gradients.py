@@ -208,6 +208,41 @@ def test_what_comes_between_backward_and_step(changes: dict[str, Any], tmp_path:
     require_ranks(2, train, tmp_path)
 
 
+def test_a_plain_loop_clips_by_its_own_norms_after_steps_of_the_engine(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        found = {}
+        for stage in (0, 2):
+            config = _config(tmp_path, stage, {"gradient_clipping": 0.01})
+            engine = infinity.initialize(model=_Deep(2), config=config)[0]
+            engine.backward(_loss(engine, rank, 0))
+            engine.step()
+            (100 * _loss(engine, rank, 1)).backward()
+            engine.optimizer.step()
+            found[stage] = _weights(engine)
+            engine.close()
+        _require_same(found)
+
+    require_ranks(2, train, tmp_path)
+
+
+def test_ranks_begin_with_the_same_weights_where_halves_are_rounded(tmp_path: Path) -> None:
+    """A main weight halfway between two model weights: each rank has made the halves of its own share alone."""
+
+    def begin(rank: int) -> None:
+        found = {}
+        for stage in (0, 1, 2, 3):
+            model = _Deep(2)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_((parameter.view(torch.int32) & -0x10000 | 0x8000).view(torch.float32))
+            config = _config(tmp_path, stage, {"bf16": {"enabled": True}})
+            with infinity.initialize(model=model, config=config)[0] as engine:
+                found[stage] = _weights(engine)
+        _require_same(found)
+
+    require_ranks(2, begin, tmp_path)
+
+
 def test_gradients_dropped_on_one_rank_alone_are_an_error_on_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = infinity.initialize(model=_Deep(), config=_config(tmp_path, 2))[0]
