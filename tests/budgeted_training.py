@@ -143,13 +143,12 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
     print(json.dumps(answer))
 
 
-def save(group: str, directory: str, what: str, slack_bytes: int) -> None:
-    """Make and save a state dict, with no more memory than ``slack_bytes`` for it. See `train`.
+def save(group: str, directory: str, slack_bytes: int) -> None:
+    """Make, save and load the model's state dict and the optimizer's, with no more memory than ``slack_bytes`` for each.
 
     Args:
         group: directory of the memory control group that this process is in.
         directory: on a drive.
-        what: whose state dict: ``model`` or ``optimizer``.
         slack_bytes: what it may use beyond what the process has when a step has ended.
     """
     torch.set_num_threads(1)
@@ -168,16 +167,16 @@ def save(group: str, directory: str, what: str, slack_bytes: int) -> None:
         engine.flush()
         gc.collect()
         give_back_freed_memory()
-        file = Path(directory) / "saved.pt"
-        (Path(group) / "memory.limit_in_bytes").write_text(str(_anonymous_bytes() + slack_bytes))
-        state = engine.module.state_dict() if what == "model" else optimizer.state_dict()
-        torch.save(state, file)
-        loaded = torch.load(file, mmap=True)
-        if what == "model":
-            engine.module.load_state_dict(loaded)
-        else:
-            optimizer.load_state_dict(loaded)
-        print(json.dumps({"num_bytes": file.stat().st_size}))
+        num_bytes: list[int] = []
+        for owner in (engine.module, optimizer):
+            file = Path(directory) / f"saved{len(num_bytes)}.pt"
+            (Path(group) / "memory.limit_in_bytes").write_text(str(_anonymous_bytes() + slack_bytes))
+            torch.save(owner.state_dict(), file)
+            owner.load_state_dict(torch.load(file, mmap=True))
+            num_bytes.append(file.stat().st_size)
+            gc.collect()
+            give_back_freed_memory()
+        print(json.dumps({"num_bytes": num_bytes}))
 
 
 def train_on_long_sequences(group: str, directory: str, activations: str) -> None:

@@ -15,8 +15,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     combinations = []
     for index, case in enumerate(metafunc.module.CASES):
         rows = list(rows_for(full=full, has_checkpointing=case.has_checkpointing))
-        if not full:  # for time: a row meets every sixth shape, and every fourth family
-            turns = 6 if len(metafunc.module.CASES) > 20 else 4
+        if not full:  # for time: a row meets every eighth shape, and every fifth family
+            turns = 8 if len(metafunc.module.CASES) > 20 else 5
             rows = rows[index % turns :: turns]
         combinations += [pytest.param(case, row, id=f"{case.name}-{row.name}") for row in rows]
     metafunc.parametrize(("case", "row"), combinations)

@@ -54,17 +54,15 @@ def test_a_training_stays_inside_its_budget(
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["model", "optimizer"])
 def test_state_dicts_are_made_saved_and_loaded_without_memory_of_their_own(
-    what: str,
     nvme_dir: Path,
     memory_cgroup: Cgroup,
     run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     group = str(memory_cgroup.task_files[0].parent)
     slack_bytes = 112 * _MIB  # the flat buffer of the largest unit, 65 MB, which is part of the budget; and some
-    code = f"from tests.budgeted_training import save\nsave({group!r}, {str(nvme_dir)!r}, {what!r}, {slack_bytes})\n"
+    code = f"from tests.budgeted_training import save\nsave({group!r}, {str(nvme_dir)!r}, {slack_bytes})\n"
     ended = run_in_cgroup(memory_cgroup, code)
     assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it"
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["num_bytes"] > slack_bytes
+    assert all(num_bytes > slack_bytes for num_bytes in json.loads(ended.stdout)["num_bytes"])
