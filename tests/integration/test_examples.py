@@ -29,6 +29,8 @@ _PRINTS = {
     "two_processes": ["rank 0 of 2: loss", "rank 1 of 2: loss", "weights equal on both: True"],
 }
 """What each has to print, as patterns."""
+_SLOWER = {"ray_train": pytest.mark.timeout(1800)}
+"""Beside 18 busy processes on two processors, Ray takes 13 minutes until it begins to train."""
 _LEAVES = {
     "lora": {"adapters", "merged"},
     "resume": {"run-killed", "run-whole"},
@@ -90,7 +92,7 @@ def running() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first waits for what takes longest, the imports
-@pytest.mark.parametrize("name", _PRINTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_SLOWER.get(name, [])) for name in _PRINTS])
 def test_it_runs_and_prints_what_it_claims(name: str, running: subprocess.Popen[str], tmp_path: Path) -> None:
     for library in ("peft", "transformers", "lightning", "ray"):
         is_imported = re.search(rf"^(import|from) {library}\b", (_EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
