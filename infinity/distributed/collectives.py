@@ -658,6 +658,25 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
     }
 
 
+class Numbered:
+    """A number that no other one in use has, on any process: for what is exchanged beside the rest, by one of several engines.
+
+    All processes make it at the same point; each ends its use when nothing of it is under way any more.
+    """
+
+    def __init__(self) -> None:
+        everyone = world()
+        self._used: set[int] = everyone.services.setdefault("numbers", set())
+        free = max(self._used, default=-1) + 1
+        self.number = max(found for (found,) in everyone.meet("numbering process groups", [free]))
+        self._used.add(self.number)
+
+    def end(self) -> None:
+        """It may be another one's from now on. From any thread; doing so again does nothing."""
+        used, self._used = self._used, set()
+        used.discard(self.number)
+
+
 def _group_of(members: Sequence[int] | None, **kwargs: Any) -> Any:
     """A group that takes tensors on the CPU, and waits as long as the default one."""
     ranks = None if members is None else list(members)

@@ -22,7 +22,7 @@ from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
-from infinity.distributed.collectives import Ranks, num_local_processes, world
+from infinity.distributed.collectives import Numbered, Ranks, num_local_processes, world
 from infinity.distributed.meshes import Mesh, division_of
 from infinity.engine.commit_parts import layout_of, persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
@@ -242,8 +242,9 @@ def build(
             )
     averaged: Callable[..., AveragedGradients] = functools.partial(AveragedGradients, ranks=ranks)
     if shares.is_divided:
-        apart = division_of(mesh, config.shard_size, "gradients")
-        averaged = functools.partial(OwnedGradients, division=division, apart=apart, shares=shares)
+        numbered = Numbered()  # each engine has process groups for this, which the next one takes over
+        apart = division_of(mesh, config.shard_size, f"gradients {numbered.number}")
+        averaged = functools.partial(OwnedGradients, division=division, apart=apart, numbered=numbered, shares=shares)
     gradients = averaged(
         units,
         device,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.device.compute import ComputeDevice
+from infinity.distributed.collectives import Numbered
 from infinity.distributed.meshes import Division
 from infinity.errors import EngineClosedError
 from infinity.gradients.sources import GradientBuffer
@@ -69,15 +70,18 @@ class UnitExchange:
 class GradientExchange:
     """Exchanges units in the order in which they begin; see [Note: the exchange's thread], which ends with this object."""
 
-    def __init__(self, division: Division, shares: Shares, wire: torch.dtype, device: ComputeDevice) -> None:
+    def __init__(
+        self, division: Division, numbered: Numbered, shares: Shares, wire: torch.dtype, device: ComputeDevice
+    ) -> None:
         """
         Args:
             division: who divides states, in process groups that nobody else uses.
+            numbered: names those groups.
             shares: which of them has which elements.
             wire: see `Ranks.reduce`.
             device: for the thread to enter; all memory is the host's.
         """
-        self._worker = _Worker(division, shares, wire, device)
+        self._worker = _Worker(division, numbered, shares, wire, device)
         weakref.finalize(self, self._worker.stop)
 
     @property
@@ -97,9 +101,12 @@ class GradientExchange:
 class _Worker:
     """What the thread knows."""
 
-    def __init__(self, division: Division, shares: Shares, wire: torch.dtype, device: ComputeDevice) -> None:
+    def __init__(
+        self, division: Division, numbered: Numbered, shares: Shares, wire: torch.dtype, device: ComputeDevice
+    ) -> None:
         self._device = device
         self._division = division
+        self._numbered = numbered
         self._shares = shares
         self._wire = wire
         self._queue: queue.SimpleQueue[UnitExchange | None] = queue.SimpleQueue()
@@ -121,6 +128,8 @@ class _Worker:
         """End the thread, when it waits for nobody. Takes no lock."""
         self._is_closed = True
         self._queue.put(None)
+        if self._thread is None:
+            self._numbered.end()
 
     def close(self) -> bool:
         self.stop()
@@ -139,6 +148,8 @@ class _Worker:
         with self._device.background():
             while self._do_next():  # keeps nothing of it
                 pass
+        if self.error is None:  # else one of them may be under way on other ranks
+            self._numbered.end()
 
     def _do_next(self) -> bool:
         each = self._queue.get()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from infinity.device.compute import gradient_norm
+from infinity.distributed.collectives import Numbered
 from infinity.distributed.meshes import Division
 from infinity.errors import GradientNotResidentError
 from infinity.gradients.averaged_grads import AveragedGradients
@@ -54,19 +55,22 @@ class OwnedGradients(AveragedGradients):
     in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
     """
 
-    def __init__(self, *args: Any, division: Division, apart: Division, shares: Shares, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, division: Division, apart: Division, numbered: Numbered, shares: Shares, **kwargs: Any
+    ) -> None:
         """As `AveragedGradients` of the ``ranks`` of ``division``.
 
         Args:
             args, kwargs: for `AveragedGradients`.
             division: who divides states.
             apart: the same, in process groups that nobody else uses.
+            numbered: names those groups.
             shares: which of them has what.
         """
         super().__init__(*args, ranks=division.ranks, **kwargs)
         self._sharers = division.sharers
         self._shares = shares
-        self._exchange = GradientExchange(apart, shares, self._wire, self._device)
+        self._exchange = GradientExchange(apart, numbered, shares, self._wire, self._device)
         self._step: int | None = None
         """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
         self._is_last_over = False

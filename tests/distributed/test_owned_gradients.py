@@ -266,3 +266,28 @@ def test_a_backward_that_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     errors = run_ranks(2, train, tmp_path)
     assert "ZeroDivisionError" in errors[1]
     assert "RankError" in errors[0] and "ZeroDivisionError" in errors[0], errors[0]
+
+
+def test_two_engines_exchange_at_a_time(tmp_path: Path) -> None:
+    """As of a generator and its discriminator: each rank comes to them in its own time, one after the other."""
+
+    def train(rank: int) -> None:
+        found = {}
+        for stage in (0, 2):
+            engines = [infinity.initialize(model=_Deep(2), config=_config(tmp_path, stage))[0] for _ in range(2)]
+            for number in range(4):
+                for engine in engines:
+                    engine.module.near_end = lambda number=number: time.sleep(0.05 * ((number + rank) % 2))
+                    engine.backward(_loss(engine, rank, number))
+                for engine in reversed(engines):
+                    engine.step()
+            found[stage] = _weights(engines[0]) | {f"other {name}": each for name, each in _weights(engines[1]).items()}
+            for engine in engines:
+                engine.close()
+        _require_same(found)
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while world().services["numbers"]:  # process groups that the next engine can take over
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    require_ranks(2, train, tmp_path)
