@@ -239,7 +239,6 @@ def main() -> int:
     training.add_argument("--device-budget", default="auto")
     training.add_argument("--micro-batches", type=int, default=1)
     training.add_argument("--steps", type=int, default=5, help=f"that are measured, after {_WARM}")
-    training.add_argument("--updates-on-device", action="store_true")
     training.add_argument("--timeline", type=Path)
     bits = parts.add_parser(
         "same-bits", help="a paged training against one in memory, at a size that takes many chunks"
@@ -247,6 +246,8 @@ def main() -> int:
     bits.add_argument("--size", choices=_SIZES, required=True)
     bits.add_argument("--host-budget", required=True)
     bits.add_argument("--steps", type=int, default=5)
+    for each in (training, bits):
+        each.add_argument("--updates-on-device", action="store_true", help="the optimizer and its states are there")
     parser.set_defaults(
         micro_batches=1, updates_on_device=False, timeline=None, device_budget="auto", update_workers=None
     )

@@ -75,7 +75,10 @@ slot() {
             # The simulated GPU has its rows and models in the slot before.
             if [ -z "$simulated" ]; then "${pytest[@]}" tests/gpu/test_grid.py; fi
             ;;
-        same-bits) "${day[@]}" same-bits --size 1b --host-budget 3GB ;;
+        same-bits)
+            "${day[@]}" same-bits --size 1b --host-budget 3GB \
+                && "${day[@]}" same-bits --size 1b --host-budget 3GB --updates-on-device
+            ;;
         blocking) CUDA_LAUNCH_BLOCKING=1 "${pytest[@]}" "${rows[@]}" ;;
         slow-copies) INFINITY_SLOW_COPIES=1 "${pytest[@]}" "${rows[@]}" ;;
         sanitizer)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.optim.classes.muon import Muon
 from swapper import StagingArena
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
@@ -151,4 +152,28 @@ def test_the_optimizers_state_is_on_the_gpu_where_nothing_offloads_it(tmp_path: 
     engine, *_ = infinity.initialize(model=_Stack(), config=config)
     # fp32: two moments for each weight.
     assert torch.cuda.memory_allocated() - before >= 2 * _NUM_BLOCKS * _UNIT_BYTES
+    engine.close()
+
+
+def test_muon_has_the_bits_of_its_class_on_the_same_gpu(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, paged = (nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(2))
+    paged.load_state_dict(plain.state_dict())
+    plain = plain.to(DEVICE)
+    weights, rest = ([p for p in plain.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
+    groups = [{"params": weights, "use_muon": True}, {"params": rest, "use_muon": False}]
+    optimizer = Muon(groups, lr=0.01, adam_lr=0.001)
+    config = _config(tmp_path)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "none"}
+    config["optimizer"] = {"type": "Muon", "params": {"muon_lr": 0.01, "adam_lr": 0.001}}
+    engine, *_ = infinity.initialize(model=paged, config=config)
+    for number in range(4):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value.to(DEVICE), plain.state_dict()[name]), name
     engine.close()
