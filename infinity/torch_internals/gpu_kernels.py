@@ -1,6 +1,6 @@
 """Kernels in CUDA C, compiled when they are wanted by NVIDIA's runtime compiler, which comes with torch.
 
-`torch.cuda._compile_kernel` has been there since torch 2.9 (read in 2.13; no GPU has run it yet). Where it is missing or
+`torch.cuda._compile_kernel` has been there since torch 2.9 (run with 2.11, read in 2.13). Where it is missing or
 fails, there is no kernel, and torch's own operations run.
 """
 

@@ -42,8 +42,8 @@ from infinity.updates.job import ParameterState, UpdateJob
 from swapper import Bell, Handle
 from swapper.sync.limits import start_threads
 
-_MOST_AHEAD = 16
-"""Chunks in hand at a time, where no pages limit them."""
+_MOST_AHEAD = 32
+"""Chunks in hand at a time, where no pages limit them. Each worker may have two, one of them on its way to the device."""
 
 
 class _Read(Protocol):
