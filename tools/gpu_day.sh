@@ -16,13 +16,15 @@
 #   train-3b          3B parameters on NVMe, 8 GB of host memory, 6 GB of the GPU's: loss, peaks, bytes, time, a timeline
 #   train-8b          8B parameters, 60 GB of host memory, 1 and 8 micro-batches
 #   update-on-gpu     1B parameters, the optimizer on the GPU
+#   update-workers    1B parameters on NVMe, 2 GB of host memory, with 4 and 8 update workers
 #   synchronisations  every place at which a step makes the host wait for the GPU
 #
 # --simulated: the same slots on the simulated GPU of the tests, with small models. Times mean nothing there.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-all=(machine tests grid blocking slow-copies sanitizer same-bits train-3b train-8b update-on-gpu synchronisations)
+all=(machine tests grid blocking slow-copies sanitizer same-bits train-3b train-8b update-on-gpu update-workers
+    synchronisations)
 simulated='' out=gpu_day nvme_path='' slots=()
 usage() {
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
@@ -94,6 +96,10 @@ slot() {
                 && "${day[@]}" train --size 8b --host-budget 60GB --steps 3 --micro-batches 8
             ;;
         update-on-gpu) "${day[@]}" train --size 1b --host-budget 8GB --updates-on-device ;;
+        update-workers)
+            "${day[@]}" train --size 1b --host-budget 2GB --update-workers 4 \
+                && "${day[@]}" train --size 1b --host-budget 2GB --update-workers 8
+            ;;
         synchronisations) "${day[@]}" synchronisations ;;
     esac
 }
