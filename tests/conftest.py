@@ -105,6 +105,19 @@ def no_turn_left_open() -> Iterator[None]:
         pytest.fail("the test has left a turn open")
 
 
+@pytest.fixture(autouse=True)
+def as_if_paged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that fit into memory are updated as larger ones are: in backward or beside the next forward.
+
+    Small models fit into any budget that is not given by the byte, and would all be updated in the step. Tests marked
+    `in_memory`, and all other processes, have what users have.
+    """
+    if request.node.get_closest_marker("in_memory") is None:
+        from infinity.forecast.draft import Draft  # not above: it would come before INFINITY_DEBUG
+
+        monkeypatch.setattr(Draft, "stays_in_memory", lambda self: False)
+
+
 @pytest.fixture
 def several_threads() -> Iterator[None]:
     """torch computes with two to four threads."""

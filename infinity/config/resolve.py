@@ -348,6 +348,7 @@ def _resolve_infinity(
         strict=block.strict,
         update=_resolve_update(root, world_size, book),
         update_workers=block.update_workers,
+        update_is_open=block.update == "auto",
         main_weights=_resolve_main_weights(block, compute_dtype, book),
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,
@@ -433,10 +434,11 @@ def _resolve_update(root: RootBlock, world_size: int, book: _Book) -> UpdateMode
         book.note("infinity.update", update)
         return update
     found = _needs_all_gradients(root, world_size)
+    unless = 'before the first update; "step" on a CPU whose memory holds everything'
     if found is not None:
-        book.decide("infinity.update", "deferred", f"{found[0]} needs all gradients before the first update")
+        book.decide("infinity.update", "deferred", f"{found[0]} needs all gradients {unless}")
         return "deferred"
-    book.decide("infinity.update", "in_backward", "nothing needs all gradients before the first update")
+    book.decide("infinity.update", "in_backward", f"nothing needs all gradients {unless}")
     return "in_backward"
 
 

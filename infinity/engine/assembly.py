@@ -121,6 +121,7 @@ def build(
         shares_host_memory=device.shares_host_memory,
         device_free_bytes=device.free_bytes(model),
     )
+    config = draft.config
     units, updater, sizes, request, guess = draft.units, draft.updater, draft.sizes, draft.request, draft.guess
     names, with_room, spans = draft.names, draft.with_room, draft.spans
     has_remainder = config.infinity.main_weights == "remainder"

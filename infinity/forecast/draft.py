@@ -6,6 +6,7 @@ Knows a model's shapes, which may be all there is of it (the meta device); must 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch import nn
 from infinity.checkpoint.adapters import is_adapted
 from infinity.config import InfinityConfig
 from infinity.device.host_memory import FreeShare
+from infinity.errors import BudgetTooSmallError, ConfigValueError
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.state_support import check_parts, check_state_format
@@ -114,10 +116,10 @@ class Draft:
         spans = [shares.span(unit) for unit in units]
         kept_bytes = [sum(stop - start for start, stop in shares.weight_spans(unit)) for unit in units]
         budget = config.infinity.host_memory_budget
-        request = Request.of(
-            config,
-            model,
-            units,
+        request_of = functools.partial(
+            Request.of,
+            model=model,
+            units=units,
             budget_bytes=budget if budget is not None else share.budget_bytes,
             shares_host_memory=shares_host_memory,
             device_free_bytes=device_free_bytes,
@@ -125,7 +127,7 @@ class Draft:
             updates_whole_parameters=updater.mixes_elements,
             is_alone=is_alone,
         )
-        return cls(
+        draft = cls(
             config=config,
             units=units,
             updater=updater,
@@ -136,10 +138,30 @@ class Draft:
                 UnitSize.of(unit, len(names[unit.index]), stop - start, kept if divides_weights else None)
                 for unit, (start, stop), kept in zip(units, spans, kept_bytes, strict=True)
             ],
-            request=request,
+            request=request_of(config),
             guess=guessed_order(len(units), is_trained=bool(template.param_groups)),
             budget_source="from the config" if budget is not None else str(share),
         )
+        if not (shares_host_memory and config.infinity.update_is_open):
+            return draft
+        # Where nothing waits for a drive, updates beside the model only take its cores: they are faster after it.
+        in_step = dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, update="step"))
+        after = dataclasses.replace(draft, config=in_step, request=request_of(in_step))
+        return after if after.stays_in_memory() else draft
+
+    def stays_in_memory(self) -> bool:
+        """Whether the budget holds weights, states and gradients, so that a step moves nothing."""
+        request = self.request
+        least = sum(request.record_bytes(unit) + unit.weight_bytes for unit in self.sizes)
+        if least > request.budget_bytes:
+            return False
+        try:
+            placement, _ = self.place()
+        except (BudgetTooSmallError, ConfigValueError):  # as the other request will be, if it has to be
+            return False
+        on_drives = placement.weights_on_nvme(len(self.units)) or placement.spills
+        kept = zip(self.sizes, placement.states_in_memory, strict=True)
+        return not on_drives and all(unit.state_numel == numel for unit, numel in kept)
 
     def place(self) -> tuple[Placement, Suitability]:
         """Divide the budgets.

@@ -175,6 +175,7 @@ class Request:
             update_workers=_update_workers(
                 config.infinity.update_workers,
                 shares_host_memory=shares_host_memory,
+                is_in_step=config.infinity.update == "step",
                 runs_in_parallel=runs_in_parallel and (shares_host_memory or tiers[1] != "none"),
                 on_drives=tiers[1] == "nvme",
             ),
@@ -251,14 +252,18 @@ class Request:
         return self.weight_reads * unit.stored_weight_bytes + self.trainable_bytes(unit)
 
 
-def _update_workers(wanted: int | None, *, shares_host_memory: bool, runs_in_parallel: bool, on_drives: bool) -> int:
+def _update_workers(
+    wanted: int | None, *, shares_host_memory: bool, is_in_step: bool, runs_in_parallel: bool, on_drives: bool
+) -> int:
     if not runs_in_parallel:
         return 1
     if wanted is not None:
         return wanted
     num_computing = torch.get_num_threads() if shares_host_memory else _THREADS_BESIDE_A_GPU
-    most = _MOST_ON_DRIVES if on_drives else _MOST_WORKERS
-    return min(max(len(os.sched_getaffinity(0)) - num_computing, 1), most)
+    num_left = max(len(os.sched_getaffinity(0)) - num_computing, 1)
+    if shares_host_memory and is_in_step:  # nothing is computed beside
+        num_left = max(num_left, num_computing)
+    return min(num_left, _MOST_ON_DRIVES if on_drives else _MOST_WORKERS)
 
 
 def make_units(

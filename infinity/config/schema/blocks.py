@@ -132,11 +132,14 @@ class InfinityBlock(Block):
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
     """When the optimizer runs: `"in_backward"` updates a unit as soon as its gradients are complete, `"deferred"` just
     before the next forward needs it, `"step"` all of it in `engine.step()`; `"auto"` takes `"in_backward"`, or
-    `"deferred"` where something needs all gradients first (clipping, fp16). The numbers are the same."""
+    `"deferred"` where something needs all gradients first (clipping, fp16), or `"step"` on a CPU where everything stays in
+    memory: then nothing waits for a drive, and updates beside the model would only take its cores. The numbers are the
+    same."""
     update_workers: Annotated[Count | None, Field(ge=1)] = None
     """Threads that run updates, each with one core and a chunk of its own; any number gives the same bits. `"auto"`: the
     cores that computing leaves over, at most 8, or 4 where states rest on drives: on a CPU those beyond
-    `torch.get_num_threads()`, on a GPU all but two; at least one. Optimizers of your own, and updates on a GPU, have one."""
+    `torch.get_num_threads()`, or as many as that where updates run in the step; on a GPU all but two; at least one.
+    Optimizers of your own, and updates on a GPU, have one."""
     main_weights: Literal["auto", "remainder", "fp32"] = "auto"
     """How fp32 main weights are kept beside bf16 weights: `"remainder"` stores the 16 bits that a bf16 weight lacks,
     `"fp32"` all 32. `"auto"`: `"remainder"` with bf16."""
