@@ -174,6 +174,20 @@ def test_a_page_stays_while_its_weights_are_on_their_way_to_the_device() -> None
             assert torch.equal(values, torch.full_like(values, 5.0))
 
 
+def test_a_page_stays_while_its_weights_are_on_their_way_though_the_next_update_fails() -> None:
+    device = LazyDevice()
+    with slow_stream(torch.float32, 4, device) as bench:
+        unit = bench.units[0]
+        unit.adopt(bench.flat(unit))
+        bench.updater.fail_at = 1  # of the second chunk, while the first one's weights are on their way
+        job = bench.job(unit, {0: 2.0})
+        bench.stream.submit(job)
+        with pytest.raises(ArithmeticError, match="the optimizer failed"):
+            wait_for(job)
+        soon(lambda: bench.arena.statistics().num_leased == 0)
+        assert device.num_lazy == 1, "a page went back before its copy had run"
+
+
 def test_the_busy_time_of_several_is_that_in_which_any_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes a second of this clock, and all are updated at the same time."""
     now = [0.0]
