@@ -25,9 +25,10 @@ from swapper.wrappers.versions import VersionedBackend
 FP32_BYTES = 4
 _TEMPORARIES = 3
 """Tensors of a parameter's size in fp32, while that is updated: its main weight and its gradient joined, and its update."""
-_MOST_WORKERS, _MOST_ON_DRIVES = 8, 4
-"""Unless more are asked for: so many saturate the memory of a socket, or take states from drives at 40 GB/s and more. Beyond
-that, each only makes chunks smaller: 1B parameters beside an H100, 2 GB of memory, took 3.0 s a step with 4 and 5.8 s with 8."""
+_MOST_WORKERS, _MOST_FOR_DRIVES = 8, 4
+"""Unless more are asked for: so many saturate the memory of a socket, and beside a GPU so many take states from drives at
+40 GB/s and more. Beyond that, each only makes chunks smaller: 1B parameters beside an H100, in 2 GB of memory, took 3.0 s a
+step with 4 and 5.8 s with 8."""
 _THREADS_BESIDE_A_GPU = 2
 """The one that trains, and autograd's."""
 
@@ -176,8 +177,8 @@ class Request:
                 config.infinity.update_workers,
                 shares_host_memory=shares_host_memory,
                 is_in_step=config.infinity.update == "step",
+                is_on_drives=tiers[1] == "nvme",
                 runs_in_parallel=runs_in_parallel and (shares_host_memory or tiers[1] != "none"),
-                on_drives=tiers[1] == "nvme",
             ),
         )
 
@@ -253,17 +254,19 @@ class Request:
 
 
 def _update_workers(
-    wanted: int | None, *, shares_host_memory: bool, is_in_step: bool, runs_in_parallel: bool, on_drives: bool
+    wanted: int | None, *, shares_host_memory: bool, is_in_step: bool, is_on_drives: bool, runs_in_parallel: bool
 ) -> int:
     if not runs_in_parallel:
         return 1
     if wanted is not None:
         return wanted
-    num_computing = torch.get_num_threads() if shares_host_memory else _THREADS_BESIDE_A_GPU
-    num_left = max(len(os.sched_getaffinity(0)) - num_computing, 1)
-    if shares_host_memory and is_in_step:  # nothing is computed beside
-        num_left = max(num_left, num_computing)
-    return min(num_left, _MOST_ON_DRIVES if on_drives else _MOST_WORKERS)
+    num_cores = len(os.sched_getaffinity(0))
+    if not shares_host_memory:
+        most = _MOST_FOR_DRIVES if is_on_drives else _MOST_WORKERS
+        return min(max(num_cores - _THREADS_BESIDE_A_GPU, 1), most)
+    num_computing = torch.get_num_threads()
+    num_idle = num_computing if is_in_step else 1  # in the step nothing is computed beside
+    return min(max(num_cores - num_computing, num_idle), _MOST_WORKERS)
 
 
 def make_units(

@@ -137,9 +137,9 @@ class InfinityBlock(Block):
     same."""
     update_workers: Annotated[Count | None, Field(ge=1)] = None
     """Threads that run updates, each with one core and a chunk of its own; any number gives the same bits. `"auto"`: the
-    cores that computing leaves over, at most 8, or 4 where states rest on drives: on a CPU those beyond
-    `torch.get_num_threads()`, or as many as that where updates run in the step; on a GPU all but two; at least one.
-    Optimizers of your own, and updates on a GPU, have one."""
+    cores that computing leaves over, at least one and at most 8: on a CPU those beyond `torch.get_num_threads()`, or as many
+    as that where updates run in the step; beside a GPU all but two, and at most 4 where states rest on drives. Optimizers of
+    your own, and updates on a GPU, have one."""
     main_weights: Literal["auto", "remainder", "fp32"] = "auto"
     """How fp32 main weights are kept beside bf16 weights: `"remainder"` stores the 16 bits that a bf16 weight lacks,
     `"fp32"` all 32. `"auto"`: `"remainder"` with bf16."""
