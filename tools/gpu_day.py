@@ -240,7 +240,7 @@ def main() -> int:
     training.add_argument("--micro-batches", type=int, default=1)
     training.add_argument("--steps", type=int, default=5, help=f"that are measured, after {_WARM}")
     training.add_argument("--timeline", type=Path)
-    training.add_argument("--update-workers", type=int, help="threads that run updates; by itself, as the plan says")
+    training.add_argument("--update-workers", type=int, help="threads that run updates, else as the plan says")
     bits = parts.add_parser(
         "same-bits", help="a paged training against one in memory, at a size that takes many chunks"
     )

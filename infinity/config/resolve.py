@@ -335,6 +335,7 @@ def _resolve_infinity(
     gradient_dtype, rounds_gradients = _resolve_gradient_dtype(root, world_size, compute_dtype, num_micro_batches, book)
     book.note("infinity.schedule", block.schedule)
     book.note("infinity.state_dtype", block.state_dtype)
+    update = _resolve_update(root, world_size, book)
     return InfinitySection(
         host_memory_budget=block.host_memory_budget,
         device_memory_budget=block.device_memory_budget,
@@ -346,9 +347,9 @@ def _resolve_infinity(
         units=block.units,
         tile_above=block.tile_above,
         strict=block.strict,
-        update=_resolve_update(root, world_size, book),
+        update=update,
         update_workers=block.update_workers,
-        update_is_open=block.update == "auto",
+        update_is_open=block.update == "auto" and update != "step",
         main_weights=_resolve_main_weights(block, compute_dtype, book),
         gradient_dtype=gradient_dtype,
         rounds_gradients=rounds_gradients,

@@ -197,7 +197,7 @@ class InfinitySection:
         tile_above: bytes of the largest weight of a linear layer or embedding that is used whole; None: all are.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
-        update_is_open: whether that is only the engine's choice, and may change with what the plan says.
+        update_is_open: whether it may run in the step instead, where the plan finds that all stays in a CPU's memory.
         main_weights: whether an fp32 main weight is stored beside a bf16 model weight, or only what that lacks.
         gradient_dtype: of gradients that wait for their update.
         rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32
