@@ -327,6 +327,7 @@ Examples:
 @click.option("--layers", type=_AT_LEAST_ONE, default=8, show_default=True, help="Of the model.")
 @click.option("--width", type=click.IntRange(min=64), default=1024, show_default=True, help="Of each layer, both ways.")
 @click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="That count.")
+@click.option("--clip", type=click.FloatRange(min=0), default=0.0, help="Largest norm; 0, the default, is off.")
 @click.option(
     "--drives",
     type=_Listed(Path, "/mnt/nvme0,/mnt/nvme1"),
@@ -343,6 +344,7 @@ def ranks(
     layers: int,
     width: int,
     steps: int,
+    clip: float,
     drives: tuple[Path, ...] | None,
     throttle: int,
     nvme_path: Path,
@@ -366,7 +368,7 @@ def ranks(
         check_output(json_file)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
     told: dict[str, Any]
-    jobs = [measuring.Job(int(stage), width, layers, steps) for stage in stages]
+    jobs = [measuring.Job(int(stage), width, layers, steps, clip) for stage in stages]
     if drives is not None:
         told = measuring.drives_as_json(jobs[0], drives, throttle * 1_000_000)
         console.print(

@@ -37,6 +37,8 @@ class Job:
     width: int = 1024
     layers: int = 8
     steps: int = 3
+    clip: float = 0.0
+    """Largest norm of all gradients; 0: whatever it is."""
 
     @property
     def num_parameters(self) -> int:
@@ -86,6 +88,7 @@ def train(job: Job, num: int, directories: Sequence[Path], throttle: int | None 
                 group.throttle(directory, throttle)
             asked = {"rank": rank, "num": num, "store": str(place / "store"), "directory": own, "stage": job.stage}
             asked |= {"width": job.width, "layers": job.layers, "steps": job.steps, "budget": job.budget_bytes}
+            asked["clip"] = job.clip
             asked["answer"] = str(place / f"{rank}.json")
             running.append(_start(asked, group, place, stack))
         return [_answer(process, place / f"{rank}.json") for rank, process in enumerate(running)]

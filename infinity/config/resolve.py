@@ -207,8 +207,8 @@ def _needs_all_gradients(root: RootBlock, world_size: int) -> tuple[str, str] | 
         return "the overflow check of fp16", "take bf16 instead of fp16"
     if _checks_overflow(root):
         return "bf16.check_grad_overflow", "that to false"
-    if world_size > 1:
-        return f"the mean over {world_size} processes", "start one process"
+    if world_size > 1 and zero_stage(root) == 0:
+        return f"the mean over {world_size} processes in stage 0", "zero_optimization.stage to 1, or start one process"
     if not root.managed_gradient_accumulation:
         return "managed_gradient_accumulation = false, where only the step tells the last gradient,", "it to true"
     return None
@@ -429,8 +429,12 @@ def zero_stage(root: RootBlock) -> int:
 def _resolve_update(root: RootBlock, world_size: int, book: _Book) -> UpdateMode:
     update = root.infinity.update
     if world_size > 1 and zero_stage(root) > 0 and update != "step":
-        book.decide("infinity.update", "step", f"{world_size} processes exchange what each has updated, in the step")
-        return "step"
+        is_early = update != "deferred" and not root.infinity.durable and _needs_all_gradients(root, world_size) is None
+        if not is_early:
+            book.decide(
+                "infinity.update", "step", f"{world_size} processes exchange what each has updated, in the step"
+            )
+            return "step"
     if update != "auto":
         book.note("infinity.update", update)
         return update

@@ -94,8 +94,6 @@ def build(
         BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
     """
     ranks = mesh.data
-    if mesh.is_divided and config.infinity.update == "in_backward":  # no part is to be updated before all have met
-        config = replace(config, infinity=replace(config.infinity, update="deferred"))
     durable = None
     if config.infinity.durable is not None:
         section = config.infinity.durable.of_rank(world().index, world().num)
@@ -106,6 +104,9 @@ def build(
     share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
     division = division_of(mesh, config.shard_size)
     shares = Shares(division.sharers.index, division.sharers.num) if config.zero_stage > 0 else Shares()
+    needs_all = mesh.is_divided or (ranks.num > 1 and not shares.is_divided)
+    if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
+        config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
     divides = config.zero_stage == 3 and shares.is_divided and device.shares_host_memory and durable is None
     if config.zero_stage == 3 and shares.is_divided and not divides:
         why = "on GPUs" if durable is None else "in a durable run"

@@ -572,11 +572,12 @@ class Engine(Relayout):
     def reset(self) -> None:
         """Forget a forward or backward that an exception cut off, and the gradients of its step; then train on.
 
-        After an update in backward was cut off, weights are between two steps; this accepts them as they are.
+        After an update in backward was cut off, weights are between two steps; this accepts them as they are. Of several
+        processes that divide states, all have to call it then.
         """
         self._forget_calls()
         self._abandon_forward()
-        self._stepper.clear()
+        self._stepper.abandon()
         self._guard.cut_off()
         self._forget_gradients()
         self.loose.zero_grad(set_to_none=True)

@@ -16,6 +16,7 @@ from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.comm_hooks import GradientBucket, MeanHook
 from infinity.errors import GradientNotResidentError, RankError
+from infinity.gradients.share_updates import ShareUpdates
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientBuffer
 from infinity.units.layout import Slot
@@ -99,8 +100,12 @@ class AveragedGradients(ShownGradients):
                 cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
             )
 
-    def begin_means(self, step: int) -> None:
-        """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients."""
+    def begin_means(self, step: int, updates: ShareUpdates | None = None) -> bool:
+        """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients.
+
+        Returns whether ``updates`` will hear of means before the step.
+        """
+        return False
 
     def expect_whole(self, unit: Unit) -> None:
         """The next `add` for the unit makes it whole."""
@@ -120,6 +125,9 @@ class AveragedGradients(ShownGradients):
 
     def average_postponed(self) -> None:
         """Another backward comes before the step: the mean of what was there before it is computed, if it has not been."""
+
+    def end_dropped(self) -> None:
+        """What was being averaged when it was dropped is over when this returns. All ranks have dropped it, and come here."""
 
     def average(self, step: int) -> None:
         """What came on any rank since the last time becomes the mean over all ranks, on all of them.
@@ -170,6 +178,11 @@ class AveragedGradients(ShownGradients):
         """As `average`; an update of all comes next."""
         self.average(step)
 
+    @property
+    def agreed_norms(self) -> Mapping[tuple[int, int], torch.Tensor]:
+        """(unit index, slot index) -> 2-norm of a mean that may be here in part only, or have gone into an update."""
+        return {}
+
     def _agree(self, what: str) -> list[NewGradients]:
         self._is_held_back = False
         if self._ranks.num == 1:
@@ -206,6 +219,11 @@ class AveragedGradients(ShownGradients):
                 cure="Put all parameters into the model before infinity.initialize, or train in one process",
             )
 
+    @staticmethod
+    def digest(described: Mapping[str, str]) -> int:
+        """A checksum of hyperparameters, by name: above 0."""
+        return 1 + zlib.crc32(repr(sorted(described.items())).encode())
+
     def check_same_groups(self, describe: Callable[[], Mapping[str, str]], step: int) -> None:
         """See that all ranks have the same hyperparameters.
 
@@ -220,7 +238,7 @@ class AveragedGradients(ShownGradients):
             return
         what = f"the parameter groups in step {step}"
         own = describe()
-        digest = zlib.crc32(repr(sorted(own.items())).encode())
+        digest = self.digest(own)
         if all(found == [digest] for found in self._ranks.meet(what, [digest])):
             return
         told = together(self._ranks, what, lambda: dict(own))

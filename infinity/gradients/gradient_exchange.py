@@ -48,8 +48,10 @@ class UnitExchange:
         is_unscaled: whether they are without the loss scale. Once ``done``: whether those of any rank were, and now all are.
         unscaling: the factor that takes it out.
         flushes_denormals: whether the training thread does so.
+        word: what is said of an update by these gradients, see [Note: updates of shares] in ``infinity.gradients.share_updates``.
         found: what was averaged: parameters of which any rank had something new.
         owners: of each of ``found``, which of those that divide states has the whole mean, for its norm.
+        is_final: whether all ranks had the same gradients, and the same ``word``, which was not 0.
         error: why there are no means.
     """
 
@@ -61,8 +63,10 @@ class UnitExchange:
     is_unscaled: bool
     unscaling: float
     flushes_denormals: bool
+    word: int = 0
     found: list[Slot] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
+    is_final: bool = False
     error: Exception | None = None
     done: Latch = field(default_factory=Latch)
 
@@ -166,10 +170,10 @@ class _Worker:
 
     def _exchange(self, each: UnitExchange) -> None:
         slots = each.grads.unit.layout.slots
-        flags = [_IS_NEW * (slot.index in each.new) for slot in slots] + [_IS_UNSCALED * each.is_unscaled]
-        *are_new, scaling = (
-            max(of_ranks) for of_ranks in zip(*self._division.ranks.meet(each.what, flags), strict=True)
-        )
+        flags = [_IS_NEW * (slot.index in each.new) for slot in slots]
+        told = self._division.ranks.meet(each.what, [*flags, each.word, _IS_UNSCALED * each.is_unscaled])
+        *are_new, word, scaling = (max(of_ranks) for of_ranks in zip(*told, strict=True))
+        each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
         with self._moving:
             if self._is_closed:
                 raise EngineClosedError("averaging gradients")
@@ -198,10 +202,11 @@ class _Worker:
             self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
 
     def _collect(self, each: UnitExchange, slot: Slot, spans: list[tuple[int, int]]) -> int:
-        """One rank gets the whole mean of a parameter: the one that has the largest part. Returns which."""
+        """One rank gets the whole mean of a parameter: one that has a part as large as any, in turns. Returns which."""
         parts = [clipped(span, slot.start, slot.stop) for span in spans]
         sizes = [stop - start for start, stop in parts]
-        owner = sizes.index(max(sizes))
+        largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
+        owner = largest[(each.grads.unit.index + slot.index) % len(largest)]
         self._division.sharers.collect(each.what, each.buffer.values, parts, owner)
         return owner
 

@@ -19,6 +19,7 @@ from infinity.distributed.meshes import Division
 from infinity.errors import GradientNotResidentError
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.gradient_exchange import GradientExchange, UnitExchange
+from infinity.gradients.share_updates import ShareUpdates
 from infinity.gradients.sources import FP32_BYTES
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
@@ -45,6 +46,8 @@ class OwnedGradients(AveragedGradients):
     exchanged (`infinity.gradients.gradient_exchange`). It may have to wait for ranks that are late, so of units whose memory is
     taken for a time it has one, and only while there is room for the largest besides. What is whole and finds no room to wait in
     is spilled, as ever, and exchanged in the step.
+
+    What `ShareUpdates` is told of is updated as it comes back. All else waits for the step.
 
     Whoever looks at a gradient between that backward and the step would see parts of a mean, and gets an error instead. If
     another backward comes before the step, or the user replaces a gradient, parts are put together to whole means, which all
@@ -75,6 +78,8 @@ class OwnedGradients(AveragedGradients):
         """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
         self._is_last_over = False
         """Whether its last backward has ended."""
+        self._updates: ShareUpdates | None = None
+        """Who updates units as their means come: from `begin_means`, until all ranks have them."""
         self._dropped_step: int | None = None
         """One whose gradients were dropped while they were exchanged: from then until the exchange has been ended."""
         self._due: deque[UnitGrads] = deque()
@@ -86,20 +91,23 @@ class OwnedGradients(AveragedGradients):
         self._patience_seconds = 0.0
         """How long the present backward may yet wait for room."""
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
-        """Of which the mean of this rank's share is here: whose, and the bits of its fp32 2-norm on the rank that takes it,
-        on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
+        """Of which the mean of this rank's share is here, or in an update: whose, and the bits of its fp32 2-norm on the rank
+        that takes it, on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
         self._agreed_norms: dict[Key, torch.Tensor] = {}
         """2-norm of a mean that is nowhere whole: from `average_for_update` until the next step's, or `clear`."""
 
     # ------------------------------------------------------------------------------------------------- beside a backward
 
-    def begin_means(self, step: int) -> None:
+    def begin_means(self, step: int, updates: ShareUpdates | None = None) -> bool:
         """See `AveragedGradients.begin_means`."""
         self.average_postponed()
-        self._settle()
-        if self._hook is None:
-            self._step, self._is_last_over, self._patience_seconds = step, False, _PATIENCE_SECONDS
-            self._due.extend(grads for grads in reversed(self._grads) if grads.unit.layout.trainable_numel)
+        self.end_dropped()
+        if self._hook is not None:
+            return False
+        self._step, self._is_last_over, self._patience_seconds = step, False, _PATIENCE_SECONDS
+        self._updates = updates
+        self._due.extend(grads for grads in reversed(self._grads) if grads.unit.layout.trainable_numel)
+        return updates is not None
 
     def expect_whole(self, unit: Unit) -> None:
         """See `AveragedGradients.expect_whole`."""
@@ -148,16 +156,21 @@ class OwnedGradients(AveragedGradients):
             grads = self._due[0]
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
                 return
+            updates = self._updates
+            if updates is not None and not updates.is_settled(grads.unit, is_over=self._is_last_over):
+                return
             buffer, slots = self.open(grads.unit), grads.unit.layout.slots
+            new = frozenset(slot.index for slot in slots if (grads.unit.index, slot.index) in self._new)
             exchange = UnitExchange(
                 self._what(),
                 grads,
                 buffer,
                 present=frozenset(grads.present),
-                new=frozenset(slot.index for slot in slots if (grads.unit.index, slot.index) in self._new),
+                new=new,
                 is_unscaled=grads.is_unscaled,
                 unscaling=1.0 / self.scaler.scale,
                 flushes_denormals=flushes_denormals(),
+                word=updates.word(grads.unit, new) if updates is not None and new == grads.present else 0,
             )
             surely(functools.partial(self._hand_over, exchange))
 
@@ -205,8 +218,19 @@ class OwnedGradients(AveragedGradients):
             bits = -1 if norm is None else int(norm.view(torch.int32)) & 0x7FFFFFFF
             self._owned[grads.unit.index, slot.index] = grads, slot, bits
             self._new.discard((grads.unit.index, slot.index))
+        if exchange.is_final and self._updates is not None:
+            self._update(grads, self._updates)
+            return
         keeps_whole = any(slot not in exchange.found for slot in grads.slots())
         self.close_sum(grads.unit, None if keeps_whole else self._shares.span(grads.unit))
+
+    def _update(self, grads: UnitGrads, updates: ShareUpdates) -> None:
+        """The unit's gradients, of which this rank has its share, go into the update."""
+        self._tell_of_end(grads)
+        slots, scale = grads.slots(), 1.0 if grads.is_unscaled else self.scaler.scale
+        source = self._lend_to_update(grads.take(), slots)
+        grads.drop(set(grads.present))
+        updates.update(grads.unit, source, scale)
 
     def _is_held(self, grads: UnitGrads) -> bool:
         return any(each.grads is grads for each in self._under_way)
@@ -245,13 +269,13 @@ class OwnedGradients(AveragedGradients):
             self.average(step)
             return
         self._agreed_norms.clear()
-        self._settle()
+        self.end_dropped()
         what = f"averaging gradients for the owners in step {step}"
         self._ranks.meet(what)
         self._finish()
         found = self._agree(what)  # what came to units that had been exchanged
         self._new.update((new.unit.index, slot.index) for new in found for slot in new.slots)
-        self._step = step
+        self._step, self._updates = step, None
         self._finish(self._grads[new.unit.index] for new in found)
         self._step = None
         if not self._owned:
@@ -267,16 +291,18 @@ class OwnedGradients(AveragedGradients):
     def average(self, step: int) -> None:
         """See `AveragedGradients.average`. What is owned in parts becomes whole."""
         self._agreed_norms.clear()
-        self._settle()
+        self.end_dropped()
         if self._step is not None:
             what = f"putting gradients together in step {self._step}"
             self._ranks.meet(what)
             self._finish()
-            self._step = None
+            self._step = self._updates = None
+            here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
             with self._clock.waiting("ranks"):
-                for grads in {grads: None for grads, _, _ in self._owned.values()}:
-                    self._put_together(what, grads, [slot for other, slot, _ in self._owned.values() if other is grads])
-            self._owned.clear()
+                for grads in {grads: None for grads, _, _ in here.values()}:
+                    self._put_together(what, grads, [slot for other, slot, _ in here.values() if other is grads])
+            for key in here:
+                del self._owned[key]
         super().average(step)
 
     def _put_together(self, what: str, grads: UnitGrads, slots: Sequence[Slot]) -> None:
@@ -294,8 +320,8 @@ class OwnedGradients(AveragedGradients):
         if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
-    def _settle(self) -> None:
-        """End an exchange whose gradients were dropped in the middle. All ranks have dropped them."""
+    def end_dropped(self) -> None:
+        """See `AveragedGradients.end_dropped`."""
         if self._dropped_step is not None:
             self._ranks.meet(f"dropping gradients of step {self._dropped_step}")
             self._finish()
@@ -306,14 +332,14 @@ class OwnedGradients(AveragedGradients):
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """See `MainGradStore.add`."""
         self.average_postponed()
-        self._settle()
+        self.end_dropped()
         self._await_unit(unit)
         super().add(unit, gradients)
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """See `AveragedGradients.set_gradient`."""
         self.average_postponed()
-        self._settle()
+        self.end_dropped()
         self._await_unit(unit)
         super().set_gradient(unit, slot, gradient)
         self._owned.pop((unit.index, slot.index), None)
@@ -328,7 +354,7 @@ class OwnedGradients(AveragedGradients):
         if kept:
             self.average_postponed()
         if self._step is not None:
-            self._dropped_step, self._step = self._step, None
+            self._dropped_step, self._step, self._updates = self._step, None, None
             self._owned.clear()
         super().clear(kept)
         self._agreed_norms.clear()
@@ -340,6 +366,11 @@ class OwnedGradients(AveragedGradients):
                 if exchange.grads.buffer is exchange.buffer:
                     exchange.grads.take()  # the thread's, for good
         super().close()
+
+    @property
+    def agreed_norms(self) -> Mapping[Key, torch.Tensor]:
+        """See `AveragedGradients.agreed_norms`."""
+        return self._agreed_norms
 
     def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
         """See `MainGradStore.norm_of`."""

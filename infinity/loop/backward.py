@@ -86,24 +86,24 @@ class Backwards:
         )
         updates_now = self._updates_now()
         self._stepper.gradients.average_postponed()
-        if self._is_final():
-            self._stepper.gradients.begin_means(self._step())
         if updates_now:
             self._stepper.divide_by(self._style.divisor(is_engine_step=True))
+        if self._is_final():
+            self._stepper.begin_last(self._step(), updates_now=updates_now)
         is_complete = False
         self._pager.clock.begin_compute("backward")
         try:
             with self._style.running():
                 loss.backward(retain_graph=retain_graph)
             self.collector.finish()
+            self._stepper.finish_backward(updates_now=updates_now)
             if self._is_boundary() and not self._is_in_no_sync():
                 self._stepper.gradients.average_last(self._step())
-            self._stepper.finish_backward(updates_now=updates_now)
             is_complete = True
         finally:
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
             # Before a step that changes all weights, nothing is worth fetching.
-            steps_next = self._is_boundary() and not updates_now
+            steps_next = self._is_boundary() and not (updates_now and self._stepper.updates_all_in_backward)
             self._pager.end_backward(is_complete=is_complete, fetches=is_complete and not steps_next)
             if not is_complete:
                 self.collector.drop()

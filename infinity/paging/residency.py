@@ -118,6 +118,8 @@ class Residency:
         self.due: set[int] = set()
         """Indices of units of which an update is about to be created, and needs what is in their buffers: from their touch in
         a backward that micro-batches share until its moment ends."""
+        self.closed: set[int] = set()
+        """Indices of units that are not fetched ahead of need, for other ranks may be writing to them: until the step is over."""
         self._sizes = [unit.num_bytes for unit in self.units]
         self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
@@ -340,7 +342,8 @@ class Residency:
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
         is_around = not self._is_divided or not self.trace.has_backward
         upcoming = tuple(self.trace.upcoming(is_around=is_around))
-        return wanted(upcoming, 0, self._sizes, self._moving_bytes, self._staying)
+        targets = wanted(upcoming, 0, self._sizes, self._moving_bytes, self._staying)
+        return [index for index in targets if index not in self.closed] if self.closed else targets
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""

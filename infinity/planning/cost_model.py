@@ -86,6 +86,9 @@ def predict(
     )
     fetches = simulation.fetches
     in_step = not request.updates_in_backward
+    has_shares = any(unit.share_numel is not None for unit in units)
+    largest = max((unit.trainable_numel for unit in units), default=0) * request.scratch_itemsize
+    lacks_room = not in_step and has_shares and placement.gradient_bytes < 2 * largest
     filled = (
         {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
         if request.update == "deferred" and request.prefetches
@@ -103,7 +106,7 @@ def predict(
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
-        just_used = set() if in_step else set(order[backward_start:])
+        just_used = set() if in_step or has_shares else set(order[backward_start:])  # shares wait for their means
         held = frozenset(placement.resident_units) if is_divided else simulation.held
         read += sum(request.trainable_bytes(units[index]) for index in on_nvme - held.union(just_used))
     if request.optimizer_tier == "nvme":
@@ -111,12 +114,12 @@ def predict(
             request.record_format.stored_bytes(unit.state_numel - kept, unit.num_states, placement.chunk_numel)
             for unit, kept in zip(units, placement.states_in_memory, strict=True)
         )
-    if in_step or num_micro_batches > 1:
+    if in_step or lacks_room or num_micro_batches > 1:
         spilled = sum(
             unit.trainable_numel * request.gradient_itemsize
             for index, unit in enumerate(units)
             if index not in placement.gradients_in_memory
         )
-        spilled *= request.gradient_moves
+        spilled *= request.gradient_moves + lacks_room
     kinds = {"weights": (read, write), "optimizer state": (records, records), "gradients": (spilled, spilled)}
     return Prediction(read + records + spilled, write + records + spilled, kinds)

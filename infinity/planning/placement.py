@@ -61,6 +61,8 @@ _UNITS_AHEAD = 2
 _MOST_OPTIONS = 48
 _UNITS_OF_GRADIENTS = 3
 """On a device of its own memory: one unit's that autograd makes, and two whose update has not fetched them yet."""
+_UNITS_ON_THE_WAY = 3
+"""From backward into the update of a share: one unit's gradients are added up, one's exchanged and one's in the update."""
 _CHUNKS_ON_DEVICE = 2
 """Whose gradients and weights have working memory there, where updates run there."""
 _SHARE_OF_DEVICE = 0.65
@@ -204,6 +206,7 @@ class _Planner:
         self._pages = PageSizes(request, widest, self._largest_numel)
         self._all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
         self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
+        self._is_divided = any(unit.share_numel is not None for unit in units)
         self._device_bytes = self._total
         self._on_device: frozenset[int] = frozenset()
 
@@ -445,12 +448,19 @@ class _Planner:
     def _wished_gradients(self) -> int:
         request = self._request
         numel = sum(unit.trainable_numel for unit in self._units)
+        if request.gradient_moves == 0 and self._is_divided:
+            return min(_UNITS_ON_THE_WAY * self._largest_numel, numel) * request.scratch_itemsize
         if request.gradient_moves == 0:
             return 2 * self._largest_numel * request.gradient_itemsize
         if request.gradient_itemsize < request.scratch_itemsize:
             narrow = numel * request.gradient_itemsize + self._largest_numel * request.scratch_itemsize
             return min(narrow, numel * request.scratch_itemsize)
         return numel * request.scratch_itemsize
+
+    def _least_on_the_way(self) -> int:
+        """Bytes without which no share is updated in backward, beyond those of one unit."""
+        is_early = self._is_divided and self._request.updates_in_backward
+        return self._largest_numel * self._request.scratch_itemsize if is_early else 0
 
     def _wished_landing(self) -> int:
         """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
@@ -481,9 +491,12 @@ class _Planner:
         granted = min(left // 2, sum(wished))
         first = min(wished[0], granted // 2, GOOD_PAGE_BYTES)
         wished[0] -= first
+        second = min(wished[3], granted - first, self._least_on_the_way())
+        wished[3] -= second
         total = sum(wished)
-        shares = [(granted - first) * wish // total if total else 0 for wish in wished]
+        shares = [(granted - first - second) * wish // total if total else 0 for wish in wished]
         shares[0] += first
+        shares[3] += second
         return shares[0], shares[1], shares[2] // _UPLOAD_PAGE_BYTES * _UPLOAD_PAGE_BYTES, shares[3], shares[4]
 
 

@@ -29,6 +29,7 @@ from infinity.errors import PartialUpdateError
 from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
 from infinity.gradients.norms import clip_coefficient
 from infinity.gradients.part_norms import norm_of_model
+from infinity.gradients.share_updates import ShareUpdates
 from infinity.gradients.sources import GradientSource
 from infinity.optim.classes.one_bit_adam import IS_MOMENTUM
 from infinity.optim.groups import Groups
@@ -120,6 +121,7 @@ class Stepper:
         self._mesh = mesh
         self._is_divided = exchange.shares.is_divided
         """Whether other ranks update parts of each unit."""
+        self._share_updates = ShareUpdates(self._let_others_update, self._update_share)
         self._before_updates = before_updates
         self._momenta = momenta
         self.exchanges_momenta = momenta is not None
@@ -127,6 +129,8 @@ class Stepper:
         """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """(unit index, slot index) -> 2-norm of a gradient of the present step: from when it goes into its update."""
+        self._used_up: set[tuple[int, int]] = set()
+        """(unit index, slot index) of gradients that went into an update in backward, or are left to one."""
         self._ranks: dict[int, int] = {}
         """Unit index -> its place in the next forward: from the present step's first update on."""
         self._groups: Groups | None = None
@@ -136,7 +140,7 @@ class Stepper:
         """Whether gradients of the last step are still there, which clipped them on their way into the update."""
         self._has_warned = False
         self.updated: set[int] = set()
-        """Units whose update in the present step was asked for: in its backward, or in `apply`."""
+        """Units whose update in the present step was asked for, or left to their means: in its backward, or in `apply`."""
         self.grad_norm: torch.Tensor | None = None
         """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
         self.is_skipped = False
@@ -147,6 +151,11 @@ class Stepper:
         """Whether some weights are already those of the next step, and others those of this one."""
         return bool(self.updated or self._waiting)
 
+    @property
+    def updates_all_in_backward(self) -> bool:
+        """Whether no weights are left for the step, where backward was told to update units."""
+        return self.rules.updates_in_backward and not self._is_divided
+
     def follow(self, before: Stepper) -> None:
         """The last step was made by ``before``."""
         self.grad_norm, self.is_skipped = before.grad_norm, before.is_skipped
@@ -154,6 +163,16 @@ class Stepper:
     def divide_by(self, divisor: int) -> None:
         """The gradients of the present step are divided by it before they are used; see `infinity.loop.style`."""
         self._divisor = divisor
+
+    def begin_last(self, step: int, *, updates_now: bool) -> None:
+        """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
+        digest = 0
+        if updates_now and self._is_divided and not any(True for _ in self._step_groups.loose.present()):
+            self._groups = self._step_groups.read()
+            digest = self.gradients.digest(self._step_groups.described(self._groups))
+        self._share_updates.begin(digest)
+        if not self.gradients.begin_means(step, self._share_updates if digest else None):
+            self._share_updates.end()
 
     def deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
         """Gradients of a micro-batch, whole per parameter; they belong to the stepper from now on.
@@ -164,10 +183,12 @@ class Stepper:
             updates_now: update the unit, as soon as no backward needs its weights any more.
         """
         self._residency.await_update(unit)  # an earlier one may still read the unit's gradient memory
-        if not updates_now:
+        if not updates_now or self._is_divided:
             if self._are_kept_unclipped and not self._has_warned:
                 self._warn_of_unclipped(unit)
             self.gradients.add(unit, gradients)
+            if updates_now:
+                self._leave_to_mean(unit)
             return
         self._waiting.append((unit, self.gradients.send_ahead(unit, gradients)))
         self._update_waiting(only_settled=True)
@@ -186,10 +207,27 @@ class Stepper:
         self._update_waiting(only_settled=False)
         if updates_now:
             for unit in self.units:
-                if unit.index not in self.updated and self.gradients.slots_with_gradient(unit):
-                    self._residency.prepare_update(unit)
-                    self._waiting.append((unit, {}))
+                if unit.index in self.updated or not self.gradients.slots_with_gradient(unit):
+                    continue
+                if self._is_divided:
+                    self._leave_to_mean(unit)
+                    continue
+                self._residency.prepare_update(unit)
+                self._waiting.append((unit, {}))
             self._update_waiting(only_settled=False)
+
+    def _leave_to_mean(self, unit: Unit) -> None:
+        """This rank's share is updated when the mean of it is there; see [Note: updates of shares]."""
+        if self._share_updates.digest:
+            slots = self.gradients.slots_with_gradient(unit)
+            self._share_updates.leave(unit, slots)
+            self._used_up.update((unit.index, slot.index) for slot in slots)
+            self.updated.add(unit.index)
+            self._pager.pause()
+
+    def _update_share(self, unit: Unit, source: GradientSource, scale: float) -> None:
+        self._residency.prepare_update(unit)
+        self._submit(unit, source, self._factor(None, scale))
 
     def _update_waiting(self, *, only_settled: bool) -> None:
         if self._waiting:
@@ -199,6 +237,7 @@ class Stepper:
             if not only_settled or (self.gradients.have_arrived(unit) and unit.settle()):
                 self._residency.await_update(unit)
                 source = self.gradients.hand_over(unit, gradients, self._norms)
+                self._used_up.update((unit.index, slot.index) for slot in source.slots())
                 gradients.clear()
                 try:
                     self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
@@ -293,6 +332,7 @@ class Stepper:
             self._groups = self._step_groups.read()
         groups = self._groups or self._step_groups.read()
         with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
+        self._norms.update(self.gradients.agreed_norms)
         for unit in with_gradients:
             for slot in self.gradients.slots_with_gradient(unit):
                 self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
@@ -300,7 +340,8 @@ class Stepper:
             self._check_groups_unchanged(step)
         self.gradients.check_same_groups(functools.partial(self._step_groups.described, groups), step)
         scale = self._common_scale(with_gradients)
-        self._let_others_update(with_gradients)
+        for unit in with_gradients:
+            self._let_others_update(unit)
         norms = self._step_groups.norms_in_order(self._norms, scale / self.scaler.scale)
         norm = norm_of_model(self._mesh, norms, scale * self._divisor, step)
         if self._momenta is None or momenta is None:
@@ -335,20 +376,22 @@ class Stepper:
         if self.rules.update == "step":
             with self._pager.clock.waiting("update"):
                 self._stream.drain()
-        if not was_in_backward:
+        if not was_in_backward or self._is_divided:
             self._residency.pump()
 
-    def _let_others_update(self, units: Sequence[Unit]) -> None:
+    def _let_others_update(self, unit: Unit) -> None:
         """Of weights that ranks keep in parts nothing is fetched from here on; see [Note: changing divided weights]."""
+        self._pager.turn.be_alone()
+        if not self._exchange.divides(unit):
+            return
         with self._residency.lock:
-            for unit in units:
-                if self._exchange.divides(unit):
-                    if not unit.num_active:
-                        unit.unbind()
-                    if unit.num_active or (unit.flat is not None and unit.arrival is None and unit.flat.has_views):
-                        self._exchange.await_fetch(unit)
-                    else:
-                        self._residency.evict(unit)
+            self._residency.closed.add(unit.index)
+            if not unit.num_active:
+                unit.unbind()
+            if unit.num_active or (unit.flat is not None and unit.arrival is None and unit.flat.has_views):
+                self._exchange.await_fetch(unit)
+            else:
+                self._residency.evict(unit)
 
     def _gather_weights(self) -> None:
         """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
@@ -410,13 +453,31 @@ class Stepper:
         self._groups = None
         self._divisor = 1
         self.updated.clear()
+        self._used_up.clear()
         self._waiting.clear()
+        self._share_updates.end()
+        self._residency.closed.clear()
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget the present step and all gradients, but for those ``kept``, by (unit index, slot index)."""
         self._are_kept_unclipped = False
         self._forget()
         self.gradients.clear(kept)
+
+    def abandon(self) -> None:
+        """As `clear`. If the present step has begun to update shares, all ranks come here: what each has becomes everybody's.
+
+        Raises:
+            RankError: another rank has ended, does not come, or is elsewhere.
+        """
+        has_parts = self._is_divided and bool(self.updated)
+        self.clear()
+        if has_parts:
+            self.gradients.end_dropped()
+            for unit in self.units:
+                self._residency.await_update(unit)
+            with self._pager.clock.waiting("ranks"):
+                self._exchange.gather(self.units)
 
     def close(self) -> None:
         """There is no step any more, nor gradients: give their memory back."""
@@ -433,7 +494,7 @@ class Stepper:
 
     def is_used_up(self, unit: Unit, slot: Slot) -> bool:
         """Whether the parameter's gradient went into an update in the backward of the present step."""
-        return bool(self.updated) and (unit.index, slot.index) in self._norms
+        return (unit.index, slot.index) in self._used_up
 
 
 def _scalar(value: float) -> torch.Tensor:

@@ -270,7 +270,7 @@ class VerticalStep:
         self.boundary.begin_backward(chain(inputs, self._tied.kept))
         self._is_final = self._updates_now
         if self._terms.updates and not self.is_trial:
-            self._on.stepper.gradients.begin_means(self._loop.step)
+            self._on.stepper.begin_last(self._loop.step, updates_now=self._updates_now)
         self._end_moment(2 * len(self._sites))
         for position in positions:
             self._backward_of_unit(position, self._sites[position - 1].unit)
@@ -368,7 +368,7 @@ class VerticalStep:
         self._loop.guard.move_to(Phase.READY)
         on.pager.end_sharing()
         # Before a step that changes all weights, nothing is worth fetching.
-        on.pager.end_backward(is_complete=True, fetches=updates)
+        on.pager.end_backward(is_complete=True, fetches=updates and on.stepper.updates_all_in_backward)
         self._clear()
 
     # -------------------------------------------------------------------------------------------------------- around it

@@ -72,6 +72,7 @@ class UnitSums:
         gradients = self._on_device.pop(unit.index, {})
         if is_complete and self._updates_now:
             self._stepper.deliver(unit, gradients, updates_now=True)
+            self._stepper.gradients.offer(unit)
             return
         if gradients:
             self._stepper.deliver(unit, gradients, updates_now=False)

@@ -22,6 +22,7 @@ def config_of(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
+        "gradient_clipping": asked["clip"],
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero | ({"offload_param": drive} if asked["stage"] == 3 else {}),
         "infinity": {"keep_in_memory": False, "progress_bars": False, "host_memory_budget": asked["budget"]},

@@ -133,7 +133,8 @@ class InfinityBlock(Block):
     """When the optimizer runs: `"in_backward"` updates a unit as soon as its gradients are complete, `"deferred"` just
     before the next forward needs it, `"step"` all of it in `engine.step()`; `"auto"` takes `"in_backward"`, or
     `"deferred"` where something needs all gradients first (clipping, fp16), or `"step"` on a CPU where everything stays in
-    memory: then nothing waits for a drive, and updates beside the model would only take its cores. The numbers are the
+    memory: then nothing waits for a drive, and updates beside the model would only take its cores. Several processes
+    that divide states update in backward what all have gradients for, and all else in the step. The numbers are the
     same."""
     update_workers: Annotated[Count | None, Field(ge=1)] = None
     """Threads that run updates, each with one core and a chunk of its own; any number gives the same bits. `"auto"`: the

@@ -35,12 +35,12 @@ def test_the_rank_that_deviates_most_is_told() -> None:
     assert row[0] == "2" and row[-1] == "2.00 s" and "(-10.0 %)" in row[1 + KINDS.index("read")]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_two_ranks_count_what_the_formulas_say(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "clip"), [(1, 0.0), (1, 1.0), (3, 0.0)])
+def test_two_ranks_count_what_the_formulas_say(stage: int, clip: float, tmp_path: Path) -> None:
     job = Job(stage, width=256, layers=4, steps=2)
 
     def train(rank: int) -> None:
-        asked = {"directory": str(tmp_path), "stage": stage, "width": 256, "layers": 4, "steps": 2}
+        asked = {"directory": str(tmp_path), "stage": stage, "width": 256, "layers": 4, "steps": 2, "clip": clip}
         found = measure(asked | {"budget": job.budget_bytes})
         (tmp_path / f"found {rank}").write_text(json.dumps(found))
 

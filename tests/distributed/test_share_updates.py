@@ -1,0 +1,322 @@
+"""Ranks that divide states update their shares in backward, as the means come: which, and what is an error then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # which optimizers import at their first use: once here, not in each process
+from torch import nn
+
+import infinity
+from infinity.errors import LateGradientError, LateUseError, PartialUpdateError, RankError, StepOrderError
+from tests.ranks import require_ranks, run_ranks
+
+_WIDTH = 128
+_PATIENCE_SECONDS = 60.0
+
+
+class _At(torch.autograd.Function):
+    """Calls something in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], Any]) -> torch.Tensor:
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.function()
+        return gradient, None
+
+
+class _Model(nn.Module):
+    """``near_end`` is called when its backward has left all blocks. Without ``expert`` one of its units gets no gradient."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.near_end: Callable[[], Any] = lambda: None
+        self.first = nn.Linear(_WIDTH, _WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(6))
+        self.expert = nn.Linear(_WIDTH, _WIDTH)
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor, *, takes_expert: bool = True) -> torch.Tensor:
+        x = _At.apply(self.first(x.to(self.dtype)), lambda: self.near_end())
+        for block in self.blocks:
+            x = x + block(x)
+        return ((self.expert(x) if takes_expert else x) * self.scale).float().square().mean()
+
+
+def _config(directory: Path, stage: int, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    drive = {"device": "nvme", "nvme_path": str(directory)}
+    zero = {"stage": stage, "offload_optimizer": drive} | ({"offload_param": drive} if stage == 3 else {})
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0,
+        "zero_optimization": zero,
+        "infinity": {"keep_in_memory": False},
+    } | (changes or {})
+
+
+_LITTLE: dict[str, Any] = {"infinity": {"keep_in_memory": False, "host_memory_budget": "2000KiB"}}
+_BF16 = {"bf16": {"enabled": True}}
+
+
+def _input(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def _engine(directory: Path, stage: int, changes: dict[str, Any] | None = None) -> Any:
+    config = _config(directory, stage, changes)
+    engine = infinity.initialize(model=_Model(torch.bfloat16 if "bf16" in config else torch.float32), config=config)[0]
+    assert engine.config.infinity.update == ("in_backward" if stage else "deferred")
+    return engine
+
+
+def _step(engine: Any, rank: int, number: int, **kwargs: Any) -> None:
+    for micro_batch in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(_input(rank, 10 * number + micro_batch), **kwargs))
+        engine.step()
+
+
+def _weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def _states(engine: Any) -> dict[str, torch.Tensor]:
+    return {
+        f"{name} {key}": torch.as_tensor(value).clone()
+        for name, parameter in engine.module.named_parameters()
+        for key, value in engine.optimizer.state[parameter].items()
+    }
+
+
+def _require_same(found: dict[Any, dict[str, torch.Tensor]]) -> None:
+    first = next(iter(found))
+    for key, values in found.items():
+        assert values.keys() == found[first].keys()
+        assert all(torch.equal(values[name], value) for name, value in found[first].items()), key
+
+
+def _updates_of(engine: Any) -> list[str]:
+    """The units of which an update has begun or ended, since now: filled as it happens."""
+    begun: list[str] = []
+    submit = engine._parts.stream.submit
+    engine._parts.stream.submit = lambda job: (begun.append(job.unit.name), submit(job))[1]
+    return begun
+
+
+_CHANGES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "three": {"gradient_accumulation_steps": 3},
+    "bf16": _BF16,
+    "little": _LITTLE,
+    "little-three": {"gradient_accumulation_steps": 3} | _LITTLE,
+    "sgd": {"optimizer": {"type": "SGD", "params": {"lr": 0.01}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("num", "changes"), [(2 + (key == "bf16"), changes) for key, changes in _CHANGES.items()], ids=_CHANGES.keys()
+)
+def test_bits_are_those_of_undivided_states(num: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        found = {}
+        for stage in (0, 1, 2, 3):
+            engine = _engine(tmp_path, stage, changes)
+            norms = {}
+            for number in range(4):
+                takes_expert = number != 2 or rank == 0  # once it is one rank's alone
+                _step(engine, rank, number, takes_expert=takes_expert)
+                norms[f"norm {number}"] = torch.tensor(engine.get_global_grad_norm())
+            found[stage] = _weights(engine) | norms | _states(engine)
+            engine.close()
+        _require_same(found)
+
+    require_ranks(num, train, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(tmp_path, stage)
+        for number in range(4):
+            begun = _updates_of(engine)
+
+            def require_begun(begun: list[str] = begun) -> None:
+                until = time.monotonic() + _PATIENCE_SECONDS
+                while not begun:
+                    assert time.monotonic() < until, "no update has begun"
+                    engine._stepper.gradients._go_on()
+                    time.sleep(0.01)
+
+            engine.module.near_end = require_begun if number else lambda: None  # the first step shows how the loop goes
+            _step(engine, rank, number)
+            assert sorted(begun) == sorted({*begun}), "a unit was updated twice"
+        engine.close()
+
+    require_ranks(2, train, tmp_path)
+
+
+def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(tmp_path, 3)
+        for number in range(3):
+            _step(engine, rank, number)
+        begun = _updates_of(engine)
+        engine.backward(engine(_input(rank, 9), takes_expert=rank == 0))
+        engine._stepper.gradients._finish()
+        assert "expert" not in begun
+        assert len(begun) >= 6
+        engine.step()
+        assert "expert" in begun
+        engine.close()
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_vertical_steps_do_so_too(num_micro_batches: int, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        found = {}
+        for stage, schedule in ((0, "ordinary"), (2, "vertical"), (3, "vertical")):
+            place = {"infinity": {"keep_in_memory": False, "schedule": schedule}}
+            engine = _engine(tmp_path, stage, {"gradient_accumulation_steps": num_micro_batches} | place)
+            for number in range(4):
+                batches = ((_input(rank, 10 * number + each),) for each in range(num_micro_batches))
+                begun = _updates_of(engine)
+                engine.train_batch(batches)
+                assert sorted(begun) == sorted({*begun})
+            found[stage] = _weights(engine) | _states(engine)
+            engine.close()
+        _require_same(found)
+
+    require_ranks(2, train, tmp_path)
+
+
+def _begun(engine: Any, rank: int) -> dict[str, torch.Tensor]:
+    """Two steps, and the backward of a third, in which updates begin. Returns the weights before it."""
+    for number in range(2):
+        _step(engine, rank, number)
+    before = _weights(engine)
+    engine.backward(engine(_input(rank, 99)))
+    return before
+
+
+def _set_rate(engine: Any, value: float) -> None:
+    engine.optimizer.param_groups[0]["lr"] = value
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda engine, _: (_set_rate(engine, 0.5), engine.step()), PartialUpdateError),
+        (lambda engine, _: engine.optimizer.zero_grad(), PartialUpdateError),
+        (lambda engine, rank: engine(_input(rank, 5)), StepOrderError),
+        (lambda engine, _: engine.optimizer.step(), StepOrderError),
+        (lambda engine, _: engine.save_checkpoint("anywhere"), StepOrderError),
+        (lambda engine, _: engine.module.state_dict(), StepOrderError),
+    ],
+    ids=["rate", "drop", "forward", "plain-step", "checkpoint", "weights"],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_an_error_is_one_on_all_ranks_however_fast(
+    change: Callable[[Any, int], Any], error: type[Exception], stage: int, tmp_path: Path
+) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(tmp_path, stage)
+        _begun(engine, rank)
+        time.sleep(0.3 * rank)  # the last one has not taken part in any exchange that the others could have seen
+        with pytest.raises(error):
+            change(engine, rank)
+        engine.reset()
+        found = torch.cat([value.flatten() for value in _weights(engine).values()])
+        others = [torch.empty_like(found) for _ in range(2)]
+        torch.distributed.all_gather(others, found)
+        assert all(torch.equal(other, found) for other in others), "ranks have different weights"
+        engine.optimizer.param_groups[0]["lr"] = 0.01
+        _step(engine, rank, 3)
+        engine.close()
+
+    require_ranks(2, train, tmp_path)
+
+
+def test_other_rates_on_one_rank_are_named_and_nothing_is_updated(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(tmp_path, 3)
+        for number in range(2):
+            _step(engine, rank, number)
+        _set_rate(engine, 0.01 * (1 + rank))
+        begun = _updates_of(engine)
+        engine.backward(engine(_input(rank, 7)))
+        try:
+            engine.step()
+        finally:
+            assert not begun
+            engine.close(restore_weights=False)
+
+    errors = run_ranks(2, train, tmp_path)
+    for error in errors:
+        assert "'lr' of group 0 is 0.01 on rank 0, 0.02 on rank 1" in error, error
+        assert RankError.__name__ in error
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_backward_cut_off_and_accepted_leaves_the_same_weights_everywhere(stage: int, tmp_path: Path) -> None:
+    class CutOffError(Exception):
+        pass
+
+    def train(rank: int) -> None:
+        def fail() -> None:
+            raise CutOffError
+
+        engine = _engine(tmp_path, stage)
+        for number in range(2):
+            _step(engine, rank, number)
+        engine.module.near_end = fail
+        with pytest.raises(CutOffError):
+            engine.backward(engine(_input(rank, 8)))
+        engine.module.near_end = lambda: None
+        engine.reset()
+        for number in range(2):
+            found = torch.cat([value.flatten() for value in _weights(engine).values()])
+            others = [torch.empty_like(found) for _ in range(2)]
+            torch.distributed.all_gather(others, found)
+            assert all(torch.equal(other, found) for other in others), "ranks have different weights"
+            _step(engine, rank, 10 + number)
+        engine.close()
+
+    require_ranks(2, train, tmp_path)
+
+
+def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(tmp_path, 2)
+        _begun(engine, rank)
+        parameter = engine.module.first.weight
+        with pytest.raises((LateGradientError, LateUseError, StepOrderError, PartialUpdateError)):
+            (parameter * 2).sum().backward()
+            engine.step()
+        engine.close(restore_weights=False)
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.parametrize("key", ["gradient_clipping", "durable", "deferred", "stage"])
+def test_where_updates_wait_for_the_step(key: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "gradient_clipping": {"gradient_clipping": 1.0},
+        "durable": {"infinity": {"durable": True}},
+        "deferred": {"infinity": {"update": "deferred"}},
+        "stage": {"zero_optimization": {"stage": 0}},
+    }[key]
+    config = infinity.load_config(_config(tmp_path, 3, changes), world_size=2)
+    assert config.infinity.update == ("deferred" if key == "stage" else "step")
