@@ -59,6 +59,9 @@ def _train(rank: int, directory: str, config: dict[str, Any]) -> None:
         "3": {"stage": 3, "offload_optimizer": drive, "offload_param": drive},
     }
     found = {name: _found(rank, config, zero) for name, zero in settings.items()}
+    is_early = config.get("gradient_clipping") == 0
+    resolved = infinity.load_config(config | {"zero_optimization": settings["3"]})
+    assert resolved.infinity.update == ("in_backward" if is_early else "step")
     for name, values in found.items():
         for place, (one, other) in enumerate(zip(values, found["0"], strict=True)):
             assert torch.equal(one, other), (name, place)
@@ -69,11 +72,16 @@ def _train(rank: int, directory: str, config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.05}],
-    ids=["fp32", "bf16"],
+    [
+        {},
+        {"gradient_clipping": 0},
+        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.05},
+        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "gradient_clipping": 0},
+    ],
+    ids=["fp32", "fp32-in-backward", "bf16", "bf16-in-backward"],
 )
 @pytest.mark.parametrize(
-    "memory", [{}, {"keep_in_memory": False, "host_memory_budget": "9MiB"}], ids=["roomy", "little"]
+    "memory", [{}, {"keep_in_memory": False, "host_memory_budget": "14MiB"}], ids=["roomy", "little"]
 )
 def test_divided_states_have_the_bits_of_stage_0(
     changes: dict[str, Any], memory: dict[str, Any], tmp_path: Path
