@@ -572,8 +572,8 @@ class Engine(Relayout):
     def reset(self) -> None:
         """Forget a forward or backward that an exception cut off, and the gradients of its step; then train on.
 
-        After an update in backward was cut off, weights are between two steps; this accepts them as they are. Of several
-        processes that divide states, all have to call it then.
+        After an update in backward was cut off, weights are between two steps; this accepts them as they are. Several processes
+        that update in backward all have to call it.
         """
         self._forget_calls()
         self._abandon_forward()

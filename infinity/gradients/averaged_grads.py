@@ -126,8 +126,9 @@ class AveragedGradients(ShownGradients):
     def average_postponed(self) -> None:
         """Another backward comes before the step: the mean of what was there before it is computed, if it has not been."""
 
-    def end_dropped(self) -> None:
-        """What was being averaged when it was dropped is over when this returns. All ranks have dropped it, and come here."""
+    def end_updates(self) -> None:
+        """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShareUpdates` has been
+        updated on all of them when this returns, and nothing else."""
 
     def average(self, step: int) -> None:
         """What came on any rank since the last time becomes the mean over all ranks, on all of them.

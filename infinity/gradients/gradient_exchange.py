@@ -42,14 +42,14 @@ class UnitExchange:
     Attributes:
         what: for messages.
         grads: whose.
-        buffer: all of the unit's gradients that this rank has.
+        buffer: all of the unit's gradients that this rank has; None if it gives none.
         present: slot indices of those.
         new: slot indices of those that are to be averaged.
         is_unscaled: whether they are without the loss scale. Once ``done``: whether those of any rank were, and now all are.
         unscaling: the factor that takes it out.
         flushes_denormals: whether the training thread does so.
         word: what is said of an update by these gradients, see [Note: updates of shares] in ``infinity.gradients.share_updates``.
-        found: what was averaged: parameters of which any rank had something new.
+        found: what was averaged: parameters of which all ranks had something new. Of others one may yet get its gradient.
         owners: of each of ``found``, which of those that divide states has the whole mean, for its norm.
         is_final: whether all ranks had the same gradients, and the same ``word``, which was not 0.
         error: why there are no means.
@@ -57,7 +57,7 @@ class UnitExchange:
 
     what: str
     grads: UnitGrads
-    buffer: GradientBuffer
+    buffer: GradientBuffer | None
     present: frozenset[int]
     new: frozenset[int]
     is_unscaled: bool
@@ -172,8 +172,12 @@ class _Worker:
         slots = each.grads.unit.layout.slots
         flags = [_IS_NEW * (slot.index in each.new) for slot in slots]
         told = self._division.ranks.meet(each.what, [*flags, each.word, _IS_UNSCALED * each.is_unscaled])
-        *are_new, word, scaling = (max(of_ranks) for of_ranks in zip(*told, strict=True))
+        *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
+        scaling = max(of_rank[-1] for of_rank in told)
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
+        buffer = each.buffer
+        if buffer is None:
+            return  # nothing is new on all ranks then
         with self._moving:
             if self._is_closed:
                 raise EngineClosedError("averaging gradients")
@@ -181,16 +185,16 @@ class _Worker:
             if scaling == _IS_UNSCALED and not each.is_unscaled:
                 for slot in slots:
                     if slot.index in each.present:
-                        each.buffer.view(slot).mul_(each.unscaling)
+                        buffer.view(slot).mul_(each.unscaling)
                 each.is_unscaled = True
             each.found = [slot for slot, flag in zip(slots, are_new, strict=True) if flag]
             for slot in each.found:
                 if slot.index not in each.present:
-                    each.buffer.view(slot).zero_()
+                    buffer.view(slot).zero_()
             spans = self._shares.spans(each.grads.unit)
             for start, stop in runs_of(each.found):
-                self._reduce(each.what, each.buffer.values, [clipped(span, start, stop) for span in spans])
-            each.owners = [self._collect(each, slot, spans) for slot in each.found]
+                self._reduce(each.what, buffer.values, [clipped(span, start, stop) for span in spans])
+            each.owners = [self._collect(each, buffer, slot, spans) for slot in each.found]
 
     def _reduce(self, what: str, values: torch.Tensor, shares: list[tuple[int, int]]) -> None:
         """Each share's mean comes to all that have the share: to each of them a part, which goes to the others."""
@@ -201,13 +205,13 @@ class _Worker:
             own = [_part(shares[self._shares.index], group, len(groups)) for group in groups]
             self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
 
-    def _collect(self, each: UnitExchange, slot: Slot, spans: list[tuple[int, int]]) -> int:
+    def _collect(self, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]) -> int:
         """One rank gets the whole mean of a parameter: one that has a part as large as any, in turns. Returns which."""
         parts = [clipped(span, slot.start, slot.stop) for span in spans]
         sizes = [stop - start for start, stop in parts]
         largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
         owner = largest[(each.grads.unit.index + slot.index) % len(largest)]
-        self._division.sharers.collect(each.what, each.buffer.values, parts, owner)
+        self._division.sharers.collect(each.what, buffer.values, parts, owner)
         return owner
 
 

@@ -20,7 +20,7 @@ from infinity.errors import GradientNotResidentError
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.gradient_exchange import GradientExchange, UnitExchange
 from infinity.gradients.share_updates import ShareUpdates
-from infinity.gradients.sources import FP32_BYTES
+from infinity.gradients.sources import FP32_BYTES, GradientBuffer
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.threads.interrupts import POLL_SECONDS, surely
@@ -47,7 +47,8 @@ class OwnedGradients(AveragedGradients):
     taken for a time it has one, and only while there is room for the largest besides. What is whole and finds no room to wait in
     is spilled, as ever, and exchanged in the step.
 
-    What `ShareUpdates` is told of is updated as it comes back. All else waits for the step.
+    What only some ranks have of a unit by then may yet come on others, as of a parameter that fires unexpectedly: its mean waits
+    for the step. What `ShareUpdates` is told of is updated as it comes back.
 
     Whoever looks at a gradient between that backward and the step would see parts of a mean, and gets an error instead. If
     another backward comes before the step, or the user replaces a gradient, parts are put together to whole means, which all
@@ -93,6 +94,8 @@ class OwnedGradients(AveragedGradients):
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
         """Of which the mean of this rank's share is here, or in an update: whose, and the bits of its fp32 2-norm on the rank
         that takes it, on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
+        self._late: list[tuple[Unit, Mapping[Slot, torch.Tensor]]] = []
+        """What came in backward for units that are being exchanged: until those are taken back."""
         self._agreed_norms: dict[Key, torch.Tensor] = {}
         """2-norm of a mean that is nowhere whole: from `average_for_update` until the next step's, or `clear`."""
 
@@ -101,7 +104,7 @@ class OwnedGradients(AveragedGradients):
     def begin_means(self, step: int, updates: ShareUpdates | None = None) -> bool:
         """See `AveragedGradients.begin_means`."""
         self.average_postponed()
-        self.end_dropped()
+        self._end_dropped()
         if self._hook is not None:
             return False
         self._step, self._is_last_over, self._patience_seconds = step, False, _PATIENCE_SECONDS
@@ -203,8 +206,16 @@ class OwnedGradients(AveragedGradients):
         return self._pool.used_bytes - waiting_bytes + num * largest <= self._pool.capacity_bytes
 
     def _take_back(self, exchange: UnitExchange) -> None:
-        """It has been exchanged: keep the mean of this rank's share."""
-        grads, buffer = exchange.grads, exchange.buffer
+        """It has been exchanged: keep the mean of this rank's share, and what has come since."""
+        if exchange.buffer is not None:
+            self._keep_mean(exchange, exchange.buffer)
+        late = [gradients for unit, gradients in self._late if unit is exchange.grads.unit]
+        self._late = [each for each in self._late if each[0] is not exchange.grads.unit]
+        for gradients in late:
+            super().add(exchange.grads.unit, gradients)
+
+    def _keep_mean(self, exchange: UnitExchange, buffer: GradientBuffer) -> None:
+        grads = exchange.grads
         if exchange.error is not None or self._dropped_step is not None:
             if not grads.stays and not grads.present and grads.buffer is buffer:
                 self._give_back(grads.take())
@@ -230,7 +241,12 @@ class OwnedGradients(AveragedGradients):
         slots, scale = grads.slots(), 1.0 if grads.is_unscaled else self.scaler.scale
         source = self._lend_to_update(grads.take(), slots)
         grads.drop(set(grads.present))
-        updates.update(grads.unit, source, scale)
+        try:
+            updates.update(grads.unit, source, scale)
+        except BaseException:
+            if grads.unit.update is None:  # else it is under way, and lets go of them by itself
+                source.release()
+            raise
 
     def _is_held(self, grads: UnitGrads) -> bool:
         return any(each.grads is grads for each in self._under_way)
@@ -269,7 +285,7 @@ class OwnedGradients(AveragedGradients):
             self.average(step)
             return
         self._agreed_norms.clear()
-        self.end_dropped()
+        self._end_dropped()
         what = f"averaging gradients for the owners in step {step}"
         self._ranks.meet(what)
         self._finish()
@@ -291,7 +307,7 @@ class OwnedGradients(AveragedGradients):
     def average(self, step: int) -> None:
         """See `AveragedGradients.average`. What is owned in parts becomes whole."""
         self._agreed_norms.clear()
-        self.end_dropped()
+        self._end_dropped()
         if self._step is not None:
             what = f"putting gradients together in step {self._step}"
             self._ranks.meet(what)
@@ -320,26 +336,46 @@ class OwnedGradients(AveragedGradients):
         if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
-    def end_dropped(self) -> None:
-        """See `AveragedGradients.end_dropped`."""
+    def _end_dropped(self) -> None:
+        """End an exchange whose gradients were dropped in the middle. All ranks have dropped them."""
         if self._dropped_step is not None:
             self._ranks.meet(f"dropping gradients of step {self._dropped_step}")
             self._finish()
             self._dropped_step = None
+
+    def end_updates(self) -> None:
+        """See `AveragedGradients.end_updates`."""
+        if self._step is None:
+            return
+        self._ranks.meet(f"giving up step {self._step}")
+        nothing: frozenset[int] = frozenset()
+        while self._due:
+            grads = self._due[0]
+            exchange = UnitExchange(
+                self._what(), grads, None, nothing, nothing, is_unscaled=False, unscaling=1.0, flushes_denormals=False
+            )
+            surely(functools.partial(self._hand_over, exchange))
+        while self._await_holder():
+            if self._exchange.error is not None:
+                raise self._exchange.error
+        self._whole.clear()
+        self._step = self._updates = None
 
     # ------------------------------------------------------------------------------------------------- what others touch
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """See `MainGradStore.add`."""
         self.average_postponed()
-        self.end_dropped()
-        self._await_unit(unit)
-        super().add(unit, gradients)
+        self._end_dropped()
+        if self._is_held(self._grads[unit.index]):  # till others come there, who may wait for the end of this backward
+            self._late.append((unit, gradients))
+        else:
+            super().add(unit, gradients)
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """See `AveragedGradients.set_gradient`."""
         self.average_postponed()
-        self.end_dropped()
+        self._end_dropped()
         self._await_unit(unit)
         super().set_gradient(unit, slot, gradient)
         self._owned.pop((unit.index, slot.index), None)
@@ -355,7 +391,8 @@ class OwnedGradients(AveragedGradients):
             self.average_postponed()
         if self._step is not None:
             self._dropped_step, self._step, self._updates = self._step, None, None
-            self._owned.clear()
+        self._owned.clear()
+        self._late.clear()
         super().clear(kept)
         self._agreed_norms.clear()
 
@@ -363,7 +400,7 @@ class OwnedGradients(AveragedGradients):
         """See `MainGradStore.close`."""
         if not self._exchange.close():
             for exchange in self._under_way:
-                if exchange.grads.buffer is exchange.buffer:
+                if exchange.buffer is not None and exchange.grads.buffer is exchange.buffer:
                     exchange.grads.take()  # the thread's, for good
         super().close()
 

@@ -218,7 +218,7 @@ class Stepper:
 
     def _leave_to_mean(self, unit: Unit) -> None:
         """This rank's share is updated when the mean of it is there; see [Note: updates of shares]."""
-        if self._share_updates.digest:
+        if self._share_updates.digest and not unit.gathered:  # what was written to that all ranks store together
             slots = self.gradients.slots_with_gradient(unit)
             self._share_updates.leave(unit, slots)
             self._used_up.update((unit.index, slot.index) for slot in slots)
@@ -465,15 +465,17 @@ class Stepper:
         self.gradients.clear(kept)
 
     def abandon(self) -> None:
-        """As `clear`. If the present step has begun to update shares, all ranks come here: what each has becomes everybody's.
+        """As `clear`. If the last backward of the present step has begun, in which shares are updated, all ranks come here: they
+        update the same of them, and gather the weights.
 
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
-        has_parts = self._is_divided and bool(self.updated)
+        has_begun = self._share_updates.digest != 0
+        if has_begun:
+            self.gradients.end_updates()
         self.clear()
-        if has_parts:
-            self.gradients.end_dropped()
+        if has_begun:
             for unit in self.units:
                 self._residency.await_update(unit)
             with self._pager.clock.waiting("ranks"):

@@ -269,30 +269,150 @@ def test_other_rates_on_one_rank_are_named_and_nothing_is_updated(tmp_path: Path
         assert RankError.__name__ in error
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_backward_cut_off_and_accepted_leaves_the_same_weights_everywhere(stage: int, tmp_path: Path) -> None:
-    class CutOffError(Exception):
-        pass
+class _CutOffError(Exception):
+    pass
+
+
+def _require_same_everywhere(values: dict[str, torch.Tensor]) -> None:
+    found = torch.cat([value.flatten().float() for value in values.values()])
+    others = [torch.empty_like(found) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(others, found)
+    assert all(torch.equal(other, found) for other in others), "ranks have different weights"
+
+
+@pytest.mark.parametrize(
+    ("num", "stage", "zero"),
+    [(2, 2, {}), (2, 3, {}), (4, 2, {"mics_shard_size": 2}), (4, 3, {"mics_shard_size": 2})],
+    ids=["2", "3", "2-hybrid", "3-hybrid"],
+)
+def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(
+    num: int, stage: int, zero: dict[str, Any], tmp_path: Path
+) -> None:
+    """Though some have updated what others have not yet averaged."""
 
     def train(rank: int) -> None:
-        def fail() -> None:
-            raise CutOffError
-
-        engine = _engine(tmp_path, stage)
+        config = _config(tmp_path, stage)
+        config["zero_optimization"] |= zero
+        engine = infinity.initialize(model=_Model(), config=config)[0]
         for number in range(2):
             _step(engine, rank, number)
+
+        def fail() -> None:
+            for _ in range(10 if rank < num / 2 else 0):
+                time.sleep(0.05)
+                engine._stepper.gradients._go_on()
+            raise _CutOffError
+
         engine.module.near_end = fail
-        with pytest.raises(CutOffError):
+        with pytest.raises(_CutOffError):
             engine.backward(engine(_input(rank, 8)))
         engine.module.near_end = lambda: None
         engine.reset()
         for number in range(2):
-            found = torch.cat([value.flatten() for value in _weights(engine).values()])
-            others = [torch.empty_like(found) for _ in range(2)]
-            torch.distributed.all_gather(others, found)
-            assert all(torch.equal(other, found) for other in others), "ranks have different weights"
+            _require_same_everywhere(_weights(engine) | _states(engine))
             _step(engine, rank, 10 + number)
         engine.close()
+
+    require_ranks(num, train, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_are_cut_off_at_other_places_go_on_together(stage: int, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        engine = _engine(tmp_path, stage)
+        for number in range(2):
+            _step(engine, rank, number)
+
+        def fail(*_: Any) -> None:
+            raise _CutOffError
+
+        loss = engine(_input(rank, 8))
+        if rank:
+            engine.module.near_end = fail
+        else:
+            loss.register_hook(fail)  # before any unit is complete
+        with pytest.raises(_CutOffError):
+            engine.backward(loss)
+        engine.module.near_end = lambda: None
+        engine.reset()
+        _require_same_everywhere(_weights(engine) | _states(engine))
+        _step(engine, rank, 10)
+        _require_same_everywhere(_weights(engine))
+        engine.close()
+
+    require_ranks(2, train, tmp_path)
+
+
+def test_weights_written_while_they_are_gathered(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        found = {}
+        for stage in (0, 2, 3):
+            engine = _engine(tmp_path, stage)
+            for number in range(2):
+                _step(engine, rank, number)
+            gathered = [engine.module.blocks[2][0].weight, engine.module.expert.weight]
+            with infinity.GatheredParameters(gathered):
+                with torch.no_grad():
+                    for parameter in gathered:
+                        parameter.mul_(0.5)
+                engine.backward(engine(_input(rank, 5)))
+                time.sleep(0.5 * rank)  # the other one takes means back at another place
+                engine.step()
+            found[stage] = _weights(engine)
+            engine.close()
+        _require_same(found)
+
+    require_ranks(2, train, tmp_path)
+
+
+class _Late(nn.Module):
+    """A block one of whose parameters gets its gradient last, and only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+        self.late = nn.Parameter(torch.full((_WIDTH,), 0.1))
+
+    def forward(self, x: torch.Tensor, *, takes_late: bool) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x + self.late if takes_late else x))
+
+
+class _LateModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Late() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, *, takes_late: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, takes_late=takes_late)
+        return x.square().mean()
+
+
+def _take_room(gradients: Any, *, until_the_step: bool) -> None:
+    """No unit is exchanged in the backward; nor afterwards, before others have to wait for it."""
+    has_room = gradients._has_room_beside
+    gradients._has_room_beside = lambda grads: not until_the_step and gradients._is_last_over and has_room(grads)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("lacks_room", ["nobody", "until the backward ends", "until the step"])
+def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room: str, tmp_path: Path) -> None:
+    """One rank hands a unit over without it, and another one later, with it."""
+
+    def train(rank: int) -> None:
+        found = {}
+        for stage in (0, 2, 3):
+            config = _config(tmp_path, stage, {"gradient_clipping": clip})
+            engine = infinity.initialize(model=_LateModel(), config=config)[0]
+            for number in range(2):
+                _step(engine, rank, number)
+            if stage and rank and lacks_room != "nobody":
+                _take_room(engine._stepper.gradients, until_the_step=lacks_room == "until the step")
+            _step(engine, rank, 5, takes_late=True)
+            found[stage] = _weights(engine)
+            engine.close()
+        _require_same(found)
 
     require_ranks(2, train, tmp_path)
 
