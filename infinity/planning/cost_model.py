@@ -86,7 +86,7 @@ def predict(
     )
     fetches = simulation.fetches
     in_step = not request.updates_in_backward
-    has_shares = any(unit.share_numel is not None for unit in units)
+    has_shares = any(unit.state_numel < unit.trainable_numel for unit in units)
     largest = max((unit.trainable_numel for unit in units), default=0) * request.scratch_itemsize
     lacks_room = not in_step and has_shares and placement.gradient_bytes < 2 * largest
     filled = (

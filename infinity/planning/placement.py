@@ -206,7 +206,7 @@ class _Planner:
         self._pages = PageSizes(request, widest, self._largest_numel)
         self._all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
         self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
-        self._is_divided = any(unit.share_numel is not None for unit in units)
+        self._is_divided = any(unit.state_numel < unit.trainable_numel for unit in units)
         self._device_bytes = self._total
         self._on_device: frozenset[int] = frozenset()
 

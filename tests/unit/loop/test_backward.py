@@ -40,12 +40,12 @@ class _Stepper:
             has_any=False,
             slots_with_gradient=lambda unit: self.earlier,
             average=lambda step: None,
-            begin_means=lambda step: None,
             expect_whole=lambda unit: None,
             offer=lambda unit: False,
             average_last=lambda step: None,
             average_postponed=lambda: None,
         )
+        self.updates_all_in_backward = True
         self.earlier: list[Slot] = []
         self.scaler = SimpleNamespace(is_active=False, share_of=lambda loss, parts: loss.float() * 8 / parts)
         self.is_between_steps = False
@@ -65,6 +65,8 @@ class _Stepper:
 
     def finish_backward(self, *, updates_now: bool) -> None:
         self.finished.append(updates_now)
+
+    def begin_last(self, step: int, *, updates_now: bool) -> None: ...
 
     def divide_by(self, divisor: int) -> None:
         self.divisors.append(divisor)
