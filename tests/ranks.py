@@ -18,6 +18,20 @@ _TIMEOUT = timedelta(seconds=500)
 """Nothing waits for as long, unless a test fails."""
 
 
+class At(torch.autograd.Function):
+    """Calls something in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], Any]) -> torch.Tensor:
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.function()
+        return gradient, None
+
+
 def run_ranks(num: int, function: Callable[[int], Any], directory: Path) -> list[str]:
     """Call ``function`` with the rank in each of ``num`` processes.
 

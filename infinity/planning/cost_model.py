@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from infinity.errors import BudgetTooSmallError
 from infinity.paging.trace import simulate
-from infinity.planning.inputs import Request, UnitSize
+from infinity.planning.inputs import Request, UnitSize, has_shares
 from infinity.planning.placement import Placement, apparent_bytes, place, placements
 
 _SIMULATED = 4
@@ -86,9 +86,9 @@ def predict(
     )
     fetches = simulation.fetches
     in_step = not request.updates_in_backward
-    has_shares = any(unit.state_numel < unit.trainable_numel for unit in units)
+    is_shared = has_shares(units)
     largest = max((unit.trainable_numel for unit in units), default=0) * request.scratch_itemsize
-    lacks_room = not in_step and has_shares and placement.gradient_bytes < 2 * largest
+    lacks_room = not in_step and is_shared and placement.gradient_bytes < 2 * largest
     filled = (
         {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
         if request.update == "deferred" and request.prefetches
@@ -106,7 +106,7 @@ def predict(
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
-        just_used = set() if in_step or has_shares else set(order[backward_start:])  # shares wait for their means
+        just_used = set() if in_step or is_shared else set(order[backward_start:])  # shares wait for their means
         held = frozenset(placement.resident_units) if is_divided else simulation.held
         read += sum(request.trainable_bytes(units[index]) for index in on_nvme - held.union(just_used))
     if request.optimizer_tier == "nvme":

@@ -316,6 +316,11 @@ def guessed_order(num_units: int, *, is_trained: bool = True) -> list[int]:
     return [*forward, *reversed(forward)] if is_trained else forward
 
 
+def has_shares(units: Iterable[UnitSize]) -> bool:
+    """Whether this process keeps main weights and states of a part alone, and others of the rest."""
+    return any(unit.state_numel < unit.trainable_numel for unit in units)
+
+
 def needed_together(units: Sequence[UnitSize], request: Request, moving: Iterable[int]) -> int:
     """Bytes that units which come and go need at once: the two largest, or those that a block uses and the largest other."""
     moves = set(moving)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from infinity.planning.inputs import Request, UnitSize, spread
+from infinity.planning.inputs import Request, UnitSize, has_shares, spread
 from infinity.units.layout import CHUNK_GRANULE
 
 
@@ -70,7 +70,7 @@ def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: 
     sums = [0, *accumulate(numels[index] for index in by_size)]
     total = sums[-1]
     # Ranks that divide states exchange one of the others while the next one comes: see `infinity.gradients.owned_grads`.
-    is_divided = any(unit.state_numel < unit.trainable_numel for unit in units)
+    is_divided = has_shares(units)
     if total * scratch_itemsize <= capacity_bytes:
         yield GradientShare(by_size, ((0, len(by_size)),), 0, total * scratch_itemsize, moved * total)
     for largest in sorted(set(numels.values()), reverse=True):

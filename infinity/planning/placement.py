@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, format_bytes
-from infinity.planning.inputs import FP32_BYTES, Request, UnitSize, needed_together
+from infinity.planning.inputs import FP32_BYTES, Request, UnitSize, has_shares, needed_together
 from infinity.planning.keep_in_memory import most_gradients, order_of_weights, take_gradients, take_states, take_weights
 from infinity.planning.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
 
@@ -206,7 +206,7 @@ class _Planner:
         self._pages = PageSizes(request, widest, self._largest_numel)
         self._all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
         self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
-        self._is_divided = any(unit.state_numel < unit.trainable_numel for unit in units)
+        self._is_divided = has_shares(units)
         self._device_bytes = self._total
         self._on_device: frozenset[int] = frozenset()
 

@@ -15,24 +15,10 @@ from torch import nn
 import infinity
 from infinity.distributed.collectives import world
 from infinity.errors import GradientNotResidentError, RankError
-from tests.ranks import require_ranks, run_ranks
+from tests.ranks import At, require_ranks, run_ranks
 
 _WIDTH = 128
 _PATIENCE_SECONDS = 60.0
-
-
-class _At(torch.autograd.Function):
-    """Calls something in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], Any]) -> torch.Tensor:
-        ctx.function = function
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.function()
-        return gradient, None
 
 
 class _Deep(nn.Module):
@@ -47,7 +33,7 @@ class _Deep(nn.Module):
         self.expert = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor, *, takes_expert: bool = True) -> torch.Tensor:
-        x = _At.apply(self.first(x), lambda: self.near_end())
+        x = At.apply(self.first(x), lambda: self.near_end())
         for block in self.blocks:
             x = x + block(x)
         return (self.expert(x) if takes_expert else x).square().mean()

@@ -13,25 +13,11 @@ import torch._dynamo  # which optimizers import at their first use: once here, n
 from torch import nn
 
 import infinity
-from infinity.errors import LateGradientError, LateUseError, PartialUpdateError, RankError, StepOrderError
-from tests.ranks import require_ranks, run_ranks
+from infinity.errors import LateGradientError, PartialUpdateError, RankError, StepOrderError
+from tests.ranks import At, require_ranks, run_ranks
 
 _WIDTH = 128
 _PATIENCE_SECONDS = 60.0
-
-
-class _At(torch.autograd.Function):
-    """Calls something in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], Any]) -> torch.Tensor:
-        ctx.function = function
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.function()
-        return gradient, None
 
 
 class _Model(nn.Module):
@@ -48,7 +34,7 @@ class _Model(nn.Module):
         self.dtype = dtype
 
     def forward(self, x: torch.Tensor, *, takes_expert: bool = True) -> torch.Tensor:
-        x = _At.apply(self.first(x.to(self.dtype)), lambda: self.near_end())
+        x = At.apply(self.first(x.to(self.dtype)), lambda: self.near_end())
         for block in self.blocks:
             x = x + block(x)
         return ((self.expert(x) if takes_expert else x) * self.scale).float().square().mean()
@@ -107,7 +93,7 @@ def _require_same(found: dict[Any, dict[str, torch.Tensor]]) -> None:
 
 
 def _updates_of(engine: Any) -> list[str]:
-    """The units of which an update has begun or ended, since now: filled as it happens."""
+    """The units of which an update is asked for from now on: filled as it happens."""
     begun: list[str] = []
     submit = engine._parts.stream.submit
     engine._parts.stream.submit = lambda job: (begun.append(job.unit.name), submit(job))[1]
@@ -420,10 +406,12 @@ def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room
 def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _engine(tmp_path, 2)
-        _begun(engine, rank)
-        parameter = engine.module.first.weight
-        with pytest.raises((LateGradientError, LateUseError, StepOrderError, PartialUpdateError)):
-            (parameter * 2).sum().backward()
+        for number in range(2):
+            _step(engine, rank, number)
+        beside = (engine.module.first.weight * 2).sum()  # whose backward needs no weight
+        engine.backward(engine(_input(rank, 99)))
+        beside.backward()
+        with pytest.raises(LateGradientError, match=r"first\.weight"):
             engine.step()
         engine.close(restore_weights=False)
 
