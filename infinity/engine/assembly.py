@@ -107,10 +107,12 @@ def build(
     needs_all = mesh.is_divided or (ranks.num > 1 and not shares.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
-    divides = config.zero_stage == 3 and shares.is_divided and device.shares_host_memory and durable is None
+    divides = config.zero_stage == 3 and shares.is_divided and durable is None
     if config.zero_stage == 3 and shares.is_divided and not divides:
-        why = "on GPUs" if durable is None else "in a durable run"
-        logger.warning("zero_optimization.stage: 3 runs as 2, each process keeps all model weights %s", why)
+        logger.warning("zero_optimization.stage: 3 runs as 2, each process keeps all model weights in a durable run")
+    free_bytes = device.free_bytes(model)
+    if divides and free_bytes is not None:  # or some ranks would keep units whole there that others do not
+        free_bytes = min(free for (free,) in ranks.meet("planning the memory of devices", [free_bytes]))
     draft = Draft.of(
         model,
         config,
@@ -120,7 +122,7 @@ def build(
         divides_weights=divides,
         is_alone=world().num == 1,
         shares_host_memory=device.shares_host_memory,
-        device_free_bytes=device.free_bytes(model),
+        device_free_bytes=free_bytes,
     )
     config = draft.config
     units, updater, sizes, request, guess = draft.units, draft.updater, draft.sizes, draft.request, draft.guess

@@ -42,6 +42,8 @@ from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
 
+_IN_MEMORY: TierKey = ("shares", ())
+
 
 class EngineResources:
     """Opens what the placement asks for. Nothing is written before all of it could be opened."""
@@ -89,10 +91,9 @@ class EngineResources:
         self._told = resting_bytes(sizes, request, placement)
         self._volumes = Volumes.of(config, sizes, request, placement)
         param_key, self._spill_key = self._volumes.param_key, self._volumes.spill_key
-        if param_key not in self._volumes.num_bytes and shares is not None:
-            param_key = ("shares", ())
-            num_bytes = request.shares_in_memory(sizes) or 4096
-            self._swappers[param_key] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
+        if shares is not None and placement.hosted_units:
+            num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
+            self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
         try:
             for key, num_bytes in self._volumes.num_bytes.items():
                 self._swappers[key] = self._open(key, num_bytes)
@@ -158,11 +159,14 @@ class EngineResources:
                     placement.upload_page_bytes, placement.num_upload_pages, device.pin, deadline_seconds=deadline
                 )
                 self._arenas.append(arena)
-                arena.register_with(self._swappers[param_key].register_memory)
+                if param_key in self._swappers:
+                    arena.register_with(self._swappers[param_key].register_memory)
+            on_nvme = self._swappers.get(param_key)
             if self._shares is not None:
-                weights = DividedWeights(self._swappers[param_key], device, self._shares, pulls_of(self._ranks))
+                in_memory, pulls = self._swappers.get(_IN_MEMORY), pulls_of(self._ranks)
+                weights = DividedWeights(on_nvme, in_memory, device, self._shares, pulls, arena)
             else:
-                weights = WeightStore(self._swappers.get(param_key), device, arena)
+                weights = WeightStore(on_nvme, device, arena)
         if state_key[0] == "none" and not device.shares_host_memory:
             return weights, ResidentStateStore(device.torch_device, self._request.record_format)
         arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from infinity.errors import BudgetTooSmallError
 from infinity.paging.trace import simulate
-from infinity.planning.inputs import Request, UnitSize, has_shares
+from infinity.planning.inputs import Request, UnitSize, divides_weights, has_shares
 from infinity.planning.placement import Placement, apparent_bytes, place, placements
 
 _SIMULATED = 4
@@ -74,7 +74,7 @@ def predict(
     sizes = [unit.weight_bytes for unit in units]
     read = records = spilled = 0
     num_micro_batches = request.num_micro_batches
-    is_divided = any(unit.weight_share_bytes is not None for unit in units)
+    is_divided = divides_weights(units)
     simulation = simulate(
         order,
         sizes,

@@ -243,8 +243,11 @@ class Request:
         return _TEMPORARIES * FP32_BYTES * largest if self.updates_whole_parameters else 0
 
     def shares_in_memory(self, units: Sequence[UnitSize]) -> int | None:
-        """Bytes of this process's share of weights that rest in host memory; None if no weights are divided there."""
-        if not self.keeps_all_weights or all(unit.weight_share_bytes is None for unit in units):
+        """Bytes of this process's share of the weights, where all of them rest in the memory in which the model computes.
+
+        None where weights are not divided, or that is a device's.
+        """
+        if not self.shares_host_memory or not self.keeps_all_weights or not divides_weights(units):
             return None
         return sum(unit.weight_share_bytes or 0 for unit in units)
 
@@ -319,6 +322,11 @@ def guessed_order(num_units: int, *, is_trained: bool = True) -> list[int]:
 def has_shares(units: Iterable[UnitSize]) -> bool:
     """Whether this process keeps main weights and states of a part alone, and others of the rest."""
     return any(unit.state_numel < unit.trainable_numel for unit in units)
+
+
+def divides_weights(units: Iterable[UnitSize]) -> bool:
+    """Whether this process keeps its share alone of weights that do not stay in memory."""
+    return any(unit.weight_share_bytes is not None for unit in units)
 
 
 def needed_together(units: Sequence[UnitSize], request: Request, moving: Iterable[int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from infinity.planning.inputs import Request, UnitSize, has_shares, spread
@@ -41,22 +41,28 @@ class GradientShare:
 
 
 def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
-    """Units in the order in which their weights are kept: most saved per byte, then the largest; equals spread evenly."""
+    """Units in the order in which their weights are kept: most saved per byte, then the largest; equals spread evenly.
+
+    Ranks that divide weights have shares of different sizes, and one order: what counts is what all of them save.
+    """
 
     def gain(index: int) -> tuple[float, int]:
-        unit = units[index]
+        unit = replace(units[index], weight_share_bytes=None)
         return -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
 
     return sorted(spread(len(units)), key=gain)
 
 
-def take_weights(units: Sequence[UnitSize], order: Sequence[int], room_bytes: int) -> tuple[list[int], int]:
-    """The units of ``order`` whose weights fit into the room, one after the other, and the room that is left."""
+def take_weights(sizes: Sequence[int], order: Sequence[int], room_bytes: int) -> tuple[list[int], int]:
+    """The units of ``order`` whose weights fit into the room, one after the other, and the room that is left.
+
+    ``sizes``: of each unit, bytes of weights that would stay.
+    """
     taken: list[int] = []
     for index in order:
-        if units[index].weight_bytes <= room_bytes:
+        if sizes[index] <= room_bytes:
             taken.append(index)
-            room_bytes -= units[index].weight_bytes
+            room_bytes -= sizes[index]
     return taken, room_bytes
 
 

@@ -4,7 +4,8 @@ Pure arithmetic on sizes: knows units' bytes and the budget; must not know tenso
 
     host memory budget
     | flat buffers: of units that stay, and room for those that come and go | pages | gradients | weights and states kept |
-On a GPU the flat buffers are device memory, and pages for uploads take their place in the host budget.
+On a GPU the flat buffers are device memory, and pages for uploads take their place in the host budget: a few small ones, or,
+where ranks divide weights, one or two as large as the largest unit that comes and goes.
 
 [Note: how it is divided]
 A byte of memory can do two things. It can keep something off the drives: a unit's weights, read twice per micro-batch and
@@ -38,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, format_bytes
-from infinity.planning.inputs import FP32_BYTES, Request, UnitSize, has_shares, needed_together
+from infinity.planning.inputs import FP32_BYTES, Request, UnitSize, divides_weights, has_shares, needed_together
 from infinity.planning.keep_in_memory import most_gradients, order_of_weights, take_gradients, take_states, take_weights
 from infinity.planning.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
 
@@ -48,8 +49,11 @@ _CHUNK_COST_BYTES = 512 << 10
 """So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing, and with eight
 workers, which wait for each other there, 1.5 (measured on 16 cores)."""
 _UPLOAD_PAGE_BYTES = 4 << 20
-_FEWEST_UPLOAD_PAGES = 2
-_PREFERRED_UPLOAD_PAGES = 8
+_UPLOAD_PAGES = 2, 8
+"""The fewest, and as many as bring something."""
+_WHOLE_UNITS = 1, 2
+"""The same where ranks divide weights, and each page takes a unit: one is put together, one goes to the device."""
+_PAGE_GRANULE = 4096
 _LEAST_LANDING_BYTES = 8 << 20
 """For gradients that arrive: two blocks."""
 _LANDING_GAP_BYTES = 4096
@@ -208,6 +212,9 @@ class _Planner:
         self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
         self._is_divided = has_shares(units)
         self._device_bytes = self._total
+        self._comes_together = not request.shares_host_memory and divides_weights(units)
+        """Whether weights come to a device from host memory, where ranks' shares of a unit are put together."""
+        self._upload_page_bytes, self._num_upload_pages = _UPLOAD_PAGE_BYTES, _UPLOAD_PAGES
         self._on_device: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------------------------------------------------ the device
@@ -239,6 +246,10 @@ class _Planner:
         elif request.keeps_in_memory:
             kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
             self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
+        if self._comes_together:
+            largest = max((self._sizes[index] for index in everything if index not in self._on_device), default=1)
+            self._upload_page_bytes = -(-largest // _PAGE_GRANULE) * _PAGE_GRANULE
+            self._num_upload_pages = _WHOLE_UNITS
 
     def _has_room_for_gradients(self) -> bool:
         """Whether the device has it beside all weights."""
@@ -287,7 +298,7 @@ class _Planner:
         room -= min((1 + _UNITS_AHEAD) * max((self._sizes[i] for i in rest), default=0), self._bytes_of(rest))
         if room < 0:
             return frozenset()
-        return prefix.union(take_weights(self._units, rest, room)[0])
+        return prefix.union(take_weights(self._sizes, rest, room)[0])
 
     def _bytes_of(self, indices: Sequence[int]) -> int:
         return sum(self._sizes[index] for index in indices)
@@ -311,9 +322,9 @@ class _Planner:
         if request.shares_host_memory:
             flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
         elif hosts_all:
-            kept_bytes = self._bytes_of(moving)
-        elif moving:
-            upload_bytes = _FEWEST_UPLOAD_PAGES * _UPLOAD_PAGE_BYTES
+            kept_bytes = sum(self._units[index].stored_weight_bytes for index in moving)
+        if moving and not request.shares_host_memory and (self._comes_together or not hosts_all):
+            upload_bytes = self._num_upload_pages[0] * self._upload_page_bytes
         if records:
             kept_bytes += self._records
         numel = self._largest_numel if request.can_spill else sum(unit.trainable_numel for unit in self._units)
@@ -377,7 +388,8 @@ class _Planner:
         saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
         taken: list[int] = moving if option.hosts_all else []
         if request.keeps_in_memory and not option.hosts_all:
-            taken, left = take_weights(units, moving, left)
+            sizes = self._sizes if request.shares_host_memory else [unit.stored_weight_bytes for unit in units]
+            taken, left = take_weights(sizes, moving, left)
         saved += sum(request.saved_by_weights(units[index]) for index in taken)
         capacity = self._all_gradients if self._gradients_on_device else option.gradient_bytes + gradients
         if request.gradient_moves:
@@ -413,7 +425,7 @@ class _Planner:
             weights_bytes = min(base + left, self._total)
             left -= max(weights_bytes - base, 0)
         elif not option.hosts_all:
-            kept_bytes += self._bytes_of(taken)
+            kept_bytes += sum(units[index].stored_weight_bytes for index in taken)
         if not request.shares_host_memory or weights_bytes == self._total:
             more = max(min(left, self._all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
             left -= more
@@ -425,8 +437,8 @@ class _Planner:
             page_bytes=page_bytes,
             num_pages=num_pages,
             chunk_numel=chunk_numel,
-            upload_page_bytes=_UPLOAD_PAGE_BYTES,
-            num_upload_pages=(option.upload_bytes + uploads) // _UPLOAD_PAGE_BYTES,
+            upload_page_bytes=self._upload_page_bytes,
+            num_upload_pages=(option.upload_bytes + uploads) // self._upload_page_bytes,
             landing_bytes=option.landing_bytes + landing,
             gradient_bytes=gradient_bytes,
             gradients_on_device=self._gradients_on_device,
@@ -484,7 +496,8 @@ class _Planner:
             room = option.flat_bytes - self._bytes_of([*option.residents])
             wished[1] = max(min(ahead, self._bytes_of(moving) - room), 0)
         elif option.upload_bytes:
-            wished[2] = (_PREFERRED_UPLOAD_PAGES - _FEWEST_UPLOAD_PAGES) * _UPLOAD_PAGE_BYTES
+            fewest, most = self._num_upload_pages
+            wished[2] = (most - fewest) * self._upload_page_bytes
         if request.gradient_moves == 0 and not self._gradients_on_device:
             wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
         wished[4] = self._wished_landing() - option.landing_bytes
@@ -497,7 +510,8 @@ class _Planner:
         shares = [(granted - first - second) * wish // total if total else 0 for wish in wished]
         shares[0] += first
         shares[3] += second
-        return shares[0], shares[1], shares[2] // _UPLOAD_PAGE_BYTES * _UPLOAD_PAGE_BYTES, shares[3], shares[4]
+        uploads = shares[2] // self._upload_page_bytes * self._upload_page_bytes
+        return shares[0], shares[1], uploads, shares[3], shares[4]
 
 
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:

@@ -5,8 +5,10 @@ Knows where shares lie and in which memory they may be found; must not know when
     extent of a unit, on rank r:  the bytes `Shares.weight_spans(unit, r)` of its flat buffer, one after the other
 
 A fetch reads this rank's share into its place in the flat buffer, and asks all others for theirs (`infinity.distributed.pulls`).
-What others ask for comes from memory where it can: from a flat buffer into which it was read, until the training thread gets
-that, and may write to it; from one of a few copies of shares that went to others, or have not yet; from the drive.
+For a device with a memory of its own, a unit is put together in a page of host memory as large as the largest one, and goes
+to its flat buffer from there, in a thread apart (`Uploader`). What others ask for comes from memory where it can: from where
+a unit is put together, until all of that has come; from one of a few copies of shares that went to others, or have not yet;
+from where the share rests.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ import torch
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.pulls import Pull, Pulls
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.weight_store import WeightStore, Written
+from infinity.tiers.weight_store import LandedRead, WeightStore, Written, landed
 from infinity.units.layout import Chunk
 from infinity.units.shares import NUM_SERVED, Shares
 from infinity.units.unit import Arrival, Unit
-from swapper import AlignedRegion, Extent, Handle, NameOf, Priority, ReentryError, Swapper
+from swapper import AlignedRegion, Extent, Handle, NameOf, Priority, ReentryError, StagingArena, Swapper
 
 
 class _Reading:
-    """This rank's share of a unit on its way into a flat buffer."""
+    """This rank's share of a unit on its way to where that is put together."""
 
     def __init__(self, address: int, handles: list[Handle]) -> None:
         self.address = address
@@ -87,22 +89,35 @@ class DividedArrival:
 
 
 class DividedWeights(WeightStore):
-    """A `WeightStore` on NVMe that has this rank's shares. Flat buffers are host memory."""
+    """A `WeightStore` that has this rank's shares."""
 
-    def __init__(self, swapper: Swapper, device: ComputeDevice, shares: Shares, pulls: Pulls) -> None:
+    def __init__(
+        self,
+        swapper: Swapper | None,
+        in_memory: Swapper | None,
+        device: ComputeDevice,
+        shares: Shares,
+        pulls: Pulls,
+        arena: StagingArena | None = None,
+    ) -> None:
         """
         Args:
-            swapper: of the shares.
-            device: one that computes in host memory.
+            swapper: of the shares on NVMe; None if none are there.
+            in_memory: of those in host memory; None if none are there.
+            device: where units are needed.
             shares: which rank keeps what.
             pulls: brings what others keep. All ranks make this at the same point.
+            arena: pages as large as the largest unit, for a device that does not share host memory.
         """
-        super().__init__(swapper, device)
+        super().__init__(swapper, device, arena)
+        self._in_memory = in_memory
         self._shares = shares
         self._pulls = pulls
         self._units: dict[int, Unit] = {}
+        self._swapper_of: dict[int, Swapper] = {}
+        """By unit."""
         self._lock = threading.Lock()
-        """Held for a moment, by the training thread, those that update and the one that gives; for what follows."""
+        """Held for a moment, by the threads that fetch, those that update and the one that gives; for what follows."""
         self._readings: dict[int, _Reading] = {}
         """By unit, from its fetch until that is over."""
         self._copies: dict[int, _Copy] = {}
@@ -111,14 +126,22 @@ class DividedWeights(WeightStore):
         self._being_given: _Copy | None = None
         self._number = pulls.register(self)
 
+    @property
+    def _reads_into_devices(self) -> bool:
+        return False  # gloo does not
+
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         if unit.stays_resident:
             return
         self._units[unit.index] = unit
+        swapper = self._in_memory if in_host_memory else self._swapper
+        if swapper is None:
+            raise RuntimeError(f"there is nowhere for the weights of {unit.name}")
+        self._swapper_of[unit.index] = swapper
         num_bytes = self._num_bytes(unit)
         if num_bytes:
             name = f"this rank's share of the weights of {unit.name}"
-            unit.extent = self.swapper.allocate(num_bytes, name, name_of=self._contents(unit))
+            unit.extent = swapper.allocate(num_bytes, name, name_of=self._contents(unit))
 
     def holds(self, unit: Unit) -> bool:
         """Whether this rank keeps its share of the unit and no more."""
@@ -163,26 +186,24 @@ class DividedWeights(WeightStore):
 
     # ---------------------------------------------------------------------------------------------------------- fetching
 
-    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
-        if unit.flat is None:
-            raise RuntimeError(f"unit {unit.name} has no flat buffer")
-        flat = unit.flat.tensor()
+    def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
+        """Begin to put the unit together in ``target``, which has room for all of it."""
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
         handles = []
         with self._lock:
             copy = self._copies.get(unit.index)
             if copy is not None:
                 for start, stop, place in self._places(unit, 0, unit.num_bytes):
-                    flat[start:stop].copy_(copy.memory[place : place + stop - start])
+                    target[start:stop].copy_(copy.memory[place : place + stop - start])
         if copy is None:
             for start, stop, place in self._places(unit, 0, unit.num_bytes):
-                handles.append(self.swapper.read(_extent_of(unit), flat[start:stop], offset=place, priority=priority))
+                handles.append(self._begin_read(unit, place, target[start:stop], priority))
             if handles:
                 with self._lock:
-                    self._readings[unit.index] = _Reading(unit.flat.address, handles)
+                    self._readings[unit.index] = _Reading(target.data_ptr(), handles)
         self._pulls.release(self._number, unit.index)
         others = {
-            rank: [flat[start:stop] for start, stop in self._shares.weight_spans(unit, rank)]
+            rank: [target[start:stop] for start, stop in self._shares.weight_spans(unit, rank)]
             for rank in range(self._shares.num)
             if rank != self._shares.index
         }
@@ -191,8 +212,13 @@ class DividedWeights(WeightStore):
         pull = self._pulls.pull(what, self._number, unit.index, targets, is_demand=is_demand)
         return DividedArrival(self, unit, handles, pull)
 
+    def _begin_read(
+        self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority = Priority.DEMAND
+    ) -> Handle:
+        return self._swapper_of[unit.index].read(_extent_of(unit), target, offset=offset, priority=priority)
+
     def land(self, unit: Unit) -> None:
-        """The training thread gets the unit's flat buffer: nobody else may look at it any more."""
+        """All of the unit has come: where it was put together is somebody else's from now on."""
         with self._lock:
             reading = self._readings.pop(unit.index, None)
             if reading is not None and reading.num_given < self._shares.num - 1 and unit.index not in self._copies:
@@ -237,7 +263,7 @@ class DividedWeights(WeightStore):
             if reading is not None:
                 reading.num_given += 1
         if not is_there and unit.extent is not None:
-            self.swapper.read(unit.extent, copy.memory[: self._num_bytes(unit)], priority=Priority.DEMAND).wait()
+            self._begin_read(unit, 0, copy.memory[: self._num_bytes(unit)]).wait()
             with self._lock:
                 self._copies[index] = copy
         return [
@@ -253,26 +279,28 @@ class DividedWeights(WeightStore):
             if copy is not None and copy is not self._being_given:
                 self._spare.append(copy)
 
-    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle:
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
         place = self._place_of(unit, chunk, target.numel() * target.element_size())
-        return self.swapper.read(_extent_of(unit), target, offset=place, priority=Priority.PREFETCH)
+        return landed(lambda memory: self._begin_read(unit, place, memory, Priority.PREFETCH), target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
         self._outdate(unit)
         place = self._place_of(unit, chunk, source.numel() * source.element_size())
-        return self.swapper.write(_extent_of(unit), source, offset=place)
+        return self._swapper_of[unit.index].write(_extent_of(unit), source, offset=place)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
         self._outdate(unit)
         return Written(
             [
-                self.swapper.write(_extent_of(unit), source[start - offset : stop - offset], offset=place)
+                self._swapper_of[unit.index].write(
+                    _extent_of(unit), source[start - offset : stop - offset], offset=place
+                )
                 for start, stop, place in self._places(unit, offset, offset + source.numel())
             ]
         )
 
     def stop(self) -> None:
-        """Give nothing any more, and look at no flat buffer: those go."""
+        """Give nothing any more, and look at no flat buffer or page: those go."""
         self._pulls.unregister(self._number)
         with self._lock:
             self._readings.clear()

@@ -5,15 +5,16 @@ Knows extents of weights and flat buffers; must not know when anything is needed
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from infinity.device.compute import ComputeDevice, FlatBuffer
+from infinity.device.compute import ComputeDevice
 from infinity.tiers.direct_reader import DirectReader
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.host_weights import HostWeights
@@ -53,6 +54,14 @@ class LandedRead:
         self._target.copy_(self._landing)
 
 
+def landed(read: Callable[[torch.Tensor], Handle], target: torch.Tensor) -> Handle | LandedRead:
+    """Call ``read`` with ``target``, or with host memory that is copied there."""
+    if target.device.type == "cpu":
+        return read(target)
+    landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+    return LandedRead(read(landing), landing, target)
+
+
 class Written:
     """Several writes, each of a part."""
 
@@ -77,11 +86,16 @@ class WeightStore:
         """
         self._swapper = swapper
         self._device = device
-        self._uploader: DirectReader | Uploader | None = None
-        if arena is not None and swapper is not None:
-            is_direct = swapper.accepts_device_memory
-            self._uploader = DirectReader(swapper, device) if is_direct else Uploader(swapper, device, arena)
+        self._direct = self._uploader = None
+        if arena is not None and self._reads_into_devices:
+            self._direct = DirectReader(self.swapper, device)
+        elif arena is not None:
+            self._uploader = Uploader(device, arena)
         self._blocks: dict[int, HostWeights] = {}
+
+    @property
+    def _reads_into_devices(self) -> bool:
+        return self._swapper is not None and self._swapper.accepts_device_memory
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         """Give ``unit`` its place, unless its flat buffer is that."""
@@ -103,13 +117,20 @@ class WeightStore:
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start bringing the unit's weights into ``unit.flat``."""
-        flat = _flat_of(unit)
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} has no flat buffer")
         if unit.index in self._blocks:
-            return self._blocks[unit.index].fetch(flat)
-        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+            return self._blocks[unit.index].fetch(unit.flat)
+        if self._direct is not None:
+            return self._direct.fetch(_extent_of(unit), unit.flat, is_demand=is_demand)
         if self._uploader is not None:
-            return self._uploader.fetch(_extent_of(unit), flat, is_demand=is_demand)
-        return ReadArrival(self.swapper.read(_extent_of(unit), flat.tensor(), priority=priority))
+            return self._uploader.fetch(unit, functools.partial(self._read, unit), is_demand=is_demand)
+        return self._read(unit, unit.flat.tensor(), 0, is_demand=is_demand)
+
+    def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
+        """Begin to read bytes of the unit's flat buffer, from ``offset`` on, into host memory."""
+        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        return ReadArrival(self.swapper.read(_extent_of(unit), target, offset=offset, priority=priority))
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
         """Read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements, on any device.
@@ -121,11 +142,8 @@ class WeightStore:
             source = self._blocks[unit.index].present[offset : offset + target.numel() * target.element_size()]
             target.copy_(source.view(target.dtype))
             return None
-        landing = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype, device="cpu")
-        handle = self.swapper.read(
-            _extent_of(unit), landing, offset=_chunk_offset(unit, chunk), priority=Priority.PREFETCH
-        )
-        return handle if landing is target else LandedRead(handle, landing, target)
+        read = functools.partial(self.swapper.read, _extent_of(unit), offset=_chunk_offset(unit, chunk))
+        return landed(lambda memory: read(memory, priority=Priority.PREFETCH), target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
         """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done.
@@ -146,17 +164,12 @@ class WeightStore:
 
     def close(self) -> None:
         """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
-        if self._uploader is not None:
-            self._uploader.close()
+        for thread in (self._direct, self._uploader):
+            if thread is not None:
+                thread.close()
         for block in self._blocks.values():
             block.release()
         self._blocks.clear()
-
-
-def _flat_of(unit: Unit) -> FlatBuffer:
-    if unit.flat is None:
-        raise RuntimeError(f"unit {unit.name} has no flat buffer")
-    return unit.flat
 
 
 def _extent_of(unit: Unit) -> Extent:
@@ -172,12 +185,19 @@ def _chunk_offset(unit: Unit, chunk: Chunk) -> int:
     return segment.start_bytes + chunk.start * segment.dtype.itemsize
 
 
+class Read(Protocol):
+    """Begins to bring bytes of a unit's flat buffer, from ``offset`` on, into host memory (uint8, 1-D)."""
+
+    def __call__(self, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival: ...
+
+
 class _Upload:
     """One unit on its way through pages to the device."""
 
-    def __init__(self, extent: Extent, flat: FlatBuffer, device: ComputeDevice, *, is_demand: bool) -> None:
-        self.extent = extent
-        self.target: torch.Tensor | None = flat.tensor()
+    def __init__(self, name: str, target: torch.Tensor, read: Read, device: ComputeDevice, *, is_demand: bool) -> None:
+        self.name = name
+        self.target: torch.Tensor | None = target
+        self.read = read
         self.device = device
         self.is_demand = is_demand
         self.after = device.mark()  # earlier kernels may still read what lay in this memory before
@@ -204,18 +224,17 @@ class _Upload:
 
 
 class Uploader:
-    """Moves units from their extents through pinned pages to the device, in a thread of its own.
+    """Moves units from where they rest through pinned pages to the device, in a thread of its own.
 
     Reads of several pages are in flight while earlier pages are copied; a page is free again when its copy has run.
     Whatever goes wrong reaches those who wait: nobody waits for a thread that has died.
     """
 
-    def __init__(self, swapper: Swapper, device: ComputeDevice, arena: StagingArena) -> None:
-        self._swapper = swapper
+    def __init__(self, device: ComputeDevice, arena: StagingArena) -> None:
         self._device = device
         self._arena = arena
         self._queue: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
-        self._reading: deque[tuple[_Upload, Page, Handle, int, int]] = deque()
+        self._reading: deque[tuple[_Upload, Page, Arrival, int, int]] = deque()
         self._copying: deque[tuple[Page, Any]] = deque()
         self._current: _Upload | None = None
         """The upload of which the next page is to be read."""
@@ -225,9 +244,11 @@ class Uploader:
         self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)
         start_threads(self._thread)
 
-    def fetch(self, extent: Extent, flat: FlatBuffer, *, is_demand: bool) -> _Upload:
-        """Start an upload. Uploads are served in the order of their requests."""
-        upload = _Upload(extent, flat, self._device, is_demand=is_demand)
+    def fetch(self, unit: Unit, read: Read, *, is_demand: bool) -> Arrival:
+        """Start to bring the unit into ``unit.flat``, with ``read`` for each page. In the order of the requests."""
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} has no flat buffer")
+        upload = _Upload(f"weights of {unit.name}", unit.flat.tensor(), read, self._device, is_demand=is_demand)
         with self._lock:
             if self._end is None:
                 self._queue.put(upload)
@@ -269,7 +290,7 @@ class Uploader:
                 if upload.target is None or offset >= upload.target.numel():
                     self._current = None  # all its pages are being read, or one of them has failed
                     continue
-                page = self._next_page(f"weights of {upload.extent.name}")
+                page = self._next_page(upload.name)
                 if page is not None:
                     offset = self._read(upload, page, offset)
                     continue
@@ -287,22 +308,21 @@ class Uploader:
 
     def _read(self, upload: _Upload, page: Page, offset: int) -> int:
         num_bytes = min(page.num_bytes, _target_of(upload).numel() - offset)
-        priority = Priority.DEMAND if upload.is_demand else Priority.PREFETCH
         try:
-            handle = self._swapper.read(upload.extent, page.tensor[:num_bytes], offset=offset, priority=priority)
+            arrival = upload.read(page.tensor[:num_bytes], offset, is_demand=upload.is_demand)
         except BaseException as error:
             page.release()
             upload.finish(error)
             return offset
-        self._reading.append((upload, page, handle, offset, num_bytes))
+        self._reading.append((upload, page, arrival, offset, num_bytes))
         return offset + num_bytes
 
     def _copy_oldest(self) -> None:
-        upload, page, handle, offset, num_bytes = self._reading.popleft()
+        upload, page, arrival, offset, num_bytes = self._reading.popleft()
         try:
             if upload.is_demand:
-                handle.promote(Priority.DEMAND)
-            handle.wait()  # also for an upload that has failed: the page is in use until then
+                arrival.promote()
+            arrival.wait()  # also for an upload that has failed: the page is in use until then
             if upload.error is not None:
                 page.release()
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from infinity.planning.cost_model import predict
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.units.unit import Arrival, Unit
 from swapper import TransferRecord
+from tests.lazy_device import LazyDevice
 from tests.ranks import run_ranks
 
 _WIDTH = 64
@@ -52,6 +54,16 @@ class _Model(nn.Module):
             x = torch.tanh(layer(x))
         out: torch.Tensor = self.last(x)
         return out
+
+
+@pytest.fixture(params=["host", "device"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the model computes: in host memory, or on what takes copies as late as a busy GPU may."""
+    if request.param == "device":
+        # The function of the same name hides the module in the package's namespace.
+        module = importlib.import_module("infinity.initialize")
+        monkeypatch.setattr(module, "device_for", lambda torch_device: LazyDevice())
+    return str(request.param)
 
 
 def _config(directory: Path, stage: int = 3, tier: str = "nvme", **changes: Any) -> dict[str, Any]:
@@ -98,7 +110,12 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
 @pytest.mark.parametrize(
     ("num", "changes"), [(2, {}), (4, {"bf16": {"enabled": True}}), (2, {"tier": "none"}), (3, {"tier": "cpu"})]
 )
-def test_tied_and_frozen_weights_train_as_whole_ones(num: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_tied_and_frozen_weights_train_as_whole_ones(
+    num: int, changes: dict[str, Any], memory: str, tmp_path: Path
+) -> None:
+    if memory == "device" and changes.get("tier") == "none":
+        pytest.skip("all weights stay on a device then, whole")
+
     def train(rank: int) -> None:
         expected: dict[str, torch.Tensor] = {}
         for stage, more in ((2, {}), (3, {}), (3, {"prefetch": False})):
@@ -124,7 +141,7 @@ def test_tied_and_frozen_weights_train_as_whole_ones(num: int, changes: dict[str
     _require(num, train, tmp_path)
 
 
-def test_what_each_rank_keeps_reads_and_sends(tmp_path: Path) -> None:
+def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> None:
     num_layers, width, num_steps = 16, 128, 2
     unit_bytes = 4 * width * width
     model_bytes = num_layers * unit_bytes
@@ -146,7 +163,9 @@ def test_what_each_rank_keeps_reads_and_sends(tmp_path: Path) -> None:
             DividedWeights.fetch = counted  # type: ignore[method-assign]  # in this process, which ends soon
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
-            section = {"keep_in_memory": False, "host_memory_budget": "700KB"}
+            section: dict[str, Any] = {"keep_in_memory": False, "host_memory_budget": "700KB"}
+            if memory == "device":
+                section |= {"host_memory_budget": "1MB", "device_memory_budget": 4 * unit_bytes}
             config = _config(tmp_path, infinity=section, optimizer={"type": "SGD", "params": {"lr": 0.01}})
             engine = infinity.initialize(model=model, config=config)[0]
             storage = engine._parts.storage
@@ -191,11 +210,15 @@ def test_what_each_rank_keeps_reads_and_sends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["none", "cpu"])
-def test_weights_in_host_memory_are_divided(tier: str, tmp_path: Path) -> None:
+def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Path) -> None:
     """Each rank's share lies there, and what the budget has room for of the others, but nothing on drives."""
     num_layers, width, num = 12, 512, 3
     model_bytes = 4 * num_layers * width * width
-    section = {"host_memory_budget": "24MB"}  # of it, gradients: as many bytes as the model
+    section: dict[str, Any] = {"host_memory_budget": "24MB"}  # of it, gradients: as many bytes as the model
+    if memory == "device":
+        if tier == "none":
+            pytest.skip("all weights stay on a device then, whole")
+        section |= {"device_memory_budget": model_bytes // 4}
 
     def train(rank: int) -> None:
         torch.manual_seed(0)
@@ -214,6 +237,8 @@ def test_weights_in_host_memory_are_divided(tier: str, tmp_path: Path) -> None:
             assert 3 * world().sent_bytes["fetches"] > model_bytes
 
     _require(num, train, tmp_path)
+    if memory == "device":
+        return  # what such a budget lacks is told in the words for offload_param
     tight: dict[str, Any] = {"infinity": {"host_memory_budget": "200KB"}}
     (tmp_path / "tight").mkdir()
     for error in run_ranks(2, lambda rank: _engine(tmp_path, tier=tier, **tight), tmp_path / "tight"):

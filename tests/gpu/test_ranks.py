@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.distributed.collectives import world
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +60,12 @@ def _train(rank: int, directory: str, config: dict[str, Any]) -> None:
         "3": {"stage": 3, "offload_optimizer": drive, "offload_param": drive},
     }
     found = {name: _found(rank, config, zero) for name, zero in settings.items()}
+    # As little of the GPU's memory as there has to be: weights come from both ranks' shares.
+    little = config | {"infinity": config["infinity"] | {"device_memory_budget": 3 * 4 * _WIDTH * (_WIDTH + 1)}}
+    for tier in ({"device": "cpu"}, drive):
+        zero = {"stage": 3, "offload_optimizer": drive, "offload_param": tier}
+        found[f"3 divided on {tier['device']}"] = _found(rank, little, zero)
+    assert world().sent_bytes["fetches"] > 0
     is_early = config.get("gradient_clipping") == 0
     resolved = infinity.load_config(config | {"zero_optimization": settings["3"]})
     assert resolved.infinity.update == ("in_backward" if is_early else "step")

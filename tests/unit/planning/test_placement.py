@@ -421,6 +421,36 @@ def test_memory_of_the_device_keeps_weights_first() -> None:
     assert placement.num_upload_pages == 0
 
 
+@given(st.sampled_from([2, 4]), st.sampled_from(["none", "cpu", "nvme"]), st.integers(2, 8), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_a_divided_unit_has_room_to_be_put_together(num: int, tier: str, num_on_device: int, generosity: float) -> None:
+    units = [
+        dataclasses.replace(unit, share_numel=unit.trainable_numel // num, weight_share_bytes=unit.weight_bytes // num)
+        for unit in _model(num_blocks=8)
+    ]
+    size = units[0].weight_bytes
+    on_device = 8 if tier == "none" else num_on_device
+    request = _request(shares_host_memory=False, param_tier=tier, device_budget_bytes=on_device * size)
+    minimum = _minimum(units, request)
+    request = dataclasses.replace(request, budget_bytes=minimum + int(generosity * 20 * size))
+    placement = place(units, request)
+    moving = frozenset(range(8)) - placement.resident_units
+    assert len(placement.resident_units) == (8 if on_device == 8 else max(on_device - 3, 0))
+    if moving:
+        assert placement.num_upload_pages in (1, 2)
+        assert placement.upload_page_bytes >= size
+        assert placement.hosted_units == moving if tier == "cpu" else placement.hosted_units <= moving
+    else:
+        assert placement.num_upload_pages == 0
+    states = sum(
+        request.record_format.record_bytes(numel, unit.num_states)
+        for numel, unit in zip(placement.states_in_memory, units, strict=True)
+    )
+    assert placement.kept_bytes == states + len(placement.hosted_units) * size // num
+    serving = request.serving_bytes(units) if moving else 0
+    assert _host_bytes(placement, request) + serving <= request.budget_bytes
+
+
 def test_memory_may_be_left_alone() -> None:
     units = _model(num_blocks=8)
     placement = place(units, _request(keeps_in_memory=False))
