@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -26,6 +25,7 @@ from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
 from swapper.sync import switching
+from swapper.sync.lifetimes import when_gone
 from swapper.sync.limits import limits_in_words
 from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Uncopyable, closed_unless_made
@@ -73,7 +73,7 @@ class Swapper(Uncopyable):
         self._pid = os.getpid()
         self._is_closed = False
         switching.hold(id(self))
-        weakref.finalize(self, switching.let_go, id(self)).atexit = False
+        when_gone(self, switching.let_go, id(self))
 
     @classmethod
     def open(

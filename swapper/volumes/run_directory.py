@@ -9,12 +9,10 @@ a commit's file: magic, format | number of parts | length of each | parts | crc3
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
 import struct
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from swapper.errors import (
     VolumeError,
     error_words,
 )
+from swapper.sync.lifetimes import Roll
 from swapper.uncopyable import Uncopyable
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
@@ -183,14 +182,5 @@ class RunDirectory(Uncopyable):
         return self.path / f"{_PREFIX}{number:010d}"
 
 
-_open_runs: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    # A forked child that outlives its parent would otherwise hold the lock.
-    for run in list(_open_runs):
-        with contextlib.suppress(OSError):
-            run.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+# A forked child that outlives its parent would otherwise hold the lock.
+_open_runs: Roll[RunDirectory] = Roll(in_child=lambda run: run.close())

@@ -15,7 +15,6 @@ import os
 import struct
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from swapper.errors import (
     limit_cure,
 )
 from swapper.memory.region import AlignedRegion
+from swapper.sync.lifetimes import Roll
 from swapper.uncopyable import Uncopyable
 from swapper.volumes.file_system import Drive
 
@@ -212,17 +212,8 @@ def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
 
 _fallocate = _find_fallocate() if sys.platform == "linux" else None
 
-_open_files: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    # A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
-    for file in list(_open_files):
-        with contextlib.suppress(OSError):
-            file.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+# A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
+_open_files: Roll[ScratchFile] = Roll(in_child=lambda file: file.close())
 
 
 def open_nameless(directory: Path) -> int:
