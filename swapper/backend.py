@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
@@ -36,6 +37,7 @@ class CorruptedDataError(OSError):
         super().__init__(None, f"{num_bytes} bytes at {offset} do not match their checksum")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class IORequest:
     """One transfer of contiguous bytes.
 
@@ -49,23 +51,12 @@ class IORequest:
         on_complete: Called exactly once, from any thread, also from inside ``submit``.
     """
 
-    __slots__ = ("address", "direction", "may_pad", "memory", "offset", "on_complete")
-
-    def __init__(
-        self,
-        direction: Direction,
-        offset: int,
-        memory: memoryview,
-        address: int,
-        on_complete: CompletionCallback,
-        may_pad: bool = False,
-    ) -> None:
-        self.direction = direction
-        self.offset = offset
-        self.memory = memory
-        self.address = address
-        self.on_complete = on_complete
-        self.may_pad = may_pad
+    direction: Direction
+    offset: int
+    memory: memoryview
+    address: int
+    on_complete: CompletionCallback
+    may_pad: bool = False
 
     def let_go(self) -> None:
         """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over: the backend may keep the

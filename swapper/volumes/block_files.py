@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
+from swapper.uncopyable import Closable
 from swapper.volumes.scratch_file import CANNOT_RESERVE, fallocate
 from swapper.volumes.thread_pool import ThreadPool, Work
 
@@ -94,7 +94,7 @@ def _open(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o666)  # the file system has no direct I/O
 
 
-class BlockThreads:
+class BlockThreads(Closable):
     """Threads and memory for blocks. A context manager: in its end nothing is under way any more."""
 
     def __init__(self, block_bytes: int, num_threads: int = 8) -> None:
@@ -106,12 +106,8 @@ class BlockThreads:
         self._regions: list[AlignedRegion] = []
         self._writes: deque[Work[None]] = deque()
 
-    def __enter__(self) -> BlockThreads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Return when nothing is under way, and let go of the memory."""
         self._pool.close()
         self._free.clear()
         self._regions.clear()  # each goes when nobody looks at it
