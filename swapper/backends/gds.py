@@ -23,17 +23,17 @@ import torch
 
 from swapper.backend import Direction, IORequest
 from swapper.backends.threads import ThreadsBackend
+from swapper.backends.volume_backend import STOP_SECONDS
 from swapper.backends.workers import WorkerPool
 from swapper.config import ALIGNMENT
 from swapper.errors import BackendUnavailableError
 from swapper.memory.device_bytes import DeviceBytes
 from swapper.memory.region import AlignedRegion
+from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import Volume
-from swapper.wrappers.base import BackendWrapper
 
 logger = logging.getLogger(__name__)
 
-_STOP_SECONDS = 10.0
 _CURE = 'set backend to "auto", which goes through host memory'
 
 
@@ -163,7 +163,7 @@ def find_driver() -> DeviceFileDriver:
     )
 
 
-class GdsBackend(BackendWrapper):
+class GdsBackend(ThreadsBackend):
     """Knows a volume, worker threads for host memory, and a driver for device memory; must not know extents.
 
     Args:
@@ -178,27 +178,20 @@ class GdsBackend(BackendWrapper):
     accepts_device_memory = True
 
     def __init__(self, volume: Volume, driver: DeviceFileDriver, num_threads: int = 4) -> None:
-        self.threads = ThreadsBackend(volume, num_threads)
-        super().__init__(self.threads)
-        self.volume = volume
         self._driver = driver
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._handles: dict[int, Any] = {}
-        try:
-            for file in volume.files:
-                self._handles[file.fd] = driver.register(file.fd)
-                self._try(file.fd, file.num_bytes)
-        except Exception as error:
-            self._deregister()
-            self.threads.stop(_STOP_SECONDS)
-            reason = f"cuFile (through {driver.name}) cannot use {file.name}: {type(error).__name__}: {error}"
-            raise BackendUnavailableError("gds", reason, f"take a local ext4 or xfs on NVMe, or {_CURE}") from error
-        try:
-            self._pool = WorkerPool("gds", self._transfer, num_threads)
-        except BaseException:
-            self._deregister()
-            self.threads.stop(_STOP_SECONDS)
-            raise
+        self._device_pool: WorkerPool | None = None
+        super().__init__(volume, num_threads)  # which may call `stop`
+        with closed_unless_made(self.stop, STOP_SECONDS):
+            try:
+                for file in volume.files:
+                    self._handles[file.fd] = driver.register(file.fd)
+                    self._try(file.fd, file.num_bytes)
+            except Exception as error:
+                reason = f"cuFile (through {driver.name}) cannot use {file.name}: {type(error).__name__}: {error}"
+                raise BackendUnavailableError("gds", reason, f"take a local ext4 or xfs on NVMe, or {_CURE}") from error
+            self._device_pool = WorkerPool("gds", self._transfer_device_bytes, num_threads)
 
     def _try(self, fd: int, num_bytes: int) -> None:
         """Compare what the driver reads with what is in the file."""
@@ -214,33 +207,29 @@ class GdsBackend(BackendWrapper):
 
     def describe(self) -> str:
         """Return one line for logs."""
-        return (
-            f"gds (experimental) through {self._driver.name} for device memory; host memory by {self.inner.describe()}"
-        )
+        return f"gds (experimental) through {self._driver.name} for device memory; host memory by {super().describe()}"
 
     def submit(self, request: IORequest) -> None:
         """Hand the request to a thread that waits for the driver, or for the kernel."""
         memory: object = request.memory
-        if isinstance(memory, DeviceBytes):
-            self._pool.submit(request)
+        if isinstance(memory, DeviceBytes) and self._device_pool is not None:
+            self._device_pool.submit(request)
         else:
-            self.inner.submit(request)
+            super().submit(request)
 
-    def _transfer(self, request: IORequest) -> int:
+    def _transfer_device_bytes(self, request: IORequest) -> int:
         memory: Any = request.memory
         file, offset = self.volume.locate(request.offset)
         call = self._driver.read if request.direction is Direction.READ else self._driver.write
         return call(self._handles[file.fd], memory, offset)
 
-    def close(self, timeout_seconds: float) -> bool:
-        """End all threads, and close the files."""
+    def stop(self, timeout_seconds: float) -> bool:
+        """End all threads, and have cuFile let go of the files if none hangs in it."""
         deadline = time.monotonic() + timeout_seconds
-        if self._pool.close(timeout_seconds):
+        has_ended = self._device_pool is None or self._device_pool.close(timeout_seconds)
+        if has_ended:
             self._deregister()
-            return self.inner.close(max(0.0, deadline - time.monotonic()))
-        self.threads.stop(max(0.0, deadline - time.monotonic()))
-        logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
-        return False
+        return super().stop(max(0.0, deadline - time.monotonic())) and has_ended
 
     def _deregister(self) -> None:
         with self._lock:

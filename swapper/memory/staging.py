@@ -20,7 +20,7 @@ from swapper.errors import ArenaClosedError, ArenaExhaustedError, ArgumentError,
 from swapper.memory.held import is_held
 from swapper.memory.region import AlignedRegion
 from swapper.sync.reentry import refuse_owned
-from swapper.uncopyable import Closable, Uncopyable
+from swapper.uncopyable import Closable, Uncopyable, closed_unless_made
 
 logger = logging.getLogger(__name__)
 
@@ -143,11 +143,8 @@ class StagingArena(Closable):
         self.num_pages = num_pages
         self._deadline_seconds = bounded_seconds(deadline_seconds, "deadline_seconds")
         self._region = AlignedRegion(page_bytes * num_pages)
-        try:
+        with closed_unless_made(self._region.release):
             self._unpin = pin(self._region.address, self._region.num_bytes) if pin is not None else None
-        except BaseException:
-            self._region.release()
-            raise
         if self._unpin is not None:
             self._region.registrations.add(self)
         self._address = self._region.address

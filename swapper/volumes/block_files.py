@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
-from swapper.uncopyable import Closable
-from swapper.volumes.scratch_file import CANNOT_RESERVE, fallocate
+from swapper.uncopyable import Closable, closed_unless_made
+from swapper.volumes.scratch_file import extend, write_all
 from swapper.volumes.thread_pool import ThreadPool, Work
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,13 +43,8 @@ class BlockFile:
         self._num_users = 1
         self._fd = _open(path, os.O_RDONLY if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if num_bytes:
-            try:
-                fallocate(self._fd, num_bytes)
-            except OSError as error:
-                if error.errno not in CANNOT_RESERVE:
-                    self.let_go()
-                    raise
-                os.ftruncate(self._fd, num_bytes)
+            with closed_unless_made(self.let_go):
+                extend(self._fd, num_bytes)
 
     def use(self) -> None:
         """Keep it open until `let_go`."""
@@ -66,10 +61,7 @@ class BlockFile:
 
     def write(self, data: Bytes, offset: int) -> None:
         """Write all of ``data``; its address and size, and the offset, are multiples of 4096."""
-        view = data.data
-        while view:
-            done = os.pwrite(self._fd, view, offset)
-            view, offset = view[done:], offset + done
+        write_all(self._fd, data.data, offset)
 
     def read(self, target: Bytes, offset: int) -> None:
         """Fill ``target``; its address and size, and the offset, are multiples of 4096.

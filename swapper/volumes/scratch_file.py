@@ -29,7 +29,7 @@ from swapper.errors import (
 )
 from swapper.memory.region import AlignedRegion
 from swapper.sync.lifetimes import Roll
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.file_system import Drive
 
 logger = logging.getLogger(__name__)
@@ -201,6 +201,27 @@ def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
             raise OSError(code, os.strerror(code))
 
 
+def extend(fd: int, num_bytes: int) -> None:
+    """Give a file a length, with space for it where the file system can reserve any.
+
+    Raises:
+        OSError: There is no room.
+    """
+    try:
+        fallocate(fd, num_bytes)
+    except OSError as error:
+        if error.errno not in CANNOT_RESERVE:
+            raise
+        os.ftruncate(fd, num_bytes)
+
+
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write all bytes of a view to an offset of a file."""
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
 def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
     libc = ctypes.CDLL(None, use_errno=True)
     function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # musl has the latter only
@@ -228,11 +249,8 @@ def open_nameless(directory: Path) -> int:
                 if error.errno not in _CANNOT_BE_UNNAMED:
                     raise
         fd, path = tempfile.mkstemp(prefix=".swapper-", dir=directory)
-        try:
+        with closed_unless_made(os.close, fd):
             os.unlink(path)
-        except BaseException:
-            os.close(fd)
-            raise
         return fd
     except OSError as error:
         if error.errno in FULL:
