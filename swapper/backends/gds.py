@@ -44,23 +44,18 @@ class DeviceFileDriver(Protocol):
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return device memory, for a trial: uint8, 1-D."""
-        ...
 
     def register(self, fd: int) -> Any:
         """Make an open file known; return its handle. Whatever it raises means that this file cannot be used."""
-        ...
 
     def deregister(self, handle: Any) -> None:
         """Undo :meth:`register`."""
-        ...
 
     def read(self, handle: Any, target: DeviceBytes, offset: int) -> int:
         """Fill device memory from an offset of the file on; return how many bytes came."""
-        ...
 
     def write(self, handle: Any, source: DeviceBytes, offset: int) -> int:
         """Write device memory to an offset of the file; return how many bytes went."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -239,12 +234,3 @@ class GdsBackend(ThreadsBackend):
                 self._driver.deregister(handle)
             except Exception:
                 logger.warning("cuFile did not let go of a file", exc_info=True)
-
-
-def open_gds(volume: Volume, num_threads: int) -> GdsBackend:
-    """Return the backend on the first driver that works here.
-
-    Raises:
-        BackendUnavailableError: None does, with the reason and what can be done. The volume is still the caller's.
-    """
-    return GdsBackend(volume, find_driver(), num_threads)

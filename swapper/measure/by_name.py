@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from swapper.backend import IOBackend
+from swapper.backends import gds
 from swapper.backends.aio_files import AiofilesBackend
-from swapper.backends.gds import open_gds
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, UringBackend
 from swapper.backends.uring.self_test import TEST_BYTES, find_fault
@@ -31,7 +31,7 @@ def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
         case "aiofiles":
             return AiofilesBackend(volume, config.num_threads)
         case "gds":
-            return open_gds(volume, config.num_threads)
+            return gds.GdsBackend(volume, gds.find_driver(), config.num_threads)
         case "uring":
             return _open_uring(volume, config)
     raise ArgumentError(f"{config.backend!r} is no backend by itself; name one")

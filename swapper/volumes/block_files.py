@@ -155,11 +155,8 @@ class BlockThreads(Closable):
             finally:
                 file.let_go()
 
-        try:
+        with closed_unless_made(file.let_go):
             return self._pool.submit(run)
-        except BaseException:
-            file.let_go()
-            raise
 
 
 def free_bytes(directory: Path) -> int:
@@ -171,6 +168,3 @@ def free_bytes(directory: Path) -> int:
         directory = directory.parent
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
-
-
-__all__ = ["BlockFile", "BlockThreads", "free_bytes"]

@@ -88,6 +88,3 @@ def mapped_file(directories: Sequence[Path], num_bytes: int) -> Iterator[MappedF
     finally:
         if found is not None:
             found.close()
-
-
-__all__ = ["MappedFile", "map_file", "mapped_file"]

@@ -68,7 +68,7 @@ class MappedMemory:
             VolumeTooSmallError: no directory has so much room; the message names one, and the bytes.
             VolumeError: none can be written to, or an earlier array could not be written out.
         """
-        check_written()
+        _writer.check()
         with self._lock:
             first = self._num_given
             self._num_given += 1
@@ -248,11 +248,6 @@ def write_out() -> None:
     _writer.check()
 
 
-def check_written() -> None:
-    """Raise the `VolumeError` of a drive to which mapped memory could not be written."""
-    _writer.check()
-
-
 def owner_of(address: int) -> MappedMemory | None:
     """The memory in which an address lies."""
     return next((segment.owner for segment in _writer.segments() if segment.holds(address)), None)
@@ -294,6 +289,3 @@ def _check(result: int) -> None:
     if result:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-__all__ = ["WINDOW_BYTES", "MappedMemory", "check_written", "is_in_use", "owner_of", "touched", "write_out"]

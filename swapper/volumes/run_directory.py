@@ -27,7 +27,7 @@ from swapper.errors import (
     error_words,
 )
 from swapper.sync.lifetimes import Roll
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,10 @@ class RunDirectory(Uncopyable):
         _open_runs.add(self)
         self.lock(directory)
         try:
-            for left in directory.glob(f".{_PREFIX}*"):
-                left.unlink(missing_ok=True)
+            with closed_unless_made(self.close):
+                for left in directory.glob(f".{_PREFIX}*"):
+                    left.unlink(missing_ok=True)
         except OSError as error:
-            self.close()
             raise UnwritableDirectoryError(directory, error) from error
 
     def __del__(self) -> None:
@@ -83,12 +83,11 @@ class RunDirectory(Uncopyable):
         except OSError as error:
             raise UnwritableDirectoryError(directory, error) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with closed_unless_made(os.close, descriptor):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(descriptor)
             raise RunInUseError(directory) from error
         except OSError as error:
-            os.close(descriptor)
             raise VolumeError(
                 directory,
                 f"{str(directory / 'lock')!r} cannot be locked: {error_words(error)}; mount the file system with locks (Lustre: "

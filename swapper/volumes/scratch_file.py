@@ -92,15 +92,12 @@ class ScratchFile(Uncopyable):
             elif num_bytes > self.num_bytes:
                 self._grow(num_bytes)
         except OSError as error:
-            raise self._unreserved(num_bytes, error) from error
+            raise VolumeError(
+                self.directory,
+                f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}: "
+                f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
+            ) from error
         self.num_bytes = num_bytes
-
-    def _unreserved(self, num_bytes: int, error: OSError) -> VolumeError:
-        return VolumeError(
-            self.directory,
-            f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}: "
-            f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
-        )
 
     def _grow(self, num_bytes: int) -> None:
         directory = self.directory
@@ -114,31 +111,19 @@ class ScratchFile(Uncopyable):
         try:
             try:
                 fallocate(self.fd, num_bytes)
-                return
             except OSError as refusal:
                 if refusal.errno not in CANNOT_RESERVE:
                     raise
-            if self._fill(num_bytes):
-                return
-        except OSError as refusal:
-            error = refusal
-        else:
-            os.ftruncate(self.fd, num_bytes)
-            logger.warning(
-                "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
-                self.name,
-                self.drive.file_system,
-                num_bytes,
-            )
-            return
-        if error.errno in FULL or error.errno == errno.EFBIG:
-            os.ftruncate(self.fd, self.num_bytes)
-        if error.errno in FULL:
-            raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
-        raise self._unreserved(num_bytes, error) from error
+                self._fill(num_bytes)
+        except OSError as error:
+            if error.errno in FULL or error.errno == errno.EFBIG:
+                os.ftruncate(self.fd, self.num_bytes)
+            if error.errno in FULL:
+                raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
+            raise
 
-    def _fill(self, num_bytes: int) -> bool:
-        """Take the space by writing zeros; return false if the file system does not give any for them.
+    def _fill(self, num_bytes: int) -> None:
+        """Take the space by writing zeros, or none if the file system does not give any for them.
 
         That is as fast as the drive writes; what libc does instead, a small write into each block, takes hours per TiB.
         """
@@ -155,10 +140,16 @@ class ScratchFile(Uncopyable):
                 # Some keep no zeros, or no blocks at all: then writing on would be of no use.
                 os.fsync(self.fd)
                 if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
-                    return False
+                    os.ftruncate(self.fd, num_bytes)
+                    logger.warning(
+                        "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
+                        self.name,
+                        self.drive.file_system,
+                        num_bytes,
+                    )
+                    return
                 is_checked = True
         os.fsync(self.fd)  # a network file system may say only now that there is no room
-        return True
 
     def bypass_page_cache(self, direct: bool) -> None:
         """Use direct transfers if they are wanted and work; else ``buffered_because`` says why they are not used.

@@ -111,6 +111,3 @@ def _serve(works: queue.SimpleQueue[Work[Any] | None]) -> None:
         work.run()
         del work  # an idle thread keeps nothing alive
     works.put(None)  # for the next one
-
-
-__all__ = ["ThreadPool", "Work"]

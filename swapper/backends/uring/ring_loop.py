@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,13 +52,13 @@ _open_loops: Roll[RingLoop] = Roll(at_exit=lambda loop: loop.close(EXIT_SECONDS)
 _abandoned: list[RingLoop] = []  # the kernel may still write into the memory of their requests
 
 
+@dataclass
 class _RingQueue:
     """The transfers of one direction. Slow ones of the other direction cannot take its places in the ring."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.waiting: deque[tuple[IORequest, int, int]] = deque()
-        self.num_inflight = 0
+    limit: int
+    waiting: deque[tuple[IORequest, int, int]] = field(default_factory=deque)
+    num_inflight: int = 0
 
     @property
     def is_ready(self) -> bool:
