@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
@@ -36,6 +37,7 @@ class CorruptedDataError(OSError):
         super().__init__(None, f"{num_bytes} bytes at {offset} do not match their checksum")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class IORequest:
     """One transfer of contiguous bytes.
 
@@ -49,23 +51,12 @@ class IORequest:
         on_complete: Called exactly once, from any thread, also from inside ``submit``.
     """
 
-    __slots__ = ("address", "direction", "may_pad", "memory", "offset", "on_complete")
-
-    def __init__(
-        self,
-        direction: Direction,
-        offset: int,
-        memory: memoryview,
-        address: int,
-        on_complete: CompletionCallback,
-        may_pad: bool = False,
-    ) -> None:
-        self.direction = direction
-        self.offset = offset
-        self.memory = memory
-        self.address = address
-        self.on_complete = on_complete
-        self.may_pad = may_pad
+    direction: Direction
+    offset: int
+    memory: memoryview
+    address: int
+    on_complete: CompletionCallback
+    may_pad: bool = False
 
     def let_go(self) -> None:
         """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over: the backend may keep the
@@ -88,44 +79,35 @@ class IOBackend(Protocol):
     @property
     def capacity_bytes(self) -> int:
         """Size of the address space."""
-        ...
 
     @property
     def block_bytes(self) -> int:
         """Writes of fewer bytes than this touch their neighbours in the same block; 1 where they never do."""
-        ...
 
     @property
     def boundary_bytes(self) -> int:
         """No transfer may cross a multiple of this; 0 where any may."""
-        ...
 
     @property
     def concurrency(self) -> int:
         """So many transfers of each direction can make progress at once."""
-        ...
 
     @property
     def is_direct(self) -> bool:
         """Whether transfers bypass the page cache."""
-        ...
 
     @property
     def num_bounced(self) -> int:
         """So many transfers went through other memory, because theirs was not aligned."""
-        ...
 
     def locate(self, offset: int) -> tuple[str, int]:
         """Return the file (or memory), in words, and the offset in it of a byte of the address space."""
-        ...
 
     def describe(self) -> str:
         """Return one line that says what this is and where its bytes go."""
-        ...
 
     def submit(self, request: IORequest) -> None:
         """Start a transfer; must not block for long, and must complete the request even if it cannot be done."""
-        ...
 
     def close(self, timeout_seconds: float) -> bool:
         """Let running transfers end, complete the waiting ones, and release everything.
@@ -133,7 +115,6 @@ class IOBackend(Protocol):
         Returns whether all of that was done within the time; if not, what a hung transfer uses is left alone.
         Idempotent.
         """
-        ...
 
 
 @runtime_checkable
@@ -145,7 +126,6 @@ class MemoryRegistrar(Protocol):
 
         Until then the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
         """
-        ...
 
 
 def register_memory(backend: IOBackend, region: AlignedRegion) -> Callable[[], None]:

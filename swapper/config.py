@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, SupportsFloat
@@ -78,6 +79,20 @@ def as_priority(value: int) -> Priority:
 def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``num_bytes``."""
     return -(-num_bytes // multiple) * multiple
+
+
+def pieces(offset: int, num_bytes: int, boundary_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes that lie at an offset at each multiple of ``boundary_bytes``, or nowhere if that is 0.
+
+    Yields:
+        First byte of a piece, counted from ``offset``, and the one behind its last.
+    """
+    low = 0
+    while low < num_bytes:
+        room = boundary_bytes - (offset + low) % boundary_bytes if boundary_bytes else num_bytes
+        high = min(num_bytes, low + room)
+        yield low, high
+        low = high
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,40 +42,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = [
-    "ArenaClosedError",
-    "ArenaError",
-    "ArenaExhaustedError",
-    "ArgumentError",
-    "BackendUnavailableError",
-    "BrokenExtentError",
-    "ChecksumMismatchError",
-    "DamagedCommitError",
-    "ExtentError",
-    "ExtentRangeError",
-    "FreedExtentError",
-    "InvalidBufferError",
-    "LimitError",
-    "MissingDirectoryError",
-    "NewerFormatError",
-    "NotCopyableError",
-    "NotDirectoryError",
-    "OutOfSpaceError",
-    "PageReleasedError",
-    "ReentryError",
-    "RunInUseError",
-    "ShortTransferError",
-    "StallError",
-    "SwapperClosedError",
-    "SwapperError",
-    "TransferError",
-    "UnwritableDirectoryError",
-    "UnwrittenExtentError",
-    "VolumeError",
-    "VolumeTooSmallError",
-    "WrongDataError",
-]
-
 
 def error_words(error: OSError) -> str:
     """Return the text, the number and the name of an operating system's error."""
@@ -371,27 +337,14 @@ class TransferError(SwapperError):
             f"{operation} of {num_bytes} bytes at offset {offset} of {file} (extent {extent_name!r}{held}) {detail}"
         )
 
-    @classmethod
-    def from_os_error(
-        cls,
-        operation: str,
-        extent_name: str,
-        file: str,
-        offset: int,
-        num_bytes: int,
-        error: OSError,
-        contents: str = "",
-    ) -> TransferError:
-        """Put an operating system's error into words, with what can be done about it."""
-        code = error.errno
-        if code is None:
-            detail = f"failed: {error}"
-        else:
-            name = errno_codes.errorcode.get(code, "?")
-            detail = f"failed: {os.strerror(code)} (errno {code}, {name}); {_CURES.get(code, _DEFAULT_CURE)}"
-        mapped = cls(operation, extent_name, file, offset, num_bytes, code, detail, contents)
-        mapped.__cause__ = error
-        return mapped
+
+def refusal(error: OSError) -> str:
+    """Put into words what the operating system says of a transfer, and what can be done about it."""
+    code = error.errno
+    if code is None:
+        return f"failed: {error}"
+    name = errno_codes.errorcode.get(code, "?")
+    return f"failed: {os.strerror(code)} (errno {code}, {name}); {_CURES.get(code, _DEFAULT_CURE)}"
 
 
 _DEFAULT_CURE = "look at the kernel log for this drive"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
@@ -26,15 +24,16 @@ from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
 from swapper.sync import switching
+from swapper.sync.lifetimes import when_gone
 from swapper.sync.limits import limits_in_words
 from swapper.sync.reentry import refuse_owned
-from swapper.uncopyable import Uncopyable, closed_unless_made
+from swapper.uncopyable import Closable, closed_unless_made
 from swapper.volumes.directory import DirectoryLike
 from swapper.volumes.volume import Volume
 from swapper.wrappers.integrity import IntegrityBackend
 
 
-class Swapper(Uncopyable):
+class Swapper(Closable):
     """Knows extents and how requests on them become operations; must not know what the bytes mean.
 
     All methods may be called from any thread. Requests return at once with a :class:`Handle`; an error whose handle
@@ -73,7 +72,7 @@ class Swapper(Uncopyable):
         self._pid = os.getpid()
         self._is_closed = False
         switching.hold(id(self))
-        weakref.finalize(self, switching.let_go, id(self)).atexit = False
+        when_gone(self, switching.let_go, id(self))
 
     @classmethod
     def open(
@@ -307,14 +306,6 @@ class Swapper(Uncopyable):
         self._scheduler.close("the swapper has been closed; open a new one", patience_seconds)
         self._is_closed = True
         switching.let_go(id(self))
-
-    def __enter__(self) -> Swapper:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _check_usable(self) -> None:
         if self._is_closed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 from swapper.errors import NotCopyableError
 
@@ -17,6 +17,22 @@ class Uncopyable:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse ``copy.copy``, ``copy.deepcopy`` and ``pickle`` in words."""
         raise NotCopyableError(type(self).__name__)
+
+
+class Closable(Uncopyable):
+    """Knows that it is closed when a ``with`` block ends."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Release everything."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager

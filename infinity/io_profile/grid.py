@@ -109,7 +109,8 @@ class Effort:
     @property
     def least_file_bytes(self) -> int:
         """Smallest test file in which all of them can be measured: reads and writes get a half each."""
-        return 2 * max(each.operation_bytes * (each.num_operations + 1) for each in self.settings(BACKENDS))
+        windows = [each.window for each in self.settings(BACKENDS)]
+        return 2 * max(each.operation_bytes * (each.num_operations + 1) for each in windows)
 
 
 FULL = Effort()

@@ -8,16 +8,13 @@ transfer that :class:`swapper.backends.threads.ThreadsBackend` makes, and it wor
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import errno
 import itertools
-import os
 import queue
 import select
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -28,12 +25,12 @@ from swapper.backend import Direction, IORequest
 from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.sync.callbacks import call_back
+from swapper.sync.lifetimes import EXIT_SECONDS, Roll, when_gone
 from swapper.sync.limits import limits_in_words, start_threads
 from swapper.sync.patience import join_all
 from swapper.volumes.volume import Volume
 
 _T = TypeVar("_T")
-_EXIT_SECONDS = 2.0
 
 
 class _DaemonExecutor(concurrent.futures.Executor):
@@ -167,22 +164,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-def _stop(loop: _Loop, pid: int) -> None:
-    if os.getpid() == pid:
-        loop.stop()
-
-
-_open_backends: weakref.WeakSet[AiofilesBackend] = weakref.WeakSet()
-
-
-def _stop_all_at_exit() -> None:
-    # A drive that hangs must not keep the process, hence the limit.
-    for backend in list(_open_backends):
-        backend.stop(_EXIT_SECONDS)
-
-
-atexit.register(_stop_all_at_exit)
-os.register_at_fork(after_in_child=_open_backends.clear)  # a child has none of these threads
+_open_backends: Roll[AiofilesBackend] = Roll(at_exit=lambda backend: backend.stop(EXIT_SECONDS))
 
 
 class AiofilesBackend(VolumeBackend):
@@ -200,8 +182,7 @@ class AiofilesBackend(VolumeBackend):
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._is_closed = False
         self._loop = _Loop(self._transfer, len(volume.files), num_threads)
-        self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
-        self._finalizer.atexit = False
+        self._stop_once = when_gone(self, self._loop.stop)
         _open_backends.add(self)
 
     def describe(self) -> str:
@@ -224,6 +205,6 @@ class AiofilesBackend(VolumeBackend):
         """Take nothing more and end all threads after what was submitted; return whether all of them did in time."""
         with self._lock:
             self._is_closed = True
-        self._finalizer()
+        self._stop_once()
         _open_backends.discard(self)
         return join_all(self._loop.threads, timeout_seconds)

@@ -23,17 +23,17 @@ import torch
 
 from swapper.backend import Direction, IORequest
 from swapper.backends.threads import ThreadsBackend
+from swapper.backends.volume_backend import STOP_SECONDS
 from swapper.backends.workers import WorkerPool
 from swapper.config import ALIGNMENT
 from swapper.errors import BackendUnavailableError
 from swapper.memory.device_bytes import DeviceBytes
 from swapper.memory.region import AlignedRegion
+from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import Volume
-from swapper.wrappers.base import BackendWrapper
 
 logger = logging.getLogger(__name__)
 
-_STOP_SECONDS = 10.0
 _CURE = 'set backend to "auto", which goes through host memory'
 
 
@@ -44,23 +44,18 @@ class DeviceFileDriver(Protocol):
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return device memory, for a trial: uint8, 1-D."""
-        ...
 
     def register(self, fd: int) -> Any:
         """Make an open file known; return its handle. Whatever it raises means that this file cannot be used."""
-        ...
 
     def deregister(self, handle: Any) -> None:
         """Undo :meth:`register`."""
-        ...
 
     def read(self, handle: Any, target: DeviceBytes, offset: int) -> int:
         """Fill device memory from an offset of the file on; return how many bytes came."""
-        ...
 
     def write(self, handle: Any, source: DeviceBytes, offset: int) -> int:
         """Write device memory to an offset of the file; return how many bytes went."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ def find_driver() -> DeviceFileDriver:
     )
 
 
-class GdsBackend(BackendWrapper):
+class GdsBackend(ThreadsBackend):
     """Knows a volume, worker threads for host memory, and a driver for device memory; must not know extents.
 
     Args:
@@ -178,27 +173,20 @@ class GdsBackend(BackendWrapper):
     accepts_device_memory = True
 
     def __init__(self, volume: Volume, driver: DeviceFileDriver, num_threads: int = 4) -> None:
-        self.threads = ThreadsBackend(volume, num_threads)
-        super().__init__(self.threads)
-        self.volume = volume
         self._driver = driver
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._handles: dict[int, Any] = {}
-        try:
-            for file in volume.files:
-                self._handles[file.fd] = driver.register(file.fd)
-                self._try(file.fd, file.num_bytes)
-        except Exception as error:
-            self._deregister()
-            self.threads.stop(_STOP_SECONDS)
-            reason = f"cuFile (through {driver.name}) cannot use {file.name}: {type(error).__name__}: {error}"
-            raise BackendUnavailableError("gds", reason, f"take a local ext4 or xfs on NVMe, or {_CURE}") from error
-        try:
-            self._pool = WorkerPool("gds", self._transfer, num_threads)
-        except BaseException:
-            self._deregister()
-            self.threads.stop(_STOP_SECONDS)
-            raise
+        self._device_pool: WorkerPool | None = None
+        super().__init__(volume, num_threads)  # which may call `stop`
+        with closed_unless_made(self.stop, STOP_SECONDS):
+            try:
+                for file in volume.files:
+                    self._handles[file.fd] = driver.register(file.fd)
+                    self._try(file.fd, file.num_bytes)
+            except Exception as error:
+                reason = f"cuFile (through {driver.name}) cannot use {file.name}: {type(error).__name__}: {error}"
+                raise BackendUnavailableError("gds", reason, f"take a local ext4 or xfs on NVMe, or {_CURE}") from error
+            self._device_pool = WorkerPool("gds", self._transfer_device_bytes, num_threads)
 
     def _try(self, fd: int, num_bytes: int) -> None:
         """Compare what the driver reads with what is in the file."""
@@ -214,33 +202,29 @@ class GdsBackend(BackendWrapper):
 
     def describe(self) -> str:
         """Return one line for logs."""
-        return (
-            f"gds (experimental) through {self._driver.name} for device memory; host memory by {self.inner.describe()}"
-        )
+        return f"gds (experimental) through {self._driver.name} for device memory; host memory by {super().describe()}"
 
     def submit(self, request: IORequest) -> None:
         """Hand the request to a thread that waits for the driver, or for the kernel."""
         memory: object = request.memory
-        if isinstance(memory, DeviceBytes):
-            self._pool.submit(request)
+        if isinstance(memory, DeviceBytes) and self._device_pool is not None:
+            self._device_pool.submit(request)
         else:
-            self.inner.submit(request)
+            super().submit(request)
 
-    def _transfer(self, request: IORequest) -> int:
+    def _transfer_device_bytes(self, request: IORequest) -> int:
         memory: Any = request.memory
         file, offset = self.volume.locate(request.offset)
         call = self._driver.read if request.direction is Direction.READ else self._driver.write
         return call(self._handles[file.fd], memory, offset)
 
-    def close(self, timeout_seconds: float) -> bool:
-        """End all threads, and close the files."""
+    def stop(self, timeout_seconds: float) -> bool:
+        """End all threads, and have cuFile let go of the files if none hangs in it."""
         deadline = time.monotonic() + timeout_seconds
-        if self._pool.close(timeout_seconds):
+        has_ended = self._device_pool is None or self._device_pool.close(timeout_seconds)
+        if has_ended:
             self._deregister()
-            return self.inner.close(max(0.0, deadline - time.monotonic()))
-        self.threads.stop(max(0.0, deadline - time.monotonic()))
-        logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
-        return False
+        return super().stop(max(0.0, deadline - time.monotonic())) and has_ended
 
     def _deregister(self) -> None:
         with self._lock:
@@ -250,12 +234,3 @@ class GdsBackend(BackendWrapper):
                 self._driver.deregister(handle)
             except Exception:
                 logger.warning("cuFile did not let go of a file", exc_info=True)
-
-
-def open_gds(volume: Volume, num_threads: int) -> GdsBackend:
-    """Return the backend on the first driver that works here.
-
-    Raises:
-        BackendUnavailableError: None does, with the reason and what can be done. The volume is still the caller's.
-    """
-    return GdsBackend(volume, find_driver(), num_threads)

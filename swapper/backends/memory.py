@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
+import numpy.typing as npt
 
 from swapper.backend import Direction, IORequest
-from swapper.backends.workers import WorkerPool
+from swapper.backends.workers import Transfer, WorkerPool
 from swapper.config import round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Uncopyable, closed_unless_made
 
 
-class _CopyTransfer:
-    """Copies between a request's memory and the region; numpy lets other threads run meanwhile."""
-
-    def __init__(self, region: AlignedRegion) -> None:
-        self._bytes = region.array()
-
-    def __call__(self, request: IORequest) -> int:
-        memory = np.frombuffer(request.memory, dtype=np.uint8)
-        stored = self._bytes[request.offset : request.offset + memory.size]
-        if request.direction is Direction.READ:
-            memory[: stored.size] = stored
-        else:
-            stored[:] = memory[: stored.size]
-        return stored.size
+def _copy(region: npt.NDArray[np.uint8], request: IORequest) -> int:
+    """Copy between a request's memory and the region; numpy lets other threads run meanwhile."""
+    memory = np.frombuffer(request.memory, dtype=np.uint8)
+    stored = region[request.offset : request.offset + memory.size]
+    if request.direction is Direction.READ:
+        memory[: stored.size] = stored
+    else:
+        stored[:] = memory[: stored.size]
+    return stored.size
 
 
 class MemoryBackend(Uncopyable):
@@ -47,12 +45,9 @@ class MemoryBackend(Uncopyable):
         self.capacity_bytes = round_up(capacity_bytes)
         self.region = AlignedRegion(max(1, self.capacity_bytes))
         self.concurrency = max(1, num_threads)
-        self._transfer: _CopyTransfer | None = _CopyTransfer(self.region)
-        try:
+        self._transfer: Transfer | None = functools.partial(_copy, self.region.array())
+        with closed_unless_made(self.region.release):
             self._pool = WorkerPool("memory", self._transfer, num_threads) if num_threads else None
-        except BaseException:
-            self.region.release()
-            raise
 
     def locate(self, offset: int) -> tuple[str, int]:
         """Return words for host memory, and the offset itself."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from swapper.backend import IORequest
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.backends.workers import WorkerPool
 from swapper.sync.patience import join_all
+from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import Volume
-
-logger = logging.getLogger(__name__)
 
 
 class ThreadsBackend(VolumeBackend):
@@ -31,12 +28,9 @@ class ThreadsBackend(VolumeBackend):
         self.concurrency = (num_threads + num_ahead) * len(volume.files)
         names = ["io"] if len(volume.files) == 1 else [f"io-{column}" for column in range(len(volume.files))]
         self._pools: list[WorkerPool] = []
-        try:
+        with closed_unless_made(self.stop, STOP_SECONDS):
             for name in names:
                 self._pools.append(WorkerPool(name, self._transfer, num_threads))
-        except BaseException:
-            self.stop(STOP_SECONDS)
-            raise
 
     def describe(self) -> str:
         """Return one line for logs."""

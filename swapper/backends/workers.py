@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
-import os
 import queue
 import threading
-import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from swapper.backend import Direction, IORequest
 from swapper.sync.callbacks import call_back
+from swapper.sync.lifetimes import EXIT_SECONDS, Roll, when_gone
 from swapper.sync.limits import start_threads
 from swapper.sync.patience import join_all
 from swapper.uncopyable import Uncopyable
 
-
-class Transfer(Protocol):
-    """Carries out one request and says how far it came."""
-
-    def __call__(self, request: IORequest) -> int:
-        """Return the number of bytes transferred, or raise ``OSError``."""
-        ...
-
-
+Transfer = Callable[[IORequest], int]
+"""Carries out one request; returns the number of bytes transferred, or raises ``OSError``."""
 RequestQueue = queue.SimpleQueue[IORequest | None]
 
 
@@ -49,26 +40,14 @@ def _serve(requests: RequestQueue, transfer: Transfer) -> None:
         del request, error
 
 
-def _stop(queues: tuple[RequestQueue, ...], num_threads: int, pid: int) -> None:
-    if os.getpid() == pid:
-        for requests in queues:
-            for _ in range(num_threads):
-                requests.put(None)
+def _stop(queues: tuple[RequestQueue, ...], num_threads: int) -> None:
+    for requests in queues:
+        for _ in range(num_threads):
+            requests.put(None)
 
 
-_open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-_EXIT_SECONDS = 2.0
-
-
-def _stop_all_at_exit() -> None:
-    # A thread that is inside native code when the interpreter goes away is ended there, which C++ code answers with abort.
-    # A drive that hangs must not keep the process, hence the limit.
-    for pool in list(_open_pools):
-        pool.close(_EXIT_SECONDS)
-
-
-atexit.register(_stop_all_at_exit)
-os.register_at_fork(after_in_child=_open_pools.clear)  # a child has none of these threads
+# A thread that is inside native code when the interpreter goes away is ended there, which C++ code answers with abort.
+_open_pools: Roll[WorkerPool] = Roll(at_exit=lambda pool: pool.close(EXIT_SECONDS))
 
 
 class WorkerPool(Uncopyable):
@@ -91,9 +70,7 @@ class WorkerPool(Uncopyable):
             for direction in Direction
             for index in range(num_threads)
         ]
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _stop, self._queues, num_threads, self._pid)
-        self._finalizer.atexit = False
+        when_gone(self, _stop, self._queues, num_threads)
         self._is_closed = False
         start_threads(*self.threads, stop=self.stop)
         _open_pools.add(self)
@@ -108,7 +85,7 @@ class WorkerPool(Uncopyable):
     def stop(self) -> None:
         """Take nothing more, and have the workers end after what is queued. Idempotent."""
         self._is_closed = True
-        _stop(self._queues, self.num_threads, self._pid)  # not by the finalizer, which an interrupt would use up
+        _stop(self._queues, self.num_threads)  # not by the finalizer, which an interrupt would use up
         _open_pools.discard(self)
 
     def close(self, timeout_seconds: float) -> bool:

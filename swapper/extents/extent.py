@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 
 from swapper.config import round_up
@@ -27,6 +28,7 @@ LEGAL_EXTENT_TRANSITIONS = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Extent:
     """Knows a byte range of a volume and who owns it; must not know what is stored there, files or threads.
 
@@ -43,26 +45,17 @@ class Extent:
         name_of: See :data:`NameOf`.
     """
 
-    __slots__ = ("is_prewritten", "name", "name_of", "num_bytes", "owner", "requested_bytes", "start", "state")
+    name: str
+    start: int
+    requested_bytes: int
+    owner: object
+    is_prewritten: bool = field(default=False, kw_only=True)
+    name_of: NameOf | None = field(default=None, kw_only=True)
+    state: ExtentState = field(default=ExtentState.LIVE, init=False)
+    num_bytes: int = field(init=False)
 
-    def __init__(
-        self,
-        name: str,
-        start: int,
-        requested_bytes: int,
-        owner: object,
-        *,
-        is_prewritten: bool = False,
-        name_of: NameOf | None = None,
-    ) -> None:
-        self.name = name
-        self.start = start
-        self.requested_bytes = requested_bytes
-        self.num_bytes = round_up(requested_bytes)
-        self.owner = owner
-        self.state = ExtentState.LIVE
-        self.is_prewritten = is_prewritten
-        self.name_of = name_of
+    def __post_init__(self) -> None:
+        self.num_bytes = round_up(self.requested_bytes)
 
     def __repr__(self) -> str:
         return f"Extent({self.name!r}, {self.num_bytes} bytes at {self.start}, {self.state.value})"

@@ -47,17 +47,6 @@ class IntervalSet:
         self._starts[first:last] = [low for low, _ in kept]
         self._stops[first:last] = [high for _, high in kept]
 
-    def covers(self, start: int, stop: int) -> bool:
-        """Return whether every byte of ``[start, stop)`` is inside."""
-        if start >= stop:
-            return True
-        index = bisect_right(self._starts, start) - 1
-        return index >= 0 and stop <= self._stops[index]
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Return whether any byte of ``[start, stop)`` is inside."""
-        return start < stop and bisect_right(self._stops, start) < bisect_left(self._starts, stop)
-
     def first_overlap(self, start: int, stop: int) -> tuple[int, int] | None:
         """Return the first piece of ``[start, stop)`` that is inside, or ``None``."""
         index = bisect_right(self._stops, start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from swapper.config import pieces
 from swapper.measure.pattern import FileRange
 from swapper.volumes.striping import StripeMap, deal
 from swapper.volumes.volume import Volume
@@ -56,20 +57,10 @@ class BorrowedVolume(Volume):
     def ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
         """Return where a range of the address space lies in the files."""
         found: list[FileRange] = []
-        stop = offset + num_bytes
-        while offset < stop:
-            file, file_offset = self.locate(offset)
-            length = stop - offset
-            if self.stripe_bytes:
-                length = min(length, self.stripe_bytes - offset % self.stripe_bytes)
-            found.append(FileRange(self.files.index(file), file_offset, length))
-            offset += length
+        for low, high in pieces(offset, num_bytes, self.stripe_bytes):
+            file, file_offset = self.locate(offset + low)
+            found.append(FileRange(self.files.index(file), file_offset, high - low))
         return found
-
-    def sync(self) -> None:
-        """Wait until all bytes are on the drives."""
-        for file in self.files:
-            os.fsync(file.fd)
 
     def drop_cache(self) -> None:
         """Have the next reads go to the drives, also where they pass through the page cache."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from swapper.backend import IOBackend
+from swapper.backends import gds
 from swapper.backends.aio_files import AiofilesBackend
-from swapper.backends.gds import open_gds
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, UringBackend
 from swapper.backends.uring.self_test import TEST_BYTES, find_fault
+from swapper.backends.volume_backend import STOP_SECONDS
 from swapper.config import SwapperConfig
 from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError
+from swapper.uncopyable import closed_unless_made
 from swapper.volumes.named_file import NamedFile
 from swapper.volumes.volume import Volume
-
-_STOP_SECONDS = 10.0
 
 
 def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
@@ -31,7 +31,7 @@ def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
         case "aiofiles":
             return AiofilesBackend(volume, config.num_threads)
         case "gds":
-            return open_gds(volume, config.num_threads)
+            return gds.GdsBackend(volume, gds.find_driver(), config.num_threads)
         case "uring":
             return _open_uring(volume, config)
     raise ArgumentError(f"{config.backend!r} is no backend by itself; name one")
@@ -49,22 +49,16 @@ def _open_uring(volume: Volume, config: SwapperConfig) -> UringBackend:
         scratch = Volume(directories, len(directories) * TEST_BYTES, stripe_bytes=TEST_BYTES, direct=config.direct)
     except VolumeError as error:
         raise BackendUnavailableError("uring", f"its self-test has no room: {error}", "make some") from error
-    try:
+    with closed_unless_made(scratch.close):
         backend = _tested(scratch, queue_depth)
-    except BaseException:
-        scratch.close()
-        raise
-    backend.close(_STOP_SECONDS)
+    backend.close(STOP_SECONDS)
     return UringBackend(volume, queue_depth)
 
 
 def _tested(volume: Volume, queue_depth: int) -> UringBackend:
     backend = UringBackend(volume, queue_depth)
-    try:
+    with closed_unless_made(backend.stop, STOP_SECONDS):
         fault = find_fault(backend)
         if fault:
             raise BackendUnavailableError("uring", fault, "report this with the version of your kernel")
-    except BaseException:
-        backend.stop(_STOP_SECONDS)
-        raise
     return backend

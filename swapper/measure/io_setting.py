@@ -86,17 +86,8 @@ class IOSetting:
         return self.request_bytes * self.num_inflight
 
     @property
-    def operation_bytes(self) -> int:
-        """Bytes of one read or write of the swapper, on one drive."""
-        return self._window.operation_bytes
-
-    @property
-    def num_operations(self) -> int:
-        """Reads and writes of the swapper at once, on one drive."""
-        return self._window.num_operations
-
-    @property
-    def _window(self) -> WindowSize:
+    def window(self) -> WindowSize:
+        """What keeps so many transfers under way, on one drive."""
         return WindowSize(self.request_bytes, self.num_inflight)
 
     def describe(self) -> str:

@@ -18,7 +18,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from swapper.backend import Direction, IOBackend
 from swapper.config import ALIGNMENT
@@ -29,7 +28,7 @@ from swapper.measure.io_setting import OPERATION_BYTES, IOSetting, WindowSize, W
 from swapper.measure.pattern import CheckedPattern
 from swapper.measure.window import RequestWindow, Track
 from swapper.scheduling.scheduler import IOScheduler
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Closable
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.volume import Volume
 
@@ -75,7 +74,7 @@ class Sample:
         return self.cpu_seconds / self.seconds
 
 
-class DriveTest(Uncopyable):
+class DriveTest(Closable):
     """Knows scratch files full of checkable data and how to measure on them; must not know which setting is good.
 
     Not thread safe.
@@ -230,14 +229,6 @@ class DriveTest(Uncopyable):
     def close(self) -> None:
         """Give the space back. Idempotent."""
         self._volume.close()
-
-    def __enter__(self) -> DriveTest:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _check_filled(self, method: str) -> None:
         if not self._filled_bytes:

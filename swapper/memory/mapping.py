@@ -5,6 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -30,3 +35,18 @@ def map_memory(num_bytes: int, flags: int, fd: int = -1, address: int | None = N
         code = ctypes.get_errno()
         raise OSError(code, f"cannot map {num_bytes} bytes of memory: {os.strerror(code)}")
     return int(found)
+
+
+class _Lent:
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def lend(address: int, num_bytes: int, give_back: Callable[..., object], *args: object) -> npt.NDArray[np.uint8]:
+    """Return memory as an array, 1-D and writable; ``give_back(*args)`` when nobody looks at it any more.
+
+    Not at the end of the process; in a forked child as well.
+    """
+    lent = _Lent(address, num_bytes)
+    weakref.finalize(lent, give_back, *args).atexit = False
+    return np.asarray(lent)

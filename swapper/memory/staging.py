@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from swapper.errors import ArenaClosedError, ArenaExhaustedError, ArgumentError,
 from swapper.memory.held import is_held
 from swapper.memory.region import AlignedRegion
 from swapper.sync.reentry import refuse_owned
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Closable, Uncopyable, closed_unless_made
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +80,7 @@ class Page(Uncopyable):
     def __enter__(self) -> Page:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._tensor is not None:
             self.release()
 
@@ -118,7 +115,7 @@ class _Lease:
     owner: str
 
 
-class StagingArena(Uncopyable):
+class StagingArena(Closable):
     """Knows equal pages of one aligned region and who holds them; must not know what is in them. Thread safe.
 
     A page is lent again when nobody holds it: neither who leased it, nor a read or write that was started with it and that
@@ -146,11 +143,8 @@ class StagingArena(Uncopyable):
         self.num_pages = num_pages
         self._deadline_seconds = bounded_seconds(deadline_seconds, "deadline_seconds")
         self._region = AlignedRegion(page_bytes * num_pages)
-        try:
+        with closed_unless_made(self._region.release):
             self._unpin = pin(self._region.address, self._region.num_bytes) if pin is not None else None
-        except BaseException:
-            self._region.release()
-            raise
         if self._unpin is not None:
             self._region.registrations.add(self)
         self._address = self._region.address
@@ -330,11 +324,3 @@ class StagingArena(Uncopyable):
         if unpin is not None:
             unpin()
         self._region.release()
-
-    def __enter__(self) -> StagingArena:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

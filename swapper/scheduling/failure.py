@@ -2,68 +2,56 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from swapper.backend import CorruptedDataError, IOBackend, IORequest
-from swapper.errors import ChecksumMismatchError, ShortTransferError, StallError, TransferError
+from swapper.errors import ChecksumMismatchError, ShortTransferError, StallError, TransferError, refusal
 from swapper.scheduling.operation import Operation
+
+_Error = TypeVar("_Error", bound=TransferError)
+
+
+def _error(
+    kind: type[_Error],
+    operation: Operation,
+    backend: IOBackend,
+    start: int,
+    num_bytes: int,
+    detail: str,
+    cause: OSError | None = None,
+) -> _Error:
+    """Return the error of bytes of an operation, from ``start`` on in the backend's address space."""
+    file, file_offset = backend.locate(start)
+    extent = operation.extent
+    contents = extent.contents(start - extent.start, start - extent.start + num_bytes)
+    code = cause.errno if cause is not None else None
+    error = kind(operation.direction.name.lower(), extent.name, file, file_offset, num_bytes, code, detail, contents)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
 
 
 def os_error(operation: Operation, request: IORequest, backend: IOBackend, error: OSError) -> TransferError:
     """Return the error of a transfer that the operating system refused, or of which the bytes are wrong."""
     if isinstance(error, CorruptedDataError):
-        return _mismatch_error(operation, backend, error)
-    file, offset = backend.locate(request.offset)
-    num_bytes = len(request.memory)
-    return TransferError.from_os_error(
-        operation.direction.name.lower(),
-        operation.extent.name,
-        file,
-        offset,
-        num_bytes,
-        error,
-        _contents(operation, request.offset, num_bytes),
-    )
-
-
-def _mismatch_error(operation: Operation, backend: IOBackend, error: CorruptedDataError) -> ChecksumMismatchError:
-    file, offset = backend.locate(error.offset)
-    mapped = ChecksumMismatchError(
-        operation.direction.name.lower(),
-        operation.extent.name,
-        file,
-        offset,
-        error.num_bytes,
-        None,
-        "gave other bytes than were written (their crc32c differs): do not go on with these states, start over from the "
-        "last checkpoint; the kernel log, the drive's health (smartctl, nvme smart-log) and a memory test say what has to "
-        "be replaced",
-        _contents(operation, error.offset, error.num_bytes),
-    )
-    mapped.__cause__ = error
-    return mapped
-
-
-def _contents(operation: Operation, start: int, num_bytes: int) -> str:
-    """Return what lies in bytes of the backend's address space."""
-    offset = start - operation.extent.start
-    return operation.extent.contents(offset, offset + num_bytes)
+        detail = (
+            "gave other bytes than were written (their crc32c differs): do not go on with these states, start over from "
+            "the last checkpoint; the kernel log, the drive's health (smartctl, nvme smart-log) and a memory test say what "
+            "has to be replaced"
+        )
+        return _error(ChecksumMismatchError, operation, backend, error.offset, error.num_bytes, detail, error)
+    return _error(TransferError, operation, backend, request.offset, len(request.memory), refusal(error), error)
 
 
 def short_error(
     operation: Operation, request: IORequest, backend: IOBackend, transferred_bytes: int, num_attempts: int
 ) -> ShortTransferError:
     """Return the error of a transfer that stayed short however often it was tried."""
-    file, offset = backend.locate(request.offset)
-    return ShortTransferError(
-        operation.direction.name.lower(),
-        operation.extent.name,
-        file,
-        offset,
-        len(request.memory),
-        None,
+    detail = (
         f"stopped after {transferred_bytes} bytes at the last of {num_attempts} attempts: the file has become "
-        "shorter or its drive is going away",
-        _contents(operation, request.offset, len(request.memory)),
+        "shorter or its drive is going away"
     )
+    return _error(ShortTransferError, operation, backend, request.offset, len(request.memory), detail)
 
 
 def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> StallError:
@@ -76,15 +64,8 @@ def stall_error(operation: Operation, request: IORequest | None, backend: IOBack
     """Return the error of an operation, or of one of its transfers, that does not end."""
     start = operation.start if request is None else request.offset
     num_bytes = operation.num_bytes if request is None else len(request.memory)
-    file, offset = backend.locate(start)
-    return StallError(
-        operation.direction.name.lower(),
-        operation.extent.name,
-        file,
-        offset,
-        num_bytes,
-        None,
+    detail = (
         f"{detail}; see the kernel log for this drive, or raise deadline_seconds (in a training, config key "
-        "infinity.io_deadline_seconds) if it is only slow",
-        _contents(operation, start, num_bytes),
+        "infinity.io_deadline_seconds) if it is only slow"
     )
+    return _error(StallError, operation, backend, start, num_bytes, detail)

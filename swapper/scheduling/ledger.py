@@ -44,16 +44,16 @@ class Ledger:
         """Refuse a read of bytes that are known to be unreadable; see whether a write has neighbours to care for."""
         offset, stop = operation.offset, operation.stop
         if operation.direction is Direction.READ:
-            if not self._written.covers(offset, stop):
-                start, stop = self._written.first_gap(offset, stop) or (offset, stop)
-                raise UnwrittenExtentError(self.extent.name, start, stop - start)
+            gap = self._written.first_gap(offset, stop)
+            if gap is not None:
+                raise UnwrittenExtentError(self.extent.name, gap[0], gap[1] - gap[0])
             if self._broken and not self._writes:
                 self.check_broken(operation)
         else:
             # The neighbours in the blocks at the two ends matter only if somebody wrote them.
             operation.may_pad = not (
-                self._written.overlaps(operation.hazard_start, offset)
-                or self._written.overlaps(stop, operation.hazard_stop)
+                self._written.first_overlap(operation.hazard_start, offset)
+                or self._written.first_overlap(stop, operation.hazard_stop)
             )
 
     def check_broken(self, operation: Operation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -36,6 +37,7 @@ LEGAL_OPERATION_TRANSITIONS = {
 }
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Operation:
     """Knows one read or write and what it waits for; all of it belongs to the scheduler, under its lock.
 
@@ -57,73 +59,43 @@ class Operation:
         num_observers: So many threads wait to see it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "array",
-        "blockers",
-        "callbacks",
-        "covered",
-        "cursor",
-        "dependents",
-        "direction",
-        "error",
-        "extent",
-        "hazard_start",
-        "hazard_stop",
-        "is_finished",
-        "is_observed",
-        "may_pad",
-        "memory",
-        "num_bytes",
-        "num_observers",
-        "offset",
-        "outstanding",
-        "priority",
-        "ready_seconds",
-        "retries",
-        "start",
-        "state",
-        "stop",
-        "waiters",
-    )
+    direction: Direction
+    extent: Extent
+    offset: int
+    array: InitVar[npt.NDArray[np.uint8] | DeviceBytes]
+    priority: Priority
+    block_bytes: InitVar[int]
+    num_bytes: int = field(init=False)
+    stop: int = field(init=False)
+    start: int = field(init=False)
+    memory: memoryview | None = field(init=False)
+    address: int = field(init=False)
+    hazard_start: int = field(init=False)
+    hazard_stop: int = field(init=False)
+    may_pad: bool = field(default=False, init=False)
+    cursor: int = field(default=0, init=False)
+    outstanding: int = field(default=0, init=False)
+    ready_seconds: float = field(default=0.0, init=False)
+    retries: list[Transfer] = field(default_factory=list, init=False)
+    state: OperationState = field(default=OperationState.BLOCKED, init=False)
+    blockers: dict[Operation, None] = field(default_factory=dict, init=False)
+    covered: list[Operation] = field(default_factory=list, init=False)
+    dependents: list[Operation] = field(default_factory=list, init=False)
+    error: SwapperError | None = field(default=None, init=False)
+    is_finished: bool = field(default=False, init=False)
+    is_observed: bool = field(default=False, init=False)
+    num_observers: int = field(default=0, init=False)
+    waiters: list[threading.Lock] = field(default_factory=list, init=False)
+    callbacks: list[Callable[[], None]] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        direction: Direction,
-        extent: Extent,
-        offset: int,
-        array: npt.NDArray[np.uint8] | DeviceBytes,
-        priority: Priority,
-        block_bytes: int,
-    ) -> None:
-        self.direction = direction
-        self.extent = extent
-        self.offset = offset
-        self.num_bytes = num_bytes = array.size
-        self.stop = offset + num_bytes
-        self.start = extent.start + offset
-        self.array: npt.NDArray[np.uint8] | DeviceBytes | None = array
-        self.memory: memoryview | None = array.data
-        self.address: int = array.address if isinstance(array, DeviceBytes) else array.__array_interface__["data"][0]
-        self.priority = priority
-        self.hazard_start = offset - offset % block_bytes
-        self.hazard_stop = -(-(offset + num_bytes) // block_bytes) * block_bytes
-        self.may_pad = False
-        self.cursor = 0
-        self.outstanding = 0
-        self.ready_seconds = 0.0
-        self.retries: list[Transfer] = []
-        self.state = OperationState.BLOCKED
-        self.blockers: dict[Operation, None] = {}
-        self.covered: list[Operation] = []
-        self.dependents: list[Operation] = []
-        self.error: SwapperError | None = None
-        self.is_finished = False
-        self.is_observed = False
-        self.num_observers = 0
-        self.waiters: list[threading.Lock] = []
-        self.callbacks: list[Callable[[], None]] = []
+    def __post_init__(self, array: npt.NDArray[np.uint8] | DeviceBytes, block_bytes: int) -> None:
+        self.num_bytes = array.size
+        self.stop = self.offset + array.size
+        self.start = self.extent.start + self.offset
+        self.memory = array.data
+        self.address = array.address if isinstance(array, DeviceBytes) else array.__array_interface__["data"][0]
+        self.hazard_start = self.offset - self.offset % block_bytes
+        self.hazard_stop = -(-self.stop // block_bytes) * block_bytes
 
     def move_to(self, state: OperationState) -> None:
         """Change the state; only legal transitions are possible."""
@@ -138,19 +110,18 @@ class Operation:
     def drop_memory(self) -> None:
         """Let go of the user's buffer."""
         let_go(self)
-        self.memory = self.array = None
+        self.memory = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Transfer(IORequest):
     """One piece of an operation at the backend."""
 
-    __slots__ = ("began_seconds", "num_retries", "operation", "submitted_tick")
-
-    began_seconds: float
+    operation: Operation = field(kw_only=True)
+    num_retries: int = 0
+    began_seconds: float = 0.0
     """When it was handed over, if somebody observes transfers; 0 otherwise."""
-    operation: Operation
-    num_retries: int
-    submitted_tick: int
+    submitted_tick: int = -1
     """The watchdog's time when it was handed over first, or again after it had moved something; -1 before that."""
 
     def advance(self, transferred_bytes: int) -> int:

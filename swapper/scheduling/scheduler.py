@@ -6,10 +6,13 @@ still move the bytes later. So a stalled operation stays among the active ones o
 of it: operations on the same bytes fail at once, the extent's space is not given to anybody else, and neither is its
 memory (see [Note: whose memory it is] in ``swapper.memory.held``).
 
-A ``KeyboardInterrupt`` can surface between any two calls on the main thread, also in here: ``with`` gives the lock back, a
-half-made admission is undone, and nothing is handed over there (see [Note: signals] in
-``swapper.scheduling.hand_over``). What a signal handler may call, and what is refused, says [Note: coming in between] in
-``swapper.sync.reentry``.
+[Note: signals]
+Python runs signal handlers on the main thread, between any two calls, and what they raise (``KeyboardInterrupt``) ends
+whatever is going on there, also in here: ``with`` gives the lock back, and a half-made admission is undone. A transfer that
+is being handed over at such a moment would be lost: nobody could tell whether the backend has it, so its memory could be
+neither used again nor given up. So the main thread never talks to a backend. It queues an operation and rings for another
+thread; a ring that an interrupt prevents is made up for by whoever waits, and by the watchdog. What a signal handler may
+call, and what is refused, says [Note: coming in between] in ``swapper.sync.reentry``.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from swapper.memory.held import hold
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
-from swapper.scheduling.hand_over import HandOver
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 from swapper.scheduling.pending import PendingErrors, observe
@@ -37,10 +39,11 @@ from swapper.scheduling.retries import BackOff, delay_seconds
 from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.scheduling.waiting import WaitingRoom, announce
-from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, Watchdog
+from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
 from swapper.sync.callbacks import call_back
+from swapper.sync.caller import Caller
 from swapper.sync.reentry import refuse_owned, refuse_reentry
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Uncopyable, closed_unless_made
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +84,10 @@ class IOScheduler(Uncopyable):
         self.pending = PendingErrors()
         self._back_off = BackOff(self._try_again)
         self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
-        self._hander = HandOver(self._hand_ready_over)
-        try:
-            self._watchdog = Watchdog(self._on_tick, config.deadline_seconds)
-        except BaseException:
-            self._hander.close(config.deadline_seconds)
-            raise
+        self._hander = Caller(self._hand_ready_over, "swapper-hand-over", "handing transfers over")
+        with closed_unless_made(self._hander.close, config.deadline_seconds):
+            interval = tick_seconds(config.deadline_seconds)
+            self._watchdog = Caller(self._on_tick, "swapper-watchdog", "looking for transfers that hang", interval)
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child: it has none of the threads, and locks may be taken for ever."""
@@ -171,7 +172,7 @@ class IOScheduler(Uncopyable):
     # -- hand-over ---------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Have the backend given as much as it takes; see [Note: signals] in ``swapper.scheduling.hand_over``."""
+        """Have the backend given as much as it takes; see [Note: signals]."""
         if any(queue.has_room for queue in self.queues):  # a look without the lock may be wrong, but not for long
             if threading.current_thread() is threading.main_thread():
                 self._hander.ring()
@@ -476,7 +477,7 @@ class IOScheduler(Uncopyable):
             is_ended = False
         if not is_ended:
             logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())
-        self._watchdog.close()
+        self._watchdog.close(threading.TIMEOUT_MAX)
         self._end_lost(is_ended)
         while (error := self.pending.take()) is not None:
             logger.error("closed with an error that nobody has seen: %s", error)

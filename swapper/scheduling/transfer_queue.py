@@ -179,15 +179,12 @@ class TransferQueue:
         if memory is None:
             raise RuntimeError("an operation without memory was queued")
         operation.cursor = stop = cursor + length
-        transfer = Transfer(
+        return Transfer(
             operation.direction,
             start,
             memory if length == operation.num_bytes else memory[cursor:stop],
             operation.address + cursor,
             self._on_complete,
             operation.may_pad,
+            operation=operation,
         )
-        transfer.operation = operation
-        transfer.num_retries = 0
-        transfer.submitted_tick = -1
-        return transfer

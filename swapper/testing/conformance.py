@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.backend import Direction, IOBackend, IORequest
-from swapper.config import ALIGNMENT
+from swapper.config import ALIGNMENT, pieces
 from swapper.memory.region import AlignedRegion
 
 _TIMEOUT_SECONDS = 30.0
@@ -79,23 +79,22 @@ def start(backend: IOBackend, direction: Direction, offset: int, array: Bytes, m
 
 def write(backend: IOBackend, offset: int, array: Bytes, may_pad: bool = False) -> None:
     """Write all bytes of an array, in as many requests as the backend's boundaries ask for."""
-    for low, high in _pieces(backend, offset, array.size):
+    for low, high in pieces(offset, array.size, backend.boundary_bytes):
         start(backend, Direction.WRITE, offset + low, array[low:high], may_pad).require_whole(high - low)
 
 
 def read(backend: IOBackend, offset: int, array: Bytes) -> None:
     """Fill an array, in as many requests as the backend's boundaries ask for."""
-    for low, high in _pieces(backend, offset, array.size):
+    for low, high in pieces(offset, array.size, backend.boundary_bytes):
         start(backend, Direction.READ, offset + low, array[low:high]).require_whole(high - low)
 
 
-def _pieces(backend: IOBackend, offset: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    boundary = backend.boundary_bytes or num_bytes + offset + 1
-    low = 0
-    while low < num_bytes:
-        high = min(num_bytes, low + boundary - (offset + low) % boundary)
-        yield low, high
-        low = high
+def require_kept(backend: IOBackend, offset: int, data: Bytes, what: str) -> None:
+    """Write an array, and require that the same bytes are read."""
+    copy = aligned_bytes(data.size)
+    write(backend, offset, data)
+    read(backend, offset, copy)
+    require(np.array_equal(data, copy), f"{what} came back different")
 
 
 def aligned_bytes(num_bytes: int, shift: int = 0) -> Bytes:
@@ -145,18 +144,12 @@ class BackendConformance:
         with self.backend() as backend:
             for seed, num_bytes in enumerate((ALIGNMENT, 3 * ALIGNMENT, 1 << 20, (2 << 20) + ALIGNMENT)):
                 offset = seed * 2 * ALIGNMENT
-                data, copy = random_bytes(num_bytes, seed), aligned_bytes(num_bytes)
-                write(backend, offset, data)
-                read(backend, offset, copy)
-                require(np.array_equal(data, copy), f"{num_bytes} bytes at {offset} came back different")
+                require_kept(backend, offset, random_bytes(num_bytes, seed), f"{num_bytes} bytes at {offset}")
 
     def test_the_last_byte_can_be_used(self) -> None:
         with self.backend() as backend:
-            data, copy = random_bytes(ALIGNMENT, 1), aligned_bytes(ALIGNMENT)
             offset = backend.capacity_bytes - ALIGNMENT
-            write(backend, offset, data)
-            read(backend, offset, copy)
-            require(np.array_equal(data, copy), "the end of the address space came back different")
+            require_kept(backend, offset, random_bytes(ALIGNMENT, 1), "the end of the address space")
 
     def test_takes_any_memory_length_and_offset(self) -> None:
         with self.backend() as backend:

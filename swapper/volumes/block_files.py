@@ -13,14 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
-from swapper.volumes.scratch_file import CANNOT_RESERVE, fallocate
+from swapper.uncopyable import Closable, closed_unless_made
+from swapper.volumes.scratch_file import extend, write_all
 from swapper.volumes.thread_pool import ThreadPool, Work
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,13 +43,8 @@ class BlockFile:
         self._num_users = 1
         self._fd = _open(path, os.O_RDONLY if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if num_bytes:
-            try:
-                fallocate(self._fd, num_bytes)
-            except OSError as error:
-                if error.errno not in CANNOT_RESERVE:
-                    self.let_go()
-                    raise
-                os.ftruncate(self._fd, num_bytes)
+            with closed_unless_made(self.let_go):
+                extend(self._fd, num_bytes)
 
     def use(self) -> None:
         """Keep it open until `let_go`."""
@@ -66,10 +61,7 @@ class BlockFile:
 
     def write(self, data: Bytes, offset: int) -> None:
         """Write all of ``data``; its address and size, and the offset, are multiples of 4096."""
-        view = data.data
-        while view:
-            done = os.pwrite(self._fd, view, offset)
-            view, offset = view[done:], offset + done
+        write_all(self._fd, data.data, offset)
 
     def read(self, target: Bytes, offset: int) -> None:
         """Fill ``target``; its address and size, and the offset, are multiples of 4096.
@@ -94,7 +86,7 @@ def _open(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o666)  # the file system has no direct I/O
 
 
-class BlockThreads:
+class BlockThreads(Closable):
     """Threads and memory for blocks. A context manager: in its end nothing is under way any more."""
 
     def __init__(self, block_bytes: int, num_threads: int = 8) -> None:
@@ -106,12 +98,8 @@ class BlockThreads:
         self._regions: list[AlignedRegion] = []
         self._writes: deque[Work[None]] = deque()
 
-    def __enter__(self) -> BlockThreads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Return when nothing is under way, and let go of the memory."""
         self._pool.close()
         self._free.clear()
         self._regions.clear()  # each goes when nobody looks at it
@@ -167,11 +155,8 @@ class BlockThreads:
             finally:
                 file.let_go()
 
-        try:
+        with closed_unless_made(file.let_go):
             return self._pool.submit(run)
-        except BaseException:
-            file.let_go()
-            raise
 
 
 def free_bytes(directory: Path) -> int:
@@ -183,6 +168,3 @@ def free_bytes(directory: Path) -> int:
         directory = directory.parent
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
-
-
-__all__ = ["BlockFile", "BlockThreads", "free_bytes"]

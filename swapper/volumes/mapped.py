@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError
-from swapper.memory.mapping import map_memory, unmap
-from swapper.volumes.scratch_file import CANNOT_RESERVE, fallocate, open_nameless
+from swapper.memory.mapping import lend, map_memory, unmap
+from swapper.uncopyable import closed_unless_made
+from swapper.volumes.scratch_file import extend, open_nameless, write_all
 
 _PRIVATE = mmap.MAP_PRIVATE | 0x4000  # MAP_NORESERVE, on all of Linux but Alpha, MIPS and PA-RISC
 
@@ -34,29 +34,18 @@ class MappedFile:
     def __init__(self, directory: Path, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._fd = open_nameless(directory)
-        try:
-            try:
-                fallocate(self._fd, num_bytes)
-            except OSError as error:
-                if error.errno not in CANNOT_RESERVE:
-                    raise
-                os.ftruncate(self._fd, num_bytes)
-        except BaseException:
-            self.close()
-            raise
+        with closed_unless_made(self.close):
+            extend(self._fd, num_bytes)
 
     def write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
         """Put bytes at an offset."""
-        view = data.data
-        while view:
-            written = os.pwrite(self._fd, view, offset)
-            view, offset = view[written:], offset + written
+        write_all(self._fd, data.data, offset)
 
     def array(self) -> npt.NDArray[np.uint8]:
         """All bytes, 1-D and writable; what is written reaches nobody else. To be called once, in the end."""
-        address = map_memory(self._num_bytes, _PRIVATE, self._fd)
-        self.close()  # the mapping keeps the file
-        return np.asarray(_Mapping(address, self._num_bytes))
+        array = _map(self._fd, self._num_bytes)
+        self.close()
+        return array
 
     def close(self) -> None:
         """Give the file up, unless an array looks at it."""
@@ -65,12 +54,10 @@ class MappedFile:
             os.close(fd)
 
 
-class _Mapping:
-    """Lends a mapping to NumPy, and ends it when nobody looks at it any more."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        weakref.finalize(self, unmap, address, num_bytes).atexit = False
+def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """All bytes of a file; the mapping keeps it."""
+    address = map_memory(num_bytes, _PRIVATE, fd)
+    return lend(address, num_bytes, unmap, address, num_bytes)
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
@@ -83,7 +70,7 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
         num_bytes = os.fstat(file.fileno()).st_size
         if not num_bytes:
             return np.empty(0, dtype=np.uint8)
-        return np.asarray(_Mapping(map_memory(num_bytes, _PRIVATE, file.fileno()), num_bytes))
+        return _map(file.fileno(), num_bytes)
 
 
 @contextmanager
@@ -101,6 +88,3 @@ def mapped_file(directories: Sequence[Path], num_bytes: int) -> Iterator[MappedF
     finally:
         if found is not None:
             found.close()
-
-
-__all__ = ["MappedFile", "map_file", "mapped_file"]

@@ -17,6 +17,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError, VolumeTooSmallError, error_words, limit_cure
-from swapper.memory.mapping import map_memory, unmap
-from swapper.sync.bell import Latch
+from swapper.memory.mapping import lend, map_memory, unmap
 from swapper.sync.limits import start_threads
 from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
 
@@ -68,7 +68,7 @@ class MappedMemory:
             VolumeTooSmallError: no directory has so much room; the message names one, and the bytes.
             VolumeError: none can be written to, or an earlier array could not be written out.
         """
-        check_written()
+        _writer.check()
         with self._lock:
             first = self._num_given
             self._num_given += 1
@@ -88,7 +88,8 @@ class MappedMemory:
             segment = _Segment(self, directory, max(_SEGMENT_BYTES, num_bytes))
             self._open[directory] = weakref.ref(segment)
             _writer.add(segment)
-        return np.asarray(_Lent(segment, segment.take(num_bytes), num_bytes))
+        offset = segment.take(num_bytes)
+        return lend(segment.address + offset, num_bytes, segment.give_back, offset, num_bytes)
 
 
 class _Segment:
@@ -183,19 +184,6 @@ class _Segment:
             ) from error
 
 
-class _Lent:
-    """Lends a part of a segment to NumPy, and gives it back when nobody looks at it any more."""
-
-    def __init__(self, segment: _Segment, offset: int, num_bytes: int) -> None:
-        self.__array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (segment.address + offset, False),
-            "version": 3,
-        }
-        weakref.finalize(self, segment.give_back, offset, num_bytes).atexit = False
-
-
 class _Writer:
     """Writes all segments out whenever much of them is in memory; has a thread as long as there are any."""
 
@@ -235,9 +223,8 @@ class _Writer:
         self._floor_bytes = _mapped_bytes()
 
     def _run(self) -> None:
-        pause = Latch()
         while True:
-            pause.wait(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
             mapped_bytes = _mapped_bytes()
             if mapped_bytes - self._floor_bytes >= WINDOW_BYTES:
                 self.write_out(keeps_lock=mapped_bytes - self._floor_bytes >= _AHEAD_BYTES)
@@ -258,11 +245,6 @@ def write_out() -> None:
         VolumeError: a drive fails, now or since the beginning.
     """
     _writer.write_out()
-    _writer.check()
-
-
-def check_written() -> None:
-    """Raise the `VolumeError` of a drive to which mapped memory could not be written."""
     _writer.check()
 
 
@@ -307,6 +289,3 @@ def _check(result: int) -> None:
     if result:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-__all__ = ["WINDOW_BYTES", "MappedMemory", "check_written", "is_in_use", "owner_of", "touched", "write_out"]

@@ -9,12 +9,10 @@ a commit's file: magic, format | number of parts | length of each | parts | crc3
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
 import struct
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +26,8 @@ from swapper.errors import (
     VolumeError,
     error_words,
 )
-from swapper.uncopyable import Uncopyable
+from swapper.sync.lifetimes import Roll
+from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -59,10 +58,10 @@ class RunDirectory(Uncopyable):
         _open_runs.add(self)
         self.lock(directory)
         try:
-            for left in directory.glob(f".{_PREFIX}*"):
-                left.unlink(missing_ok=True)
+            with closed_unless_made(self.close):
+                for left in directory.glob(f".{_PREFIX}*"):
+                    left.unlink(missing_ok=True)
         except OSError as error:
-            self.close()
             raise UnwritableDirectoryError(directory, error) from error
 
     def __del__(self) -> None:
@@ -84,12 +83,11 @@ class RunDirectory(Uncopyable):
         except OSError as error:
             raise UnwritableDirectoryError(directory, error) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with closed_unless_made(os.close, descriptor):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(descriptor)
             raise RunInUseError(directory) from error
         except OSError as error:
-            os.close(descriptor)
             raise VolumeError(
                 directory,
                 f"{str(directory / 'lock')!r} cannot be locked: {error_words(error)}; mount the file system with locks (Lustre: "
@@ -183,14 +181,5 @@ class RunDirectory(Uncopyable):
         return self.path / f"{_PREFIX}{number:010d}"
 
 
-_open_runs: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    # A forked child that outlives its parent would otherwise hold the lock.
-    for run in list(_open_runs):
-        with contextlib.suppress(OSError):
-            run.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+# A forked child that outlives its parent would otherwise hold the lock.
+_open_runs: Roll[RunDirectory] = Roll(in_child=lambda run: run.close())

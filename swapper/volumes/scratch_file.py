@@ -15,7 +15,6 @@ import os
 import struct
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,8 @@ from swapper.errors import (
     limit_cure,
 )
 from swapper.memory.region import AlignedRegion
-from swapper.uncopyable import Uncopyable
+from swapper.sync.lifetimes import Roll
+from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.file_system import Drive
 
 logger = logging.getLogger(__name__)
@@ -92,15 +92,12 @@ class ScratchFile(Uncopyable):
             elif num_bytes > self.num_bytes:
                 self._grow(num_bytes)
         except OSError as error:
-            raise self._unreserved(num_bytes, error) from error
+            raise VolumeError(
+                self.directory,
+                f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}: "
+                f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
+            ) from error
         self.num_bytes = num_bytes
-
-    def _unreserved(self, num_bytes: int, error: OSError) -> VolumeError:
-        return VolumeError(
-            self.directory,
-            f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}: "
-            f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
-        )
 
     def _grow(self, num_bytes: int) -> None:
         directory = self.directory
@@ -114,31 +111,19 @@ class ScratchFile(Uncopyable):
         try:
             try:
                 fallocate(self.fd, num_bytes)
-                return
             except OSError as refusal:
                 if refusal.errno not in CANNOT_RESERVE:
                     raise
-            if self._fill(num_bytes):
-                return
-        except OSError as refusal:
-            error = refusal
-        else:
-            os.ftruncate(self.fd, num_bytes)
-            logger.warning(
-                "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
-                self.name,
-                self.drive.file_system,
-                num_bytes,
-            )
-            return
-        if error.errno in FULL or error.errno == errno.EFBIG:
-            os.ftruncate(self.fd, self.num_bytes)
-        if error.errno in FULL:
-            raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
-        raise self._unreserved(num_bytes, error) from error
+                self._fill(num_bytes)
+        except OSError as error:
+            if error.errno in FULL or error.errno == errno.EFBIG:
+                os.ftruncate(self.fd, self.num_bytes)
+            if error.errno in FULL:
+                raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
+            raise
 
-    def _fill(self, num_bytes: int) -> bool:
-        """Take the space by writing zeros; return false if the file system does not give any for them.
+    def _fill(self, num_bytes: int) -> None:
+        """Take the space by writing zeros, or none if the file system does not give any for them.
 
         That is as fast as the drive writes; what libc does instead, a small write into each block, takes hours per TiB.
         """
@@ -155,10 +140,16 @@ class ScratchFile(Uncopyable):
                 # Some keep no zeros, or no blocks at all: then writing on would be of no use.
                 os.fsync(self.fd)
                 if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
-                    return False
+                    os.ftruncate(self.fd, num_bytes)
+                    logger.warning(
+                        "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
+                        self.name,
+                        self.drive.file_system,
+                        num_bytes,
+                    )
+                    return
                 is_checked = True
         os.fsync(self.fd)  # a network file system may say only now that there is no room
-        return True
 
     def bypass_page_cache(self, direct: bool) -> None:
         """Use direct transfers if they are wanted and work; else ``buffered_because`` says why they are not used.
@@ -201,6 +192,27 @@ def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
             raise OSError(code, os.strerror(code))
 
 
+def extend(fd: int, num_bytes: int) -> None:
+    """Give a file a length, with space for it where the file system can reserve any.
+
+    Raises:
+        OSError: There is no room.
+    """
+    try:
+        fallocate(fd, num_bytes)
+    except OSError as error:
+        if error.errno not in CANNOT_RESERVE:
+            raise
+        os.ftruncate(fd, num_bytes)
+
+
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write all bytes of a view to an offset of a file."""
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
 def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
     libc = ctypes.CDLL(None, use_errno=True)
     function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # musl has the latter only
@@ -212,17 +224,8 @@ def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
 
 _fallocate = _find_fallocate() if sys.platform == "linux" else None
 
-_open_files: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    # A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
-    for file in list(_open_files):
-        with contextlib.suppress(OSError):
-            file.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+# A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
+_open_files: Roll[ScratchFile] = Roll(in_child=lambda file: file.close())
 
 
 def open_nameless(directory: Path) -> int:
@@ -237,11 +240,8 @@ def open_nameless(directory: Path) -> int:
                 if error.errno not in _CANNOT_BE_UNNAMED:
                     raise
         fd, path = tempfile.mkstemp(prefix=".swapper-", dir=directory)
-        try:
+        with closed_unless_made(os.close, fd):
             os.unlink(path)
-        except BaseException:
-            os.close(fd)
-            raise
         return fd
     except OSError as error:
         if error.errno in FULL:

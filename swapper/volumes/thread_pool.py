@@ -13,10 +13,10 @@ import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from swapper.sync.bell import Latch
+from swapper.uncopyable import Closable
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Work(Generic[T]):
         return self._result
 
 
-class ThreadPool:
+class ThreadPool(Closable):
     """A context manager: in its end, all that was given to it is done."""
 
     def __init__(self, num_threads: int) -> None:
@@ -70,14 +70,6 @@ class ThreadPool:
         """What may not be over."""
         self._num_begun = 0
         """Of threads. An interrupt may leave one out."""
-
-    def __enter__(self) -> ThreadPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def submit(self, function: Callable[..., T], *args: Any) -> Work[T]:
         """Do ``function(*args)``, at once if no thread can be had, as when the interpreter ends."""
@@ -119,6 +111,3 @@ def _serve(works: queue.SimpleQueue[Work[Any] | None]) -> None:
         work.run()
         del work  # an idle thread keeps nothing alive
     works.put(None)  # for the next one
-
-
-__all__ = ["ThreadPool", "Work"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError, VolumeError, VolumeTooSmallError
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.directory import Directory, DirectoryLike, as_directories
 from swapper.volumes.file_system import describe_drive
 from swapper.volumes.named_file import NamedFile
@@ -62,7 +62,7 @@ class Volume(Uncopyable):
         self.capacity_bytes = round_up(capacity_bytes, self.stripe_bytes or ALIGNMENT)
         self._map: StripeMap | None = None
         self.files: tuple[ScratchFile, ...] = ()
-        try:
+        with closed_unless_made(self.close):
             for column, directory in enumerate(wanted, 1):
                 # One by one into the tuple, so that an error in a later directory closes the earlier files.
                 drive = describe_drive(directory.path)
@@ -79,9 +79,6 @@ class Volume(Uncopyable):
                 self._take_all(wanted[0])
             for file in self.files:
                 file.bypass_page_cache(direct)
-        except BaseException:
-            self.close()
-            raise
         for file in self.files:
             _warn(file, direct)
 

@@ -10,7 +10,6 @@ pages with other segments have a list of them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import ArgumentError
-
-logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 64 << 10
 """Of pages this long, the time that a checksum takes is the processor's, not Python's, and a page read a second time

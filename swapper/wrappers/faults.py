@@ -137,23 +137,23 @@ class FaultInjectingBackend(BackendWrapper):
         return is_ended and not self._hung
 
 
+@dataclass
 class _CountedRule:
     """Knows a rule and how often it has matched and fired."""
 
-    def __init__(self, rule: FaultRule) -> None:
-        self.rule = rule
-        self._num_matches = 0
-        self._num_fired = 0
+    rule: FaultRule
+    num_matches: int = 0
+    num_fired: int = 0
 
     def fires(self, request: IORequest) -> bool:
         """Return whether the rule applies to this request."""
         rule = self.rule
-        if not rule.matches(request) or (rule.times is not None and self._num_fired >= rule.times):
+        if not rule.matches(request) or (rule.times is not None and self.num_fired >= rule.times):
             return False
-        self._num_matches += 1
-        if rule.nth is not None and self._num_matches != rule.nth:
+        self.num_matches += 1
+        if rule.nth is not None and self.num_matches != rule.nth:
             return False
-        self._num_fired += 1
+        self.num_fired += 1
         return True
 
 

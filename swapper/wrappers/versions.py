@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.backend import Direction, IOBackend, IORequest
-from swapper.config import ALIGNMENT
+from swapper.config import ALIGNMENT, pieces
 from swapper.errors import ArgumentError
 from swapper.extents.intervals import IntervalSet
 from swapper.memory.region import AlignedRegion
@@ -302,7 +302,7 @@ class _Parts:
         self._requests = [
             IORequest(direction, offset + low, memory[low:high], address + low, self._on_complete)
             for offset, memory, address in parts
-            for low, high in _cuts(offset, len(memory), boundary)
+            for low, high in pieces(offset, len(memory), boundary)
         ]
         self._remaining = len(self._requests) + 1
 
@@ -328,16 +328,6 @@ class _Parts:
         if is_over:
             self._requests.clear()
             self._then(0 if self._error is not None or self._is_short else self._num_bytes, self._error)
-
-
-def _cuts(offset: int, num_bytes: int, boundary_bytes: int) -> Iterator[tuple[int, int]]:
-    low = 0
-    while low < num_bytes:
-        length = num_bytes - low
-        if boundary_bytes:
-            length = min(length, boundary_bytes - (offset + low) % boundary_bytes)
-        yield low, low + length
-        low += length
 
 
 def _runs_of(slots: list[int]) -> Iterator[tuple[int, int, int]]:

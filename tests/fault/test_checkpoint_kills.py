@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from infinity.checkpoint.saved import Checkpoint
-from swapper.volumes import block_files, publish
+from swapper.volumes import publish, scratch_file
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, training
 from tests.killed import fingerprint, run_killed, ticking
@@ -50,7 +50,7 @@ def _run(top: Path, changes: dict[str, Any], tick: Callable[[], None]) -> None:
         for name in _CALLS:  # what was written survives a kill without a flush
             real = getattr(os, name) if name != "fsync" else lambda descriptor: None
             mock.patch.object(os, name, ticking(real, tick)).start()
-        mock.patch.object(block_files, "fallocate", ticking(block_files.fallocate, tick)).start()
+        mock.patch.object(scratch_file, "fallocate", ticking(scratch_file.fallocate, tick)).start()
         engine.load_checkpoint(saved)
         batches: Iterator[Any] = iter(())
         while engine.global_steps < _STEPS:

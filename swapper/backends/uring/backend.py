@@ -6,7 +6,6 @@ import contextlib
 import logging
 import resource
 import threading
-import weakref
 from collections.abc import Callable
 
 from swapper.backend import IORequest
@@ -16,6 +15,7 @@ from swapper.backends.workers import WorkerPool
 from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError, error_words
 from swapper.memory.region import AlignedRegion
+from swapper.sync.lifetimes import when_gone
 from swapper.sync.patience import join_all
 from swapper.volumes.volume import Volume
 
@@ -46,7 +46,7 @@ class UringBackend(VolumeBackend):
         self._pool: WorkerPool | None = None
         self._has_complained = False
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
-        weakref.finalize(self, self._loop.stop).atexit = False
+        when_gone(self, self._loop.stop)
 
     @property
     def num_fixed(self) -> int:

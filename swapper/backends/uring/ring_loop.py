@@ -13,7 +13,6 @@ thread, and one call to the kernel submits all of them and waits for the next co
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import itertools
@@ -21,10 +20,10 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,6 +32,7 @@ from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import Ring
 from swapper.errors import BackendUnavailableError, error_words
 from swapper.sync.callbacks import call_back
+from swapper.sync.lifetimes import EXIT_SECONDS, Roll
 from swapper.sync.limits import start_threads
 from swapper.sync.patience import join_all
 from swapper.uncopyable import Uncopyable
@@ -40,7 +40,6 @@ from swapper.uncopyable import Uncopyable
 logger = logging.getLogger(__name__)
 
 _WAKE = 0  # the token of the poll; those of transfers count from 1
-_EXIT_SECONDS = 2.0
 _BACK_OFF_SECONDS = 0.001
 _BURST = 4
 _COMMAND_SECONDS = 60.0
@@ -48,33 +47,18 @@ _LATER = frozenset({errno.EAGAIN, errno.EBUSY})
 
 _Result = TypeVar("_Result")
 
-_open_loops: weakref.WeakSet[RingLoop] = weakref.WeakSet()
+# As for worker threads: nothing may be inside native code when the interpreter goes away.
+_open_loops: Roll[RingLoop] = Roll(at_exit=lambda loop: loop.close(EXIT_SECONDS), in_child=lambda loop: loop.disown())
 _abandoned: list[RingLoop] = []  # the kernel may still write into the memory of their requests
 
 
-def _close_all_at_exit() -> None:
-    # As for worker threads: nothing may be inside native code when the interpreter goes away.
-    for loop in list(_open_loops):
-        loop.close(_EXIT_SECONDS)
-
-
-def _disown_in_child() -> None:
-    for loop in list(_open_loops):
-        loop.disown()
-    _open_loops.clear()
-
-
-atexit.register(_close_all_at_exit)
-os.register_at_fork(after_in_child=_disown_in_child)
-
-
+@dataclass
 class _RingQueue:
     """The transfers of one direction. Slow ones of the other direction cannot take its places in the ring."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.waiting: deque[tuple[IORequest, int, int]] = deque()
-        self.num_inflight = 0
+    limit: int
+    waiting: deque[tuple[IORequest, int, int]] = field(default_factory=deque)
+    num_inflight: int = 0
 
     @property
     def is_ready(self) -> bool:

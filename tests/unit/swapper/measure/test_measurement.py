@@ -206,7 +206,7 @@ def test_the_window_is_full_at_the_backend(
     most = watched[0].most_inflight
     assert most >= setting.num_inflight
     # Both directions together: no more than the operation of several requests that is kept ready.
-    per_operation = setting.operation_bytes // setting.request_bytes
+    per_operation = setting.window.requests_per_operation
     spare = per_operation if workload is Workload.MIXED and per_operation > 1 else 0
     assert most <= setting.num_inflight + spare
     assert {num_bytes for *_, num_bytes in watched[0].requests} == {setting.request_bytes}

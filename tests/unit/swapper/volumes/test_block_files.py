@@ -29,7 +29,7 @@ def test_no_block_is_written_to_reserve_space(
 
     monkeypatch.setattr(os, "posix_fallocate", emulated)
     if refusal is not None:
-        monkeypatch.setattr(block_files, "fallocate", refusing)
+        monkeypatch.setattr(scratch_file, "fallocate", refusing)
     path = tmp_path / "file"
     file = BlockFile(path, 3 * _BLOCK_BYTES)
     assert (path.stat().st_size, path.stat().st_blocks > 0) == (3 * _BLOCK_BYTES, refusal is None)
@@ -49,7 +49,7 @@ def test_a_full_drive_is_told_before_anything_is_written(tmp_path: Path, monkeyp
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(block_files, "fallocate", full)
+    monkeypatch.setattr(scratch_file, "fallocate", full)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="No space left"):
         BlockFile(tmp_path / "file", _BLOCK_BYTES)
