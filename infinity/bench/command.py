@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.bench.case import peers
 from infinity.bench.cgroup import why_unavailable
 from infinity.bench.machine import describe_machine
 from infinity.bench.measured.models import MODEL_SIZES, Workload
+from infinity.bench.participant import ParticipantSpec
 from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.output import STDOUT, Console, PathType, check_output, check_picture, json_or_file_option, write_json
@@ -280,34 +282,26 @@ def scale(
     results = []
     with tempfile.TemporaryDirectory(prefix="bench_scale_", dir=nvme_path) as directory:
 
-        def attempt(way: scaling.Way, layers: int) -> scaling.Try:
-            workload = Workload(
-                model=model, num_layers=layers, seq_len=seq_len, dtype=dtype, checkpointing="non-reentrant"
-            )
-            return scaling.attempt(way, workload, Path(directory), steps)
+        def attempt(spec: ParticipantSpec, layers: int) -> scaling.Try:
+            workload = Workload(model, layers, dtype, seq_len=seq_len, checkpointing="non-reentrant")
+            return scaling.attempt(spec, workload, Path(directory), steps)
 
         for spec in specs:
             # Compilers need more memory than a model with one layer: once without the limit, what it compiles is there.
-            if (problem := attempt(scaling.Way(spec.name, spec), 1).problem) is not None:
+            if (problem := attempt(spec, 1).problem) is not None:
                 raise click.UsageError(f"--peer does not train a model with one layer, without a limit: {problem}.")
-        for way in scaling.ways(limit, iter(specs)):
+        for way, spec in scaling.ways(limit, specs).items():
 
-            def tell(made: scaling.Try, way: scaling.Way = way) -> None:
-                what = (
-                    made.problem
-                    or f"{made.seconds_per_step:.2f} s per step, peak {(made.peak_bytes or 0) / 1e9:.2f} GB"
-                )
-                console.print(f"{way.name}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
+            def tell(made: scaling.Try, way: str = way) -> None:
+                peak = f"peak {(made.peak_bytes or 0) / 1e9:.2f} GB"
+                what = made.problem or f"{made.seconds_per_step:.2f} s per step, {peak}"
+                console.print(f"{way}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
 
-            results.append(scaling.largest(way.name, most_layers, functools.partial(attempt, way), tell))
+            results.append(scaling.largest(way, most_layers, functools.partial(attempt, spec), tell))
     console.print(scaling.scale_table(results, limit))
     if json_file is not None:
-        found = {
-            "limit_bytes": limit,
-            "machine": describe_machine(nvme_path),
-            "ways": [each.as_json() for each in results],
-        }
-        write_json(found, json_file)
+        tried = [asdict(each) for each in results]
+        write_json({"limit_bytes": limit, "machine": describe_machine(nvme_path), "ways": tried}, json_file)
     if png is not None:
         scaling.draw(results, limit, png)
 

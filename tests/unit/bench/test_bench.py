@@ -14,7 +14,7 @@ import pytest
 
 from infinity.bench.case import Case, CaseResult, Outcome
 from infinity.bench.cgroup import Cgroup, block_device
-from infinity.bench.drive import Drive, DriveSample
+from infinity.bench.drive import DriveSample, is_available, mixed_rate
 from infinity.bench.measured.child import run_turn
 from infinity.bench.measured.models import MODEL_SIZES, Workload
 from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
@@ -44,10 +44,10 @@ def test_throttled_bound_is_the_larger_direction() -> None:
 
 @pytest.mark.root
 def test_fio_is_held_to_the_speed_of_the_throttle(nvme_dir: Path, blkio_cgroup: object) -> None:
-    if not Drive.is_available():
+    if not is_available():
         pytest.skip("fio is not installed")
-    with Drive(nvme_dir, bytes_per_second=40_000_000, num_bytes=32 << 20, run_seconds=2) as drive:
-        sample = drive.sample(0.5)
+    with mixed_rate(nvme_dir, bytes_per_second=40_000_000, num_bytes=32 << 20, run_seconds=2) as sample_drive:
+        sample = sample_drive(0.5)
     for speed in (sample.read_bytes_per_second, sample.write_bytes_per_second):
         assert 20e6 < speed < 48e6
     assert list(nvme_dir.iterdir()) == []
