@@ -213,7 +213,7 @@ def update(workers: tuple[int, ...], parameters: float, turns: int, json_file: P
         check_output(json_file)
     found = measure_updates(workers, parameters, turns)
     if json_file is not None:
-        write_json(found.as_json(), json_file)
+        write_json(asdict(found), json_file)
     if json_file == Path(STDOUT):
         return
     console = Console(highlight=False)
