@@ -90,7 +90,7 @@ SIZES = {
 }
 
 
-def parse_arguments(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Every option that has no default here takes it from the config or from the model's size."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -426,13 +426,12 @@ def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def main(command_line: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Sets up, trains, prints. Returns the exit code: 0, 1 if training ended early, 130 if Ctrl-C ended it.
 
     Raises:
         InfinityError: it could not begin, as SwapperError and KeyboardInterrupt.
     """
-    arguments = parse_arguments(command_line, prog)
     result: dict[str, Any] = {}
     try:
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():

@@ -47,7 +47,7 @@ class Asked:
 
 
 def parse(command_line: Sequence[str] | None, prog: str | None, description: str | None) -> Asked:
-    """Read the command line. Exits with 2 and a sentence where something cannot be done."""
+    """Read a command line (None: this process's). Exits with 2 and a sentence where something cannot be done."""
     parser = _parser(prog, description)
     options = parser.parse_args(command_line)
     remarks: list[str] = []
