@@ -78,9 +78,6 @@ def _one_of(*names: str) -> _Listed:
     return _Listed(known, ",".join(names))
 
 
-_one_of_stages = _one_of("0", "1", "2", "3")
-
-
 @click.group()
 def bench() -> None:
     """Measure the training step against what bounds it and beside its peers, or updates alone."""
@@ -92,6 +89,15 @@ _dtype_option = click.option(
     default="bfloat16",
     show_default=True,
     help="Processors without bfloat16 compute faster in float32.",
+)
+_peer_python_option = click.option(
+    "--peer-python", default=sys.executable, help="Python of the environment that holds the peer."
+)
+_peer_build_option = click.option(
+    "--peer-build-dir", type=PathType(), default=_BUILD_DIR, help="Keeps what the peer compiles."
+)
+_place_option = click.option(
+    "--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one."
 )
 
 
@@ -145,13 +151,8 @@ Examples:
     help="MB/s each way, e.g. 300,none; 600,none by default.",
 )
 @click.option("--peer", type=click.Choice(["deepspeed"]), help="Takes turns with us, lean and pipelined.")
-@click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
-@click.option(
-    "--peer-build-dir",
-    type=PathType(),
-    default=_BUILD_DIR,
-    help="Keeps what the peer compiles.",
-)
+@_peer_python_option
+@_peer_build_option
 @click.option("--without-ours", is_flag=True, help="Measure only the others.")
 @click.option("--without-compute-alone", is_flag=True, help="Leave out plain torch in memory: no bound then.")
 @click.option("--turns", type=_AT_LEAST_ONE, default=5, show_default=True, help="Of each, that count.")
@@ -163,7 +164,7 @@ Examples:
     show_default=True,
     help="The first write into reserved space is slower.",
 )
-@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@_place_option
 @click.option(
     "--timeline",
     type=PathType(),
@@ -209,8 +210,6 @@ def update(workers: tuple[int, ...], parameters: float, turns: int, json_file: P
     """
     from infinity.bench.updates import measure_updates
 
-    if json_file is not None:
-        check_output(json_file)
     found = measure_updates(workers, parameters, turns)
     if json_file is not None:
         write_json(asdict(found), json_file)
@@ -241,9 +240,9 @@ Examples:
 @_dtype_option
 @click.option("--steps", type=_AT_LEAST_ONE, default=1, show_default=True, help="Of each try, behind one to warm up.")
 @click.option("--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with settings for low memory.")
-@click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
-@click.option("--peer-build-dir", type=PathType(), default=_BUILD_DIR, help="Keeps what the peer compiles.")
-@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@_peer_python_option
+@_peer_build_option
+@_place_option
 @click.option("--png", type=PathType(dir_okay=False), help="Draw it. Needs matplotlib.")
 @json_or_file_option
 def scale(
@@ -272,8 +271,6 @@ def scale(
         problem = f"--limit cannot be used: {reason}; run it as root on a machine with control groups, version 1"
     if problem is not None:
         raise click.UsageError(f"{problem}.")
-    if json_file is not None:
-        check_output(json_file)
     if png is not None:
         check_picture(png, "--png", _PICTURES)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT))
@@ -317,7 +314,7 @@ Examples:
 @click.option(
     "--ranks", type=_Listed(_count, "1,2,4,8"), default=(1, 2, 4, 8), help="Numbers of them; 1,2,4,8 by default."
 )
-@click.option("--stages", type=_one_of_stages, default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
+@click.option("--stages", type=_one_of("0", "1", "2", "3"), default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
 @click.option("--layers", type=_AT_LEAST_ONE, default=8, show_default=True, help="Of the model.")
 @click.option("--width", type=click.IntRange(min=64), default=1024, show_default=True, help="Of each layer, both ways.")
 @click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="That count.")
@@ -330,7 +327,7 @@ Examples:
 @click.option(
     "--throttle", type=_AT_LEAST_ONE, default=300, show_default=True, help="MB/s each way of each of --drives."
 )
-@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@_place_option
 @json_or_file_option
 def ranks(
     ranks: tuple[int, ...],
@@ -358,8 +355,6 @@ def ranks(
         problem = f"--drives {drives[0]}: one drive is compared with nothing; name two or more, one for each process"
     if problem is not None:
         raise click.UsageError(f"{problem}.")
-    if json_file is not None:
-        check_output(json_file)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
     told: dict[str, Any]
     jobs = [measuring.Job(int(stage), width, layers, steps, clip) for stage in stages]

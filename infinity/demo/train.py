@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -35,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model comes from a config: n
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.cli.output import Console
+from infinity.cli.output import Console, print_json
 from swapper import SwapperError
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
@@ -406,9 +405,8 @@ def draw(history: History, path: Path) -> None:
 
 
 def as_json(engine: infinity.Engine, history: History, peak_bytes: int, problem: str | None) -> dict[str, Any]:
-    """The plan in short, and the report of each step; what is no number is null."""
+    """The plan in short, and the report of each step."""
     plan = engine.plan
-    steps = [{name: _plain(value) for name, value in asdict(report).items()} for report in history.reports]
     return {
         "num_parameters": plan.num_parameters,
         "states_bytes": plan.states_bytes,
@@ -418,12 +416,8 @@ def as_json(engine: infinity.Engine, history: History, peak_bytes: int, problem:
         "predicted_write_bytes_per_step": plan.predicted_write_bytes_per_step,
         "tokens_per_step": history.tokens_per_step,
         "problem": problem,
-        "steps": steps,
+        "steps": [asdict(report) for report in history.reports],
     }
-
-
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -438,7 +432,7 @@ def main(arguments: argparse.Namespace) -> int:
             return run(arguments, result)
     finally:
         if result:
-            json.dump(result, sys.stdout, indent=2, allow_nan=False)
+            print_json(result)
 
 
 def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .models import Workload, build_model, micro_batches
+from .models import Program, Workload, build_model, micro_batches
 
 # Without the launcher DeepSpeed looks for these, and asks for mpi4py when they are missing.
 _LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -60,8 +60,11 @@ def make_config(workload: Workload, settings: dict[str, Any], largest_numel: int
     }
 
 
-class DeepSpeedPeer:
-    """Drives a DeepSpeed engine one optimizer step at a time."""
+class DeepSpeedPeer(Program):
+    """Drives a DeepSpeed engine one optimizer step at a time, which ends with its writes done.
+
+    It is not closed: DeepSpeed's own shutdown aborts now and then.
+    """
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
         os.environ.update(_LAUNCHER)
@@ -79,7 +82,6 @@ class DeepSpeedPeer:
         self._batches = micro_batches(workload, self._engine.device)
 
     def step(self) -> float:
-        """Runs one optimizer step and returns the mean loss of its micro-batches."""
         total = 0.0
         for _ in range(self._workload.num_micro_batches):
             loss = self._engine(**next(self._batches)).loss
@@ -88,15 +90,8 @@ class DeepSpeedPeer:
             total += float(loss.detach())
         return total / self._workload.num_micro_batches
 
-    def flush(self) -> None:
-        """DeepSpeed's step ends with its writes done."""
-
     def describe(self) -> dict[str, Any]:
-        """What the report prints besides times."""
         return {"num_parameters": self._num_parameters}
-
-    def close(self) -> None:
-        """The process is ended by its parent: DeepSpeed's own shutdown aborts now and then."""
 
 
 def _free_port() -> int:

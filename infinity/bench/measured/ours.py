@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .models import Workload, build_model, micro_batches
+from .models import Program, Workload, build_model, micro_batches
 
 
 def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Ours:
+class Ours(Program):
     """Drives the engine one optimizer step at a time."""
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from infinity.bench.case import Case, CaseResult, Outcome
 from infinity.bench.cgroup import Cgroup, block_device
 from infinity.bench.drive import DriveSample, is_available, mixed_rate
 from infinity.bench.measured.child import run_turn
-from infinity.bench.measured.models import MODEL_SIZES, Workload
+from infinity.bench.measured.models import MODEL_SIZES, Program, Workload
 from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
 from infinity.bench.program import numbered
 from infinity.bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone, remarks
@@ -135,7 +135,7 @@ def test_each_case_has_a_trace_of_its_own() -> None:
     assert names == ["trace.json", "trace-2.json", "trace-3.json"]
 
 
-class _Program:
+class _Program(Program):
     """Counts what the turn asks of it."""
 
     def __init__(self) -> None:
@@ -150,9 +150,6 @@ class _Program:
 
     def describe(self) -> dict[str, object]:
         return {}
-
-    def close(self) -> None:
-        self.calls.append("close")
 
 
 def test_a_turn_ends_with_its_flush_and_counts_it() -> None:
