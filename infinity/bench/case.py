@@ -134,18 +134,19 @@ class CaseResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for the JSON file."""
+
+        def plain(outcome: Outcome) -> dict[str, Any]:
+            if not outcome.seconds_per_step:
+                return asdict(outcome)
+            bound = self.bytes_bound_seconds(outcome)
+            return asdict(outcome) | {"median_seconds": outcome.median_seconds, "bytes_bound_seconds": bound}
+
         return {
             "label": self.case.label,
             "workload": asdict(self.case.workload),
             "throttle_megabytes": self.case.throttle_megabytes,
             "drive_samples": [asdict(sample) for sample in self.drive_samples],
-            "outcomes": [
-                asdict(outcome)
-                | ({"median_seconds": outcome.median_seconds, "bytes_bound_seconds": self.bytes_bound_seconds(outcome)})
-                if outcome.seconds_per_step
-                else asdict(outcome)
-                for outcome in self.outcomes
-            ],
+            "outcomes": [plain(outcome) for outcome in self.outcomes],
         }
 
 

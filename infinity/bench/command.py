@@ -36,22 +36,16 @@ class _Listed(click.ParamType[tuple[Any, ...]]):
 
     name = "list"
 
-    def __init__(self, convert: Callable[[str], Any], example: str) -> None:
-        self._convert, self._example = convert, example
+    def __init__(self, each: click.ParamType[Any] | Callable[[str], Any], example: str) -> None:
+        self._each, self._example = click.types.convert_type(each), example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(self._convert(each.strip()) for each in value.split(","))
-        except ValueError:
+            return tuple(self._each.convert(text.strip(), None, None) for text in value.split(","))
+        except click.BadParameter:
             self.fail(f"{value!r} cannot be measured; give one or several, such as {self._example}", param, ctx)
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
 
 
 def _norm(text: str) -> float:
@@ -61,7 +55,9 @@ def _norm(text: str) -> float:
 
 
 def _speed(text: str) -> int | None:
-    return None if text == "none" else _count(text)
+    if text != "none" and int(text) < 1:
+        raise ValueError
+    return None if text == "none" else int(text)
 
 
 def _size(text: str) -> str:
@@ -70,12 +66,7 @@ def _size(text: str) -> str:
 
 
 def _one_of(*names: str) -> _Listed:
-    def known(text: str) -> str:
-        if text not in names:
-            raise ValueError
-        return text
-
-    return _Listed(known, ",".join(names))
+    return _Listed(click.Choice(names), ",".join(names))
 
 
 @click.group()
@@ -113,12 +104,17 @@ Examples:
     "--model", "--params", type=click.Choice(list(MODEL_SIZES)), default="374m", show_default=True, help="Its size."
 )
 @click.option(
-    "--layers", type=_Listed(_count, "12,24"), default=(None,), help="So many instead of the model's own, e.g. 12,24."
+    "--layers",
+    type=_Listed(_AT_LEAST_ONE, "12,24"),
+    default=(None,),
+    help="So many instead of the model's own, e.g. 12,24.",
 )
 @click.option("--seq-len", type=_AT_LEAST_ONE, default=256, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch-size", type=_AT_LEAST_ONE, default=1, show_default=True, help="Sequences of a micro-batch.")
 @_dtype_option
-@click.option("--micro-batches", type=_Listed(_count, "1,3"), default=(1,), help="Of a step, e.g. 1,3; 1 by default.")
+@click.option(
+    "--micro-batches", type=_Listed(_AT_LEAST_ONE, "1,3"), default=(1,), help="Of a step, e.g. 1,3; 1 by default."
+)
 @click.option("--clip", type=_Listed(_norm, "0,1"), default=(0.0,), help="Norms, e.g. 0,1; 0, the default, is off.")
 @click.option(
     "--checkpointing",
@@ -196,7 +192,9 @@ Examples:
   infinity bench update --workers 1,2,4 --parameters 200e6 --turns 9
   infinity bench update --json | jq .chunk_seconds"""
 )
-@click.option("--workers", type=_Listed(_count, "1,2,4"), default=(1, 2), help="Numbers of them; 1,2 by default.")
+@click.option(
+    "--workers", type=_Listed(_AT_LEAST_ONE, "1,2,4"), default=(1, 2), help="Numbers of them; 1,2 by default."
+)
 @click.option(
     "--parameters", type=click.FloatRange(min=1), default=67e6, show_default=True, help="About as many are updated."
 )
@@ -312,7 +310,7 @@ Examples:
   infinity bench ranks --json | jq '.stages[].ranks[].deviations'"""
 )
 @click.option(
-    "--ranks", type=_Listed(_count, "1,2,4,8"), default=(1, 2, 4, 8), help="Numbers of them; 1,2,4,8 by default."
+    "--ranks", type=_Listed(_AT_LEAST_ONE, "1,2,4,8"), default=(1, 2, 4, 8), help="Numbers of them; 1,2,4,8 by default."
 )
 @click.option("--stages", type=_one_of("0", "1", "2", "3"), default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
 @click.option("--layers", type=_AT_LEAST_ONE, default=8, show_default=True, help="Of the model.")

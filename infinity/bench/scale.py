@@ -129,17 +129,15 @@ def scale_table(results: list[Largest], limit_bytes: int) -> Table:
 
 def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
     """Bars: parameters, seconds of a step and peak of each way. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels: list[tuple[str, Callable[[Try], float]]] = [
         ("million parameters", lambda best: (best.num_parameters or 0) / 1e6),
         ("seconds per step", lambda best: best.seconds_per_step or 0.0),
         ("peak host memory, GB", lambda best: (best.peak_bytes or 0) / 1e9),
     ]
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(13, 1.2 + 0.6 * len(results)), sharey=True)
+    figure = Figure(figsize=(13, 1.2 + 0.6 * len(results)), layout="tight")
+    all_axes = figure.subplots(1, 3, sharey=True)
     for axes, (title, value) in zip(all_axes, panels, strict=True):
         values = [0.0 if each.best is None else value(each.best) for each in results]
         told = [f"{found:,.0f}" if found >= 100 else f"{found:.3g}" for found in values]
@@ -151,9 +149,7 @@ def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].invert_yaxis()
     figure.suptitle(f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory")
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 __all__ = ["Largest", "Try", "attempt", "draw", "largest", "scale_table", "ways"]

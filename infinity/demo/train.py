@@ -374,15 +374,13 @@ BREAKDOWN = (
 def draw(history: History, path: Path) -> None:
     """Loss curve above, below it where the time of each step went."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         console.print("No picture: matplotlib is not installed (pip install 'infinity-offload[plot]').")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     steps = range(1, len(history.losses) + 1)
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
+    figure = Figure(figsize=(9, 7), layout="tight")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.plot(steps, history.losses, color="#1f4e79", linewidth=1.8)
     above.set(ylabel="loss (nats per byte)", title="Loss")
     parts = [[getattr(report, name) for report in history.reports] for _, name in BREAKDOWN]
@@ -395,7 +393,6 @@ def draw(history: History, path: Path) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:  # what was measured is told all the same

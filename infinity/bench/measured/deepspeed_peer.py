@@ -34,12 +34,7 @@ def make_config(workload: Workload, settings: dict[str, Any], largest_numel: int
     if settings["variant"] == "pipelined":
         # AdamW with both pipelines needs three sets of four buffers; 8 and 9 assert.
         offload_optimizer |= {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-    return {
-        "train_micro_batch_size_per_gpu": workload.batch_size,
-        "gradient_accumulation_steps": workload.num_micro_batches,
-        "gradient_clipping": workload.clip,
-        "bf16": {"enabled": workload.dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": workload.optimizer_params()},
+    return workload.config() | {
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": _LEAN_ELEMENTS,

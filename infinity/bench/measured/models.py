@@ -65,6 +65,16 @@ class Workload:
         """AdamW's arguments, the same for every participant."""
         return {"lr": self.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
+    def config(self) -> dict[str, Any]:
+        """What a config of DeepSpeed says of it, the same for every participant that reads one."""
+        return {
+            "train_micro_batch_size_per_gpu": self.batch_size,
+            "gradient_accumulation_steps": self.num_micro_batches,
+            "gradient_clipping": self.clip,
+            "bf16": {"enabled": self.dtype == "bfloat16"},
+            "optimizer": {"type": "AdamW", "params": self.optimizer_params()},
+        }
+
 
 class Program:
     """What a measured program can do."""
