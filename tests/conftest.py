@@ -187,8 +187,7 @@ def run_in_cgroup() -> Callable[..., subprocess.CompletedProcess[str]]:
     """A function `(group, code, timeout_seconds)`: runs Python source in a process that joins `group` first."""
 
     def run(group: Cgroup, code: str, timeout_seconds: float = 560.0) -> subprocess.CompletedProcess[str]:
-        join = " && ".join(f'echo $$ > "{path}"' for path in group.task_files)
-        command = ["/bin/sh", "-c", f'{join} && exec "$@"', "sh", sys.executable, "-c", code]
+        command = group.command(sys.executable, "-c", code)
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_seconds, check=False, cwd=_REPOSITORY
         )

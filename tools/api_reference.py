@@ -9,7 +9,6 @@ first paragraph of its docstring, of a record's field or a constant the text tha
 
 from __future__ import annotations
 
-import argparse
 import ast
 import enum
 import functools
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pages import WIDTH, item, print_or_write, wrapped
 
 import infinity
 import swapper
@@ -47,7 +48,6 @@ PARTS_OF_THE_ENGINE = frozenset(
     """.split()  # noqa: SIM905 - read as a text
 )
 """What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""
-_WIDTH = 118
 _BEGINNING = """\
 # Every public name
 
@@ -130,20 +130,11 @@ def members(cls: type) -> dict[str, Any]:
     return found
 
 
-def _item(code: str, text: str) -> str:
-    # A signature may be broken where it has spaces: Markdown joins the lines of code again.
-    lines = textwrap.wrap(
-        f"- `{code}`: {text}", _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(lines)
-
-
 def _member(name: str, value: Any) -> str:
-    if isinstance(value, property | functools.cached_property):
-        return _item(name, text_of(value))
-    return _item(
-        signature(name, getattr(value, "__func__", value)).replace("(cls, ", "(").replace("(cls)", "()"), text_of(value)
-    )
+    code = name
+    if not isinstance(value, property | functools.cached_property):
+        code = signature(name, getattr(value, "__func__", value)).replace("(cls, ", "(").replace("(cls)", "()")
+    return item(f"`{code}`: {text_of(value)}")
 
 
 def _class(cls: type) -> Iterator[str]:
@@ -153,10 +144,10 @@ def _class(cls: type) -> Iterator[str]:
     elif is_dataclass(cls):
         texts = texts_of(cls)  # type: ignore[arg-type]
         fields = [field for base in reversed(cls.__mro__) for field in vars(base).get("__annotations__", {})]
-        told = [_item(field, texts[field].replace("``", "`")) for field in fields if texts.get(field)]
+        told = [item(f"`{field}`: {texts[field].replace('``', '`')}") for field in fields if texts.get(field)]
         untold = [f"`{field}`" for field in fields if not texts.get(field) and not field.startswith("_")]
         yield "\n".join(told)
-        yield "\n".join(textwrap.wrap(f"Fields: {', '.join(untold)}.", _WIDTH)) if untold else ""
+        yield "\n".join(textwrap.wrap(f"Fields: {', '.join(untold)}.", WIDTH)) if untold else ""
     if not issubclass(cls, Exception):
         found = members(cls)
         names = (
@@ -188,9 +179,7 @@ def entry(package: str, name: str, value: Any) -> str:
             if not each.startswith("_") and getattr(what, "__module__", "") == value.__name__
         ]  # fmt: skip
         names = ", ".join(f"`{each}`" for each in sorted(listed))
-        parts += [
-            "\n".join(textwrap.wrap(f"A module: {text_of(value)} It has {names}.", _WIDTH, break_on_hyphens=False))
-        ]
+        parts.append(wrapped(f"A module: {text_of(value)} It has {names}."))
     elif inspect.isclass(value) or inspect.isroutine(value):
         alias = value.__name__ != name
         is_record = inspect.isclass(value) and (is_dataclass(value) or issubclass(value, enum.Enum))
@@ -198,10 +187,10 @@ def entry(package: str, name: str, value: Any) -> str:
         if written != name and not alias and not is_record and not getattr(value, "_is_protocol", False):
             parts.append(_code(written))
         text = f"`{value.__name__}`. {_constants(package)[name]}" if alias else text_of(value)
-        parts.append("\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False)))
+        parts.append(wrapped(text))
         parts += _class(value) if inspect.isclass(value) and not alias else []
     else:
-        parts.append("\n".join(textwrap.wrap(_constants(package).get(name, ""), _WIDTH, break_on_hyphens=False)))
+        parts.append(wrapped(_constants(package).get(name, "")))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -227,7 +216,9 @@ def undocumented() -> Iterator[str]:
 
 
 def reference() -> str:
-    """The whole page."""
+    """The whole page. Exits where something in it would lack a text."""
+    if missing := ", ".join(undocumented()):
+        raise SystemExit(f"without a docstring: {missing}")
     parts, chapter = [_BEGINNING], ""
     for package, name, value in names():
         if package != chapter:
@@ -237,18 +228,5 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into infinity/API.md")
-    is_written = parser.parse_args().write
-    if missing := ", ".join(undocumented()):
-        raise SystemExit(f"without a docstring: {missing}")
-    if is_written:
-        PAGE.write_text(reference())
-    else:
-        print(reference(), end="")
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, PAGE, reference, reference)

@@ -9,7 +9,6 @@ text under each field, and the rules of keys that have no effect or are refused.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import textwrap
@@ -17,6 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+
+from pages import WIDTH, between, item, print_or_write
 
 from infinity.config.schema.block import Block, NoEffect, Refused
 from infinity.config.schema.reference import blocks, default_of, has_effect, kind_of, texts_of
@@ -29,12 +30,6 @@ MARKS = (
     "<!-- printed by tools/config_reference.py: change the schema, not this -->",
     "<!-- end of what is printed -->",
 )
-WIDTH = 118
-
-
-def _item(text: str) -> str:
-    lines = textwrap.wrap(f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines)
 
 
 def _effective(path: str, block: type[Block]) -> list[str]:
@@ -43,7 +38,7 @@ def _effective(path: str, block: type[Block]) -> list[str]:
     for name, field in block.model_fields.items():
         if has_effect(field) and child_block(field.annotation) is None:
             text = texts.get(name, "")
-            items.append(_item(f"`{name}` ({kind_of(field)}; {default_of(field, text)}). {text}"))
+            items.append(item(f"`{name}` ({kind_of(field)}; {default_of(field, text)}). {text}"))
     return items
 
 
@@ -53,14 +48,14 @@ def _grouped(rule: type[NoEffect] | type[Refused]) -> list[str]:
         if path.startswith("zero_optimization.offload_optimizer."):
             continue  # the same keys as in offload_param
         for name, field in block.model_fields.items():
-            for item in field.metadata:
-                if isinstance(item, rule):
-                    reason = item.reason if isinstance(item, NoEffect) else f"{item.reason}. {item.cure}"
+            for each in field.metadata:
+                if isinstance(each, rule):
+                    reason = each.reason if isinstance(each, NoEffect) else f"{each.reason}. {each.cure}"
                     groups.setdefault(reason, []).append(f"`{path}{name}`")
     items = []
     for reason, keys in groups.items():
         text = re.sub("^no effect: ", "", reason)
-        items.append(_item(f"{', '.join(keys)}: {text}."))
+        items.append(item(f"{', '.join(keys)}: {text}."))
     return items
 
 
@@ -84,11 +79,11 @@ def reference() -> str:
         known = {key: needed for key, needed in schedule_parameters(name).items() if key not in positions}
         needed = [f"`{key}`" for key, is_needed in known.items() if is_needed]
         taken = [f"`{key}`" for key, is_needed in known.items() if not is_needed]
-        schedules.append(_item(f"`{name}`: needs {', '.join(needed) or 'nothing'}; takes {', '.join(taken)}."))
+        schedules.append(item(f"`{name}`: needs {', '.join(needed) or 'nothing'}; takes {', '.join(taken)}."))
     schedules.append("- those of `torch.optim.lr_scheduler` that take numbers only, by their own names.")
     parts += ["### Learning rate schedules by name\n", "\n".join(schedules) + "\n"]
     renamed = [
-        _item(f"`{path}{old}` means `{path}{new}`.") for path, block in blocks() for old, new in block.renamed.items()
+        item(f"`{path}{old}` means `{path}{new}`.") for path, block in blocks() for old, new in block.renamed.items()
     ]
     parts += ["### Older and other spellings\n", "\n".join(renamed) + "\n"]
     parts += ["### Refused when switched on\n", "\n".join(_grouped(Refused)) + "\n"]
@@ -101,19 +96,8 @@ def reference() -> str:
 
 def page() -> str:
     """The README, with the reference as it is now."""
-    text = README.read_text()
-    return f"{text.split(MARKS[0])[0]}{MARKS[0]}\n\n{reference()}\n{MARKS[1]}{text.split(MARKS[1])[1]}"
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into configs/README.md")
-    if parser.parse_args().write:
-        README.write_text(page())
-    else:
-        print(reference(), end="")
+    return between(MARKS, reference(), README)
 
 
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, README, reference, page)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pages import between
+
 _ROOT = Path(__file__).resolve().parent.parent
 README = _ROOT / "infinity" / "as_deepspeed" / "README.md"
 LIST = Path(__file__).with_suffix(".txt")
@@ -80,8 +82,7 @@ def table() -> str:
 
 def page() -> str:
     """The README, with the table as it is now."""
-    text = README.read_text()
-    return f"{text.partition(MARKS[0])[0]}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{text.partition(MARKS[1])[2]}"
+    return between(MARKS, f"{table()}\n", README)
 
 
 def _list() -> Iterator[str]:

@@ -14,6 +14,7 @@ limit is only compared with the measured peaks. Exit code: 0 if all was equal an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import shutil
@@ -24,18 +25,18 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import infinity
 from infinity.bench.cgroup import Cgroup, why_unavailable
-from infinity.demo.train import SIZES, console, read_text, resident_bytes
+from infinity.demo.train import SIZES, build_model, console, read_text, resident_bytes
 
 SIZE = SIZES["3b"]
 STEPS_BEFORE, STEPS_AFTER = 3, 2
@@ -47,26 +48,15 @@ BYTES_PER_PARAMETER = 32
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
-def model_config(num_layers: int) -> LlamaConfig:
+def make_model(num_layers: int) -> LlamaForCausalLM:
     """The model of `train.py --model 3b`, with so many layers."""
-    return LlamaConfig(
-        hidden_size=SIZE.hidden,
-        num_hidden_layers=num_layers,
-        intermediate_size=SIZE.intermediate,
-        num_attention_heads=SIZE.num_heads,
-        num_key_value_heads=SIZE.num_kv_heads,
-        vocab_size=SIZE.vocabulary,
-        bos_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-        dtype="bfloat16",
-    )
+    return build_model(dataclasses.replace(SIZE, num_layers=num_layers), SIZE.seq_len, torch.bfloat16, "none")
 
 
-def count_parameters(config: LlamaConfig) -> int:
+def count_parameters(num_layers: int) -> int:
     """Without memory for any of them."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
+        return sum(parameter.numel() for parameter in make_model(num_layers).parameters())
 
 
 def engine_config(arguments: argparse.Namespace, *, is_trained: bool = True) -> dict[str, Any]:
@@ -92,12 +82,10 @@ class Notes:
         with self._path.open("a") as file:
             file.write(json.dumps(facts) + "\n")
 
-    def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
-
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Those of one kind."""
-        return [facts for facts in self.read() if facts["kind"] == kind]
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [facts for facts in map(json.loads, lines) if facts["kind"] == kind]
 
 
 @contextmanager
@@ -115,19 +103,22 @@ def part(notes: Notes, what: str, total: float | None = None) -> Iterator[Any]:
 
 def build(notes: Notes, arguments: argparse.Namespace) -> LlamaForCausalLM:
     """The model, its weights on the drive as they are made."""
-    config = model_config(arguments.layers)
     torch.manual_seed(0)
-    with part(notes, "build (infinity.Init)", count_parameters(config)) as advance:
+    with part(notes, "build (infinity.Init)", count_parameters(arguments.layers)) as advance:
         hook = torch.nn.modules.module.register_module_parameter_registration_hook(
             lambda module, name, parameter: advance(parameter.numel()) if parameter is not None else None
         )
-        torch.set_default_dtype(torch.bfloat16)
         try:
             with infinity.Init(config_dict_or_path=engine_config(arguments)):
-                return LlamaForCausalLM(config)
+                return make_model(arguments.layers)
         finally:
-            torch.set_default_dtype(torch.float32)
             hook.remove()
+
+
+def initialized(model: torch.nn.Module, config: dict[str, Any], notes: Notes) -> infinity.Engine:
+    """An engine with the model."""
+    with part(notes, "initialize"):
+        return infinity.initialize(model=model, config=config)[0]
 
 
 def pieces(arguments: argparse.Namespace) -> torch.Tensor:
@@ -171,9 +162,7 @@ def checksum(engine: infinity.Engine, notes: Notes) -> None:
 def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
     """Builds, trains, saves, and goes on until it is killed."""
     text = pieces(arguments)
-    model = build(notes, arguments)
-    with part(notes, "initialize"):
-        engine, *_ = infinity.initialize(model=model, config=engine_config(arguments))
+    engine = initialized(build(notes, arguments), engine_config(arguments), notes)
     if arguments.verbose:
         console.print(str(engine.plan), soft_wrap=True)
     with engine:
@@ -191,9 +180,7 @@ def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
 def second_process(arguments: argparse.Namespace, notes: Notes) -> None:
     """Resumes from the checkpoint, and exports."""
     text = pieces(arguments)
-    model = build(notes, arguments)
-    with part(notes, "initialize"):
-        engine, *_ = infinity.initialize(model=model, config=engine_config(arguments))
+    engine = initialized(build(notes, arguments), engine_config(arguments), notes)
     with engine:
         with part(notes, "load_checkpoint"):
             path, _ = engine.load_checkpoint(arguments.directory / "checkpoints")
@@ -214,8 +201,7 @@ def third_process(arguments: argparse.Namespace, notes: Notes) -> None:
     config = engine_config(arguments, is_trained=False)
     with part(notes, "load_pretrained"):
         model = infinity.load_pretrained(LlamaForCausalLM, arguments.directory / "exported", config=config)
-    with part(notes, "initialize"):
-        engine, *_ = infinity.initialize(model=model, config=config)
+    engine = initialized(model, config, notes)
     with engine:
         checksum(engine, notes)
         evaluate(engine, notes, text)
@@ -238,8 +224,8 @@ PROCESSES = {"train": first_process, "resume": second_process, "load": third_pro
 
 def choose_layers(arguments: argparse.Namespace) -> int:
     """As many as were asked for, or as the disk has room for; says why if it is fewer."""
-    whole = count_parameters(model_config(SIZE.num_layers))
-    of_one = (whole - count_parameters(model_config(0))) // SIZE.num_layers
+    whole = count_parameters(SIZE.num_layers)
+    of_one = (whole - count_parameters(0)) // SIZE.num_layers
     if arguments.layers is not None:
         return int(arguments.layers)
     free = shutil.disk_usage(arguments.nvme_path).free
@@ -255,16 +241,13 @@ def choose_layers(arguments: argparse.Namespace) -> int:
     return min(fitting, SIZE.num_layers)
 
 
-def start(arguments: argparse.Namespace, name: str, group: Cgroup | None) -> subprocess.Popen[bytes]:
+def start(arguments: argparse.Namespace, name: str, group: Cgroup) -> subprocess.Popen[bytes]:
     """A process of its own, from its first instruction inside the group."""
-    files = [str(path) for path in group.task_files] if group is not None else []
-    join = "import os, sys\nfor path in sys.argv[1].split(':'):\n    path and open(path, 'w').write(str(os.getpid()))\n"
-    run = "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
     own = [__file__, "--process", name, "--directory", str(arguments.directory), "--layers", str(arguments.layers)]
     own += ["--seq-len", str(arguments.seq_len)]
     own += ["--nvme-path", str(arguments.nvme_path), "--host-memory-budget", arguments.host_memory_budget]
     own += ["--verbose"] if arguments.verbose else []
-    return subprocess.Popen([sys.executable, "-c", join + run, ":".join(files), *own])
+    return subprocess.Popen(group.command(sys.executable, *own))
 
 
 def kill_in_a_step(process: subprocess.Popen[bytes], notes: Notes) -> None:
@@ -281,16 +264,16 @@ def kill_in_a_step(process: subprocess.Popen[bytes], notes: Notes) -> None:
     raise SystemExit(f"the training ended by itself, with exit code {process.returncode}")
 
 
-def run(arguments: argparse.Namespace, group: Cgroup | None) -> bool:
+def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
     """All processes, and what they came to; whether all of it was right."""
     table = Table("", "first", "then", "", title="Compared")
-    peaks = Table("process", "peak" if group is None else "peak of the group", title="Memory")
+    peaks = Table("process", "peak of the group" if group.counts_memory else "peak", title="Memory")
     is_right = True
     notes: dict[str, Notes] = {}
     for name in PROCESSES:
         notes[name] = Notes(arguments.directory / f"{name}.jsonl")
         console.rule(name)
-        if group is not None:
+        if group.counts_memory:
             group.reset_peak()
         process = start(arguments, name, group)
         try:
@@ -302,7 +285,8 @@ def run(arguments: argparse.Namespace, group: Cgroup | None) -> bool:
         finally:
             process.kill()
             process.wait()
-        peak = max(facts["peak"] for facts in notes[name].of("part")) if group is None else group.peak_bytes
+        own_peaks = (facts["peak"] for facts in notes[name].of("part"))
+        peak = group.peak_bytes if group.counts_memory else max(own_peaks)
         peaks.add_row(name, f"{peak / 1e6:,.0f} MB")
         is_right &= peak <= arguments.limit
     trained, resumed, loaded = notes["train"], notes["resume"], notes["load"]
@@ -313,11 +297,12 @@ def run(arguments: argparse.Namespace, group: Cgroup | None) -> bool:
         if before["step"] == facts["step"]
         for what in ("loss", "norm")
     ]
-    pairs.append(("checksum of the weights", trained.of("checksum")[0]["value"], resumed.of("checksum")[0]["value"]))
-    pairs.append(
-        ("exported and loaded: weights", resumed.of("checksum")[0]["value"], loaded.of("checksum")[0]["value"])
-    )
-    pairs.append(("exported and loaded: a loss", resumed.of("loss")[0]["value"], loaded.of("loss")[0]["value"]))
+    for what, kind, before, after in (
+        ("checksum of the weights", "checksum", trained, resumed),
+        ("exported and loaded: weights", "checksum", resumed, loaded),
+        ("exported and loaded: a loss", "loss", resumed, loaded),
+    ):
+        pairs.append((what, before.of(kind)[0]["value"], after.of(kind)[0]["value"]))
     for what, first, then in pairs:
         table.add_row(what, first, then, "equal" if first == then else "DIFFERENT")
         is_right &= first == then
@@ -346,7 +331,7 @@ def main() -> int:
     arguments.nvme_path = arguments.nvme_path.resolve()
     arguments.nvme_path.mkdir(parents=True, exist_ok=True)
     arguments.layers = choose_layers(arguments)
-    number = count_parameters(model_config(arguments.layers))
+    number = count_parameters(arguments.layers)
     console.print(
         f"{number / 1e9:.2f}B parameters: training them takes {number * 12 / 1e9:.1f} GB of states, "
         f"and there are {arguments.limit / 1e9:.1f} GB of memory."
@@ -356,10 +341,10 @@ def main() -> int:
         console.print(f"No memory limit: {reason}. What is measured is each process's own peak.", soft_wrap=True)
     with (
         tempfile.TemporaryDirectory(dir=arguments.nvme_path) as directory,
-        Cgroup("larger", ("memory",)) if reason is None else nullcontext() as group,
+        Cgroup("larger", ("memory",) if reason is None else ()) as group,
     ):
         arguments.directory = Path(directory)
-        if group is not None:
+        if group.counts_memory:
             group.limit_memory(arguments.limit)
         is_right = run(arguments, group)
     console.print("All equal." if is_right else "NOT all right: see the tables.", style="green" if is_right else "red")

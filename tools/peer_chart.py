@@ -6,11 +6,12 @@ python tools/peer_chart.py --write    # writes tools/deepspeed.svg
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+
+from pages import print_or_write
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE / "deepspeed.svg"
@@ -111,16 +112,10 @@ def draw(table: list[Row]) -> str:
     )
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write tools/deepspeed.svg")
-    picture = draw(rows((HERE / "README.md").read_text()))
-    if parser.parse_args().write:
-        PICTURE.write_text(picture)
-    else:
-        print(picture, end="")
+def picture() -> str:
+    """That of the README's table."""
+    return draw(rows((HERE / "README.md").read_text()))
 
 
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, PICTURE, picture, picture)

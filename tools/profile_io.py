@@ -17,7 +17,8 @@ def main() -> int:
     # While the libraries are loaded there is nothing to report yet: Ctrl-C just ends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from infinity.io_profile.program import main as profile
+        from infinity.io_profile import program
+        from infinity.io_profile.arguments import parse
     except ModuleNotFoundError as error:
         root = Path(__file__).resolve().parent.parent
         print(
@@ -26,7 +27,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return profile()
+    return program.run(parse(None, None, program.__doc__))
 
 
 if __name__ == "__main__":

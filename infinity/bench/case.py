@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.bench.cgroup import why_unavailable
-from infinity.bench.drive import Drive, DriveSample
+from infinity.bench.drive import DriveSample, mixed_rate
 from infinity.bench.measured.models import Workload
 from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
 
@@ -33,6 +33,11 @@ class Case:
     workload: Workload
     throttle_megabytes: int | None
     specs: tuple[ParticipantSpec, ...]
+
+    @property
+    def throttle_bytes(self) -> int | None:
+        """Per second, each way."""
+        return None if self.throttle_megabytes is None else self.throttle_megabytes * 10**6
 
     @property
     def label(self) -> str:
@@ -123,24 +128,25 @@ class CaseResult:
         if self.drive_samples:
             speed = statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
             bounds.append((read + written) / speed)
-        if self.case.throttle_megabytes is not None:
-            bounds.append(max(read, written) / (self.case.throttle_megabytes * 1e6))
+        if self.case.throttle_bytes is not None:
+            bounds.append(max(read, written) / self.case.throttle_bytes)
         return max(bounds, default=None)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for the JSON file."""
+
+        def plain(outcome: Outcome) -> dict[str, Any]:
+            if not outcome.seconds_per_step:
+                return asdict(outcome)
+            bound = self.bytes_bound_seconds(outcome)
+            return asdict(outcome) | {"median_seconds": outcome.median_seconds, "bytes_bound_seconds": bound}
+
         return {
             "label": self.case.label,
             "workload": asdict(self.case.workload),
             "throttle_megabytes": self.case.throttle_megabytes,
             "drive_samples": [asdict(sample) for sample in self.drive_samples],
-            "outcomes": [
-                asdict(outcome)
-                | ({"median_seconds": outcome.median_seconds, "bytes_bound_seconds": self.bytes_bound_seconds(outcome)})
-                if outcome.seconds_per_step
-                else asdict(outcome)
-                for outcome in self.outcomes
-            ],
+            "outcomes": [plain(outcome) for outcome in self.outcomes],
         }
 
 
@@ -154,36 +160,33 @@ def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Prog
 
     A participant that fails is reported and left out; the others go on.
     """
-    case = result.case
+    case, controllers = result.case, available_controllers()
+    limit = case.throttle_bytes
     with contextlib.ExitStack() as stack:
         alive: list[Participant] = []
         try:
             for spec in case.specs:
                 tell(f"{case.label}: starting {spec.name}")
                 try:
-                    alive.append(_start(stack, spec, case, directory))
+                    participant = Participant(
+                        spec, case.workload, directory, controllers=controllers, bytes_per_second=limit
+                    )
+                    alive.append(stack.enter_context(participant))
                 except ParticipantFailed as error:
                     result.outcomes.append(Outcome(spec.name, error=str(error)))
             _take_turns(result, alive, schedule.num_warmup_steps, tell, counts=False)
-            drive = None
+            sample_drive = None
             if measure_drive and alive:
-                throttle = case.throttle_megabytes
-                limit = None if throttle is None else throttle * 10**6
-                drive = stack.enter_context(Drive(directory, bytes_per_second=limit))
+                sample_drive = stack.enter_context(mixed_rate(directory, bytes_per_second=limit))
             for turn in range(schedule.num_turns):
                 tell(f"{case.label}: turn {turn + 1} of {schedule.num_turns}")
                 _take_turns(result, alive, schedule.steps_per_turn, tell, counts=True)
-                if drive is not None and alive:
-                    result.drive_samples.append(drive.sample(_read_share(alive[0])))
+                if sample_drive is not None and alive:
+                    result.drive_samples.append(sample_drive(_read_share(alive[0])))
         finally:
             result.outcomes.extend(Outcome.of(participant) for participant in alive)
             order = [spec.name for spec in case.specs]
             result.outcomes.sort(key=lambda outcome: order.index(outcome.name))
-
-
-def _start(stack: contextlib.ExitStack, spec: ParticipantSpec, case: Case, directory: Path) -> Participant:
-    participant = Participant(spec, case.workload, directory, controllers=available_controllers())
-    return stack.enter_context(participant)
 
 
 def _take_turns(result: CaseResult, alive: list[Participant], steps: int, tell: Progress, *, counts: bool) -> None:
@@ -209,12 +212,8 @@ def peers(
     extensions_directory: Path, python: str, variants: Sequence[str] = ("lean", "pipelined")
 ) -> Sequence[ParticipantSpec]:
     """DeepSpeed, each time with other settings: by default with low host memory, and at its fastest."""
+    settings = {"extensions_directory": str(extensions_directory)}
     return [
-        ParticipantSpec(
-            name=f"deepspeed_{variant}",
-            kind="deepspeed",
-            settings={"variant": variant, "extensions_directory": str(extensions_directory)},
-            python=python,
-        )
+        ParticipantSpec(f"deepspeed_{variant}", "deepspeed", settings | {"variant": variant}, python)
         for variant in variants
     ]

@@ -9,10 +9,13 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+
+from swapper.volumes.file_system import describe_drive
 
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "infinity_bench"
+# Whatever stands before -- is a group's file, which the shell joins. Then it becomes the program: every byte of that counts.
+_JOINING = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 97; shift; done; shift; exec "$@"'
 
 
 def why_unavailable(controller: str) -> str | None:
@@ -26,17 +29,10 @@ def why_unavailable(controller: str) -> str | None:
     return None
 
 
-def block_device(path: Path) -> tuple[int, int] | None:
-    """Major and minor number of the whole disk under `path`, or None if there is none (tmpfs, overlay, nfs)."""
-    device = path.stat().st_dev
-    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    if not entry.exists():
-        return None
-    entry = entry.resolve()
-    if (entry / "partition").exists():  # throttling rules are refused for partitions
-        entry = entry.parent
-    major, minor = (entry / "dev").read_text().strip().split(":")
-    return int(major), int(minor)
+def block_device(path: Path) -> str | None:
+    """``major:minor`` of the whole disk under `path` (rules are refused for partitions); None without (tmpfs, overlay, nfs)."""
+    name = describe_drive(path).device
+    return None if name is None else Path(f"/sys/class/block/{name}/dev").read_text().strip()
 
 
 class Cgroup:
@@ -61,12 +57,21 @@ class Cgroup:
             )
         for direction in ("read", "write"):
             rule = self._paths["blkio"] / f"blkio.throttle.{direction}_bps_device"
-            rule.write_text(f"{device[0]}:{device[1]} {bytes_per_second}")
+            rule.write_text(f"{device} {bytes_per_second}")
 
     @property
     def task_files(self) -> list[Path]:
         """Files to which a process writes its pid in order to join."""
         return [path / "cgroup.procs" for path in self._paths.values()]
+
+    def command(self, *program: str) -> list[str]:
+        """What starts a program that is in the group from its first instruction."""
+        return ["/bin/sh", "-c", _JOINING, "sh", *map(str, self.task_files), "--", *program]
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether there is a peak, which takes the controller ``memory``."""
+        return "memory" in self._paths
 
     @property
     def peak_bytes(self) -> int:
@@ -92,9 +97,7 @@ class Cgroup:
     def __enter__(self) -> Cgroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

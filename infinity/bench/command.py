@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.bench.case import peers
 from infinity.bench.cgroup import why_unavailable
 from infinity.bench.machine import describe_machine
 from infinity.bench.measured.models import MODEL_SIZES, Workload
+from infinity.bench.participant import ParticipantSpec
 from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.output import STDOUT, Console, PathType, check_output, check_picture, json_or_file_option, write_json
@@ -34,22 +36,16 @@ class _Listed(click.ParamType[tuple[Any, ...]]):
 
     name = "list"
 
-    def __init__(self, convert: Callable[[str], Any], example: str) -> None:
-        self._convert, self._example = convert, example
+    def __init__(self, each: click.ParamType[Any] | Callable[[str], Any], example: str) -> None:
+        self._each, self._example = click.types.convert_type(each), example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(self._convert(each.strip()) for each in value.split(","))
-        except ValueError:
+            return tuple(self._each.convert(text.strip(), None, None) for text in value.split(","))
+        except click.BadParameter:
             self.fail(f"{value!r} cannot be measured; give one or several, such as {self._example}", param, ctx)
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
 
 
 def _norm(text: str) -> float:
@@ -59,7 +55,9 @@ def _norm(text: str) -> float:
 
 
 def _speed(text: str) -> int | None:
-    return None if text == "none" else _count(text)
+    if text != "none" and int(text) < 1:
+        raise ValueError
+    return None if text == "none" else int(text)
 
 
 def _size(text: str) -> str:
@@ -68,15 +66,7 @@ def _size(text: str) -> str:
 
 
 def _one_of(*names: str) -> _Listed:
-    def known(text: str) -> str:
-        if text not in names:
-            raise ValueError
-        return text
-
-    return _Listed(known, ",".join(names))
-
-
-_one_of_stages = _one_of("0", "1", "2", "3")
+    return _Listed(click.Choice(names), ",".join(names))
 
 
 @click.group()
@@ -90,6 +80,15 @@ _dtype_option = click.option(
     default="bfloat16",
     show_default=True,
     help="Processors without bfloat16 compute faster in float32.",
+)
+_peer_python_option = click.option(
+    "--peer-python", default=sys.executable, help="Python of the environment that holds the peer."
+)
+_peer_build_option = click.option(
+    "--peer-build-dir", type=PathType(), default=_BUILD_DIR, help="Keeps what the peer compiles."
+)
+_place_option = click.option(
+    "--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one."
 )
 
 
@@ -105,12 +104,17 @@ Examples:
     "--model", "--params", type=click.Choice(list(MODEL_SIZES)), default="374m", show_default=True, help="Its size."
 )
 @click.option(
-    "--layers", type=_Listed(_count, "12,24"), default=(None,), help="So many instead of the model's own, e.g. 12,24."
+    "--layers",
+    type=_Listed(_AT_LEAST_ONE, "12,24"),
+    default=(None,),
+    help="So many instead of the model's own, e.g. 12,24.",
 )
 @click.option("--seq-len", type=_AT_LEAST_ONE, default=256, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch-size", type=_AT_LEAST_ONE, default=1, show_default=True, help="Sequences of a micro-batch.")
 @_dtype_option
-@click.option("--micro-batches", type=_Listed(_count, "1,3"), default=(1,), help="Of a step, e.g. 1,3; 1 by default.")
+@click.option(
+    "--micro-batches", type=_Listed(_AT_LEAST_ONE, "1,3"), default=(1,), help="Of a step, e.g. 1,3; 1 by default."
+)
 @click.option("--clip", type=_Listed(_norm, "0,1"), default=(0.0,), help="Norms, e.g. 0,1; 0, the default, is off.")
 @click.option(
     "--checkpointing",
@@ -143,13 +147,8 @@ Examples:
     help="MB/s each way, e.g. 300,none; 600,none by default.",
 )
 @click.option("--peer", type=click.Choice(["deepspeed"]), help="Takes turns with us, lean and pipelined.")
-@click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
-@click.option(
-    "--peer-build-dir",
-    type=PathType(),
-    default=_BUILD_DIR,
-    help="Keeps what the peer compiles.",
-)
+@_peer_python_option
+@_peer_build_option
 @click.option("--without-ours", is_flag=True, help="Measure only the others.")
 @click.option("--without-compute-alone", is_flag=True, help="Leave out plain torch in memory: no bound then.")
 @click.option("--turns", type=_AT_LEAST_ONE, default=5, show_default=True, help="Of each, that count.")
@@ -161,7 +160,7 @@ Examples:
     show_default=True,
     help="The first write into reserved space is slower.",
 )
-@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@_place_option
 @click.option(
     "--timeline",
     type=PathType(),
@@ -193,7 +192,9 @@ Examples:
   infinity bench update --workers 1,2,4 --parameters 200e6 --turns 9
   infinity bench update --json | jq .chunk_seconds"""
 )
-@click.option("--workers", type=_Listed(_count, "1,2,4"), default=(1, 2), help="Numbers of them; 1,2 by default.")
+@click.option(
+    "--workers", type=_Listed(_AT_LEAST_ONE, "1,2,4"), default=(1, 2), help="Numbers of them; 1,2 by default."
+)
 @click.option(
     "--parameters", type=click.FloatRange(min=1), default=67e6, show_default=True, help="About as many are updated."
 )
@@ -207,11 +208,9 @@ def update(workers: tuple[int, ...], parameters: float, turns: int, json_file: P
     """
     from infinity.bench.updates import measure_updates
 
-    if json_file is not None:
-        check_output(json_file)
     found = measure_updates(workers, parameters, turns)
     if json_file is not None:
-        write_json(found.as_json(), json_file)
+        write_json(asdict(found), json_file)
     if json_file == Path(STDOUT):
         return
     console = Console(highlight=False)
@@ -239,9 +238,9 @@ Examples:
 @_dtype_option
 @click.option("--steps", type=_AT_LEAST_ONE, default=1, show_default=True, help="Of each try, behind one to warm up.")
 @click.option("--peer", type=click.Choice(["deepspeed"]), help="Tries as well, with settings for low memory.")
-@click.option("--peer-python", default=sys.executable, help="Python of the environment that holds the peer.")
-@click.option("--peer-build-dir", type=PathType(), default=_BUILD_DIR, help="Keeps what the peer compiles.")
-@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@_peer_python_option
+@_peer_build_option
+@_place_option
 @click.option("--png", type=PathType(dir_okay=False), help="Draw it. Needs matplotlib.")
 @json_or_file_option
 def scale(
@@ -270,8 +269,6 @@ def scale(
         problem = f"--limit cannot be used: {reason}; run it as root on a machine with control groups, version 1"
     if problem is not None:
         raise click.UsageError(f"{problem}.")
-    if json_file is not None:
-        check_output(json_file)
     if png is not None:
         check_picture(png, "--png", _PICTURES)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT))
@@ -280,34 +277,26 @@ def scale(
     results = []
     with tempfile.TemporaryDirectory(prefix="bench_scale_", dir=nvme_path) as directory:
 
-        def attempt(way: scaling.Way, layers: int) -> scaling.Try:
-            workload = Workload(
-                model=model, num_layers=layers, seq_len=seq_len, dtype=dtype, checkpointing="non-reentrant"
-            )
-            return scaling.attempt(way, workload, Path(directory), steps)
+        def attempt(spec: ParticipantSpec, layers: int) -> scaling.Try:
+            workload = Workload(model, layers, dtype, seq_len=seq_len, checkpointing="non-reentrant")
+            return scaling.attempt(spec, workload, Path(directory), steps)
 
         for spec in specs:
             # Compilers need more memory than a model with one layer: once without the limit, what it compiles is there.
-            if (problem := attempt(scaling.Way(spec.name, spec), 1).problem) is not None:
+            if (problem := attempt(spec, 1).problem) is not None:
                 raise click.UsageError(f"--peer does not train a model with one layer, without a limit: {problem}.")
-        for way in scaling.ways(limit, iter(specs)):
+        for way, spec in scaling.ways(limit, specs).items():
 
-            def tell(made: scaling.Try, way: scaling.Way = way) -> None:
-                what = (
-                    made.problem
-                    or f"{made.seconds_per_step:.2f} s per step, peak {(made.peak_bytes or 0) / 1e9:.2f} GB"
-                )
-                console.print(f"{way.name}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
+            def tell(made: scaling.Try, way: str = way) -> None:
+                peak = f"peak {(made.peak_bytes or 0) / 1e9:.2f} GB"
+                what = made.problem or f"{made.seconds_per_step:.2f} s per step, {peak}"
+                console.print(f"{way}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
 
-            results.append(scaling.largest(way.name, most_layers, functools.partial(attempt, way), tell))
+            results.append(scaling.largest(way, most_layers, functools.partial(attempt, spec), tell))
     console.print(scaling.scale_table(results, limit))
     if json_file is not None:
-        found = {
-            "limit_bytes": limit,
-            "machine": describe_machine(nvme_path),
-            "ways": [each.as_json() for each in results],
-        }
-        write_json(found, json_file)
+        tried = [asdict(each) for each in results]
+        write_json({"limit_bytes": limit, "machine": describe_machine(nvme_path), "ways": tried}, json_file)
     if png is not None:
         scaling.draw(results, limit, png)
 
@@ -321,9 +310,9 @@ Examples:
   infinity bench ranks --json | jq '.stages[].ranks[].deviations'"""
 )
 @click.option(
-    "--ranks", type=_Listed(_count, "1,2,4,8"), default=(1, 2, 4, 8), help="Numbers of them; 1,2,4,8 by default."
+    "--ranks", type=_Listed(_AT_LEAST_ONE, "1,2,4,8"), default=(1, 2, 4, 8), help="Numbers of them; 1,2,4,8 by default."
 )
-@click.option("--stages", type=_one_of_stages, default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
+@click.option("--stages", type=_one_of("0", "1", "2", "3"), default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
 @click.option("--layers", type=_AT_LEAST_ONE, default=8, show_default=True, help="Of the model.")
 @click.option("--width", type=click.IntRange(min=64), default=1024, show_default=True, help="Of each layer, both ways.")
 @click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="That count.")
@@ -336,7 +325,7 @@ Examples:
 @click.option(
     "--throttle", type=_AT_LEAST_ONE, default=300, show_default=True, help="MB/s each way of each of --drives."
 )
-@click.option("--nvme-path", type=PathType(), default=Path(), help="On the drive; by default the present one.")
+@_place_option
 @json_or_file_option
 def ranks(
     ranks: tuple[int, ...],
@@ -364,8 +353,6 @@ def ranks(
         problem = f"--drives {drives[0]}: one drive is compared with nothing; name two or more, one for each process"
     if problem is not None:
         raise click.UsageError(f"{problem}.")
-    if json_file is not None:
-        check_output(json_file)
     console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
     told: dict[str, Any]
     jobs = [measuring.Job(int(stage), width, layers, steps, clip) for stage in stages]

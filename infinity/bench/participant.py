@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from infinity.bench.cgroup import Cgroup
 from infinity.bench.measured.models import Workload
 
+_LOG_LINES = 25
+"""Of what a process and its libraries have printed, so many are told where it fails."""
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 """For all participants alike: torch asks for huge pages, without which a CPU spends much of a step in page faults."""
 _MEASURED = Path(__file__).resolve().parent / "measured"
@@ -29,8 +30,7 @@ _START = (
     "spec = u.spec_from_file_location('measured', f'{place}/__init__.py', submodule_search_locations=[place]); "
     "sys.modules['measured'] = u.module_from_spec(spec); from measured.child import main; main()"
 )
-# The shell joins the groups before the program starts, so that every byte of it is counted there.
-_LAUNCH = 'for file in $BENCH_GROUPS; do echo $$ > "$file" || exit 97; done; ulimit -l unlimited 2>/dev/null; exec "$@"'
+_LAUNCH = 'ulimit -l unlimited 2>/dev/null; exec "$@"'
 
 
 class ParticipantFailed(RuntimeError):
@@ -45,7 +45,6 @@ class ParticipantSpec:
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)
     python: str = sys.executable
-    throttle_bytes_per_second: int | None = None
     memory_limit_bytes: int | None = None
 
 
@@ -53,35 +52,37 @@ class Participant:
     """A running measured process. Steps only when told to; idle otherwise, so several can take turns."""
 
     def __init__(
-        self, spec: ParticipantSpec, workload: Workload, directory: Path, *, controllers: Sequence[str]
+        self,
+        spec: ParticipantSpec,
+        workload: Workload,
+        directory: Path,
+        *,
+        controllers: Sequence[str],
+        bytes_per_second: int | None = None,
     ) -> None:
         self.spec = spec
         self.turns: list[dict[str, Any]] = []
         self.peak_bytes: int | None = None
         self.steady_peak_bytes: int | None = None
-        self._resources = contextlib.ExitStack()
-        try:
-            self._start(workload, directory, tuple(controllers))
-        except BaseException:
-            self._resources.close()
-            raise
+        with contextlib.ExitStack() as resources:
+            scratch = tempfile.TemporaryDirectory(prefix=f"{spec.name}_", dir=directory, ignore_cleanup_errors=True)
+            resources.enter_context(scratch)
+            self._log = resources.enter_context(tempfile.TemporaryFile("w+", dir=directory))
+            self._group = resources.enter_context(Cgroup(spec.name, tuple(controllers)))
+            if controllers and spec.memory_limit_bytes is not None:
+                self._group.limit_memory(spec.memory_limit_bytes)
+            if controllers and bytes_per_second is not None:
+                self._group.throttle(directory, bytes_per_second)
+            self._process = self._start(workload, scratch.name)
+            resources.callback(self._end)
+            self.ready = self._answer()
+            self._resources = resources.pop_all()
 
-    def _start(self, workload: Workload, directory: Path, controllers: tuple[str, ...]) -> None:
-        scratch = tempfile.TemporaryDirectory(prefix=f"{self.spec.name}_", dir=directory, ignore_cleanup_errors=True)
-        self._resources.enter_context(scratch)
-        self._log = tempfile.TemporaryFile("w+", dir=directory)  # noqa: SIM115 - closed by the stack below
-        self._resources.enter_context(self._log)
-        self._group = self._resources.enter_context(Cgroup(self.spec.name, controllers)) if controllers else None
-        if self._group is not None and self.spec.memory_limit_bytes is not None:
-            self._group.limit_memory(self.spec.memory_limit_bytes)
-        if self._group is not None and self.spec.throttle_bytes_per_second is not None:
-            self._group.throttle(directory, self.spec.throttle_bytes_per_second)
-        files = [] if self._group is None else self._group.task_files
+    def _start(self, workload: Workload, scratch: str) -> subprocess.Popen[str]:
         environment = (
             ENVIRONMENT
             | os.environ
             | {
-                "BENCH_GROUPS": " ".join(map(str, files)),
                 # The environment's own tools (ninja for one) come first.
                 "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 # A peer must not find our libraries instead of its own.
@@ -89,10 +90,11 @@ class Participant:
                 "HF_HUB_OFFLINE": "1",
             }
         )
-        settings = self.spec.settings | {"directory": scratch.name, "parent_pid": os.getpid()}
+        settings = self.spec.settings | {"directory": scratch, "parent_pid": os.getpid()}
         arguments = [self.spec.kind, json.dumps(asdict(workload)), json.dumps(settings)]
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _LAUNCH, "sh", self.spec.python, "-c", _START, str(_MEASURED), *arguments],
+        program = [self.spec.python, "-c", _START, str(_MEASURED), *arguments]
+        return subprocess.Popen(
+            self._group.command("/bin/sh", "-c", _LAUNCH, "sh", *program),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -100,8 +102,6 @@ class Participant:
             env=environment,
             start_new_session=True,
         )
-        self._resources.callback(self._end)
-        self.ready = self._answer()
 
     def run_turn(self, num_steps: int, *, counts: bool) -> dict[str, Any]:
         """Orders `num_steps` steps and waits for them. Turns that do not count are warm-up."""
@@ -114,7 +114,7 @@ class Participant:
         except BrokenPipeError:
             pass  # the answer says why
         turn = self._answer()
-        if self._group is not None:
+        if self._group.counts_memory:
             self.peak_bytes = max(self.peak_bytes or 0, self._group.peak_bytes)
             if not counts:
                 self._group.reset_peak()
@@ -129,21 +129,17 @@ class Participant:
         line = stdout.readline() if stdout is not None else ""
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._how_it_ended()}
         if "error" in answer:
-            raise ParticipantFailed(f"{self.spec.name}: {answer['error']}\n{self.log_tail()}")
+            self._log.seek(0)
+            end = "\n".join(self._log.read().splitlines()[-_LOG_LINES:])
+            raise ParticipantFailed(f"{self.spec.name}: {answer['error']}\n{end}")
         return answer
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()
-        if self._group is not None and self._group.num_out_of_memory_kills:
+        if self._group.counts_memory and self._group.num_out_of_memory_kills:
             limit = self.spec.memory_limit_bytes or 0
             return f"killed by the kernel: it needs more than its memory limit of {limit / 1e9:.2f} GB"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        """The end of what the process and its libraries printed."""
-        self._log.flush()
-        self._log.seek(0)
-        return "\n".join(self._log.read().splitlines()[-num_lines:])
 
     def _end(self) -> None:
         if self._process.poll() is None:
@@ -158,7 +154,5 @@ class Participant:
     def __enter__(self) -> Participant:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from infinity.bench.case import Case, CaseResult, Schedule, available_controllers, peers, run_case
 from infinity.bench.cgroup import block_device, why_unavailable
-from infinity.bench.drive import Drive
+from infinity.bench.drive import is_available
 from infinity.bench.machine import describe_machine, version_in
 from infinity.bench.measured.models import Workload
 from infinity.bench.participant import ParticipantSpec
@@ -111,17 +111,11 @@ def problem_of(asked: Asked) -> str | None:
 
 def make_cases(asked: Asked) -> Iterator[Case]:
     """Every workload at every speed of the drive, with compute alone in turns beside it; with peers once, before."""
-    shape: dict[str, Any] = {"model": asked.model, "dtype": asked.dtype, "batch_size": asked.batch_size}
     numbers = itertools.count(1)
     settings = itertools.product(asked.layers, asked.checkpointing, asked.clip, asked.micro_batches)
     for layers, checkpointing, clip, micro_batches in settings:
         workload = Workload(
-            **shape,
-            seq_len=asked.seq_len,
-            num_layers=layers,
-            checkpointing=checkpointing,
-            clip=clip,
-            num_micro_batches=micro_batches,
+            asked.model, layers, asked.dtype, asked.batch_size, asked.seq_len, micro_batches, clip, checkpointing
         )
         alone = [] if asked.without_compute_alone else _compute_alone(workload)
         if alone and (asked.peer or asked.without_ours):  # with peers, all at once would take too much memory
@@ -139,16 +133,13 @@ def make_cases(asked: Asked) -> Iterator[Case]:
                     "state_dtype": asked.state_dtype,
                 }
                 if asked.timeline is not None:
-                    number = next(numbers)
-                    settings_of_ours["timeline"] = str(numbered(asked.timeline.absolute(), number))
+                    settings_of_ours["timeline"] = str(numbered(asked.timeline.absolute(), next(numbers)))
                 specs.append(ParticipantSpec("ours", "ours", settings_of_ours, memory_limit_bytes=asked.memory_limit))
             if asked.peer:
                 specs += peers(asked.peer_build_dir, asked.peer_python)
             specs += alone
-            if not specs:
-                continue
-            rate = None if limit is None else limit * 10**6
-            yield Case(workload, limit, tuple(replace(spec, throttle_bytes_per_second=rate) for spec in specs))
+            if specs:
+                yield Case(workload, limit, tuple(specs))
 
 
 def _compute_alone(workload: Workload) -> list[ParticipantSpec]:
@@ -249,8 +240,7 @@ def _run_cases(asked: Asked, directory: Path, results: list[CaseResult], console
             result = CaseResult(case)
             results.append(result)
             is_offloading = any(spec.kind != "in_memory" for spec in case.specs)
-            measure_drive = is_offloading and Drive.is_available()
-            run_case(result, directory, schedule, console.print, measure_drive=measure_drive)
+            run_case(result, directory, schedule, console.print, measure_drive=is_offloading and is_available())
             if is_offloading:
                 report(result, results, console)
             code = max(code, int(any(outcome.error for outcome in result.outcomes)))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ KINDS = ("parameters", "gradients", "optimizer", "read", "written", "sent")
 _WEIGHT, _GRADIENT, _STATES = 2, 4, 10
 """Bytes per parameter: bf16 weights, fp32 means, and what makes a weight an fp32 one (2) with the two moments of AdamW."""
 _LIMIT_SECONDS = 600.0
+_ENVIRONMENT = {"PYTHONPATH": str(OURS), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 _MEGA = 1e6
 
 
@@ -82,41 +83,21 @@ def train(job: Job, num: int, directories: Sequence[Path], throttle: int | None 
         for rank in range(num):
             directory = directories[rank % len(directories)]
             own = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_ranks_", dir=directory))
-            group = None
+            group = stack.enter_context(Cgroup(f"rank{rank}", () if throttle is None else ("blkio",)))
             if throttle is not None:
-                group = stack.enter_context(Cgroup(f"rank{rank}", ("blkio",)))
                 group.throttle(directory, throttle)
-            asked = {"rank": rank, "num": num, "store": str(place / "store"), "directory": own, "stage": job.stage}
-            asked |= {"width": job.width, "layers": job.layers, "steps": job.steps, "budget": job.budget_bytes}
-            asked["clip"] = job.clip
-            asked["answer"] = str(place / f"{rank}.json")
-            running.append(_start(asked, group, place, stack))
+            asked = asdict(job) | {"rank": rank, "num": num, "budget": job.budget_bytes, "directory": own}
+            asked |= {"store": str(place / "store"), "answer": str(place / f"{rank}.json")}
+            process = subprocess.Popen(
+                group.command(sys.executable, "-m", "infinity.bench.measured.rank", json.dumps(asked)),
+                env=os.environ | _ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num)},
+                stdout=subprocess.DEVNULL,
+                stderr=stack.enter_context((place / f"{rank}.log").open("w")),
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            running.append(process)
         return [_answer(process, place / f"{rank}.json") for rank, process in enumerate(running)]
-
-
-def _start(
-    asked: Mapping[str, Any], group: Cgroup | None, place: Path, stack: contextlib.ExitStack
-) -> subprocess.Popen[bytes]:
-    rank, num = str(asked["rank"]), str(asked["num"])
-    ours = {
-        "PYTHONPATH": str(OURS),
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": num,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    join = "" if group is None else " && ".join(f'echo $$ > "{path}"' for path in group.task_files) + " && "
-    program = [sys.executable, "-m", "infinity.bench.measured.rank", json.dumps(asked)]
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", f'{join}exec "$@"', "sh", *program],
-        env=os.environ | ours,
-        stdout=subprocess.DEVNULL,
-        stderr=stack.enter_context((place / f"{rank}.log").open("w")),
-    )
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process
 
 
 def _answer(process: subprocess.Popen[bytes], answer: Path) -> dict[str, float]:

@@ -7,10 +7,9 @@ ends it.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -22,14 +21,6 @@ _BESIDE_BYTES, _LEAST_RAM_SHARE = 800 << 20, 0.5
 _DRIVE_SHARE = 0.2
 """Of the limit, what is ours to manage with states on a drive. The page cache needs some, too."""
 _LINE_CHARACTERS = 160
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train."""
-
-    name: str
-    spec: ParticipantSpec
 
 
 @dataclass(frozen=True)
@@ -54,40 +45,32 @@ class Largest:
     next: Try | None
     """The smallest that did not train; None if all that were asked for did."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
-
-def ways(limit_bytes: int, peers: Iterator[ParticipantSpec]) -> list[Way]:
-    """Plain torch, ours with states in RAM, ours with everything on the drive, and others."""
+def ways(limit_bytes: int, peers: Sequence[ParticipantSpec]) -> dict[str, ParticipantSpec]:
+    """By name: plain torch, ours with states in RAM, ours with everything on the drive, and others."""
 
     def ours(device: str, budget_bytes: float) -> ParticipantSpec:
         settings = {"budget": int(budget_bytes), "device": device, "builds_on_drive": device == "nvme"}
         return ParticipantSpec(f"offload_{device}", "ours", settings)
 
-    found = [
-        Way("plain torch", ParticipantSpec("in_memory", "in_memory")),
-        Way("offload to RAM", ours("cpu", max(limit_bytes - _BESIDE_BYTES, _LEAST_RAM_SHARE * limit_bytes))),
-        Way("offload to the drive", ours("nvme", _DRIVE_SHARE * limit_bytes)),
-        *(Way(spec.kind, spec) for spec in peers),
-    ]
-    return [replace(way, spec=replace(way.spec, memory_limit_bytes=limit_bytes)) for way in found]
+    found = {
+        "plain torch": ParticipantSpec("in_memory", "in_memory"),
+        "offload to RAM": ours("cpu", max(limit_bytes - _BESIDE_BYTES, _LEAST_RAM_SHARE * limit_bytes)),
+        "offload to the drive": ours("nvme", _DRIVE_SHARE * limit_bytes),
+        **{spec.kind: spec for spec in peers},
+    }
+    return {name: replace(spec, memory_limit_bytes=limit_bytes) for name, spec in found.items()}
 
 
-def attempt(way: Way, workload: Workload, directory: Path, num_steps: int) -> Try:
+def attempt(spec: ParticipantSpec, workload: Workload, directory: Path, num_steps: int) -> Try:
     """Train the model for a step to warm up and so many more, in a process of its own."""
     layers = workload.size.num_layers
     try:
-        with Participant(way.spec, workload, directory, controllers=("memory",)) as participant:
+        with Participant(spec, workload, directory, controllers=("memory",)) as participant:
             participant.run_turn(1, counts=False)
             turn = participant.run_turn(num_steps, counts=True)
-            return Try(
-                layers,
-                turn["description"]["num_parameters"],
-                turn["total_seconds"] / num_steps,
-                participant.peak_bytes,
-            )
+            num_parameters = turn["description"]["num_parameters"]
+            return Try(layers, num_parameters, turn["total_seconds"] / num_steps, participant.peak_bytes)
     except ParticipantFailed as error:
         return Try(layers, problem=textwrap.shorten(str(error).splitlines()[0], _LINE_CHARACTERS))
 
@@ -146,17 +129,15 @@ def scale_table(results: list[Largest], limit_bytes: int) -> Table:
 
 def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
     """Bars: parameters, seconds of a step and peak of each way. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels: list[tuple[str, Callable[[Try], float]]] = [
         ("million parameters", lambda best: (best.num_parameters or 0) / 1e6),
         ("seconds per step", lambda best: best.seconds_per_step or 0.0),
         ("peak host memory, GB", lambda best: (best.peak_bytes or 0) / 1e9),
     ]
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(13, 1.2 + 0.6 * len(results)), sharey=True)
+    figure = Figure(figsize=(13, 1.2 + 0.6 * len(results)), layout="tight")
+    all_axes = figure.subplots(1, 3, sharey=True)
     for axes, (title, value) in zip(all_axes, panels, strict=True):
         values = [0.0 if each.best is None else value(each.best) for each in results]
         told = [f"{found:,.0f}" if found >= 100 else f"{found:.3g}" for found in values]
@@ -168,9 +149,7 @@ def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].invert_yaxis()
     figure.suptitle(f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory")
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
-__all__ = ["Largest", "Try", "Way", "attempt", "draw", "largest", "scale_table", "ways"]
+__all__ = ["Largest", "Try", "attempt", "draw", "largest", "scale_table", "ways"]

@@ -33,9 +33,8 @@ def case_table(result: CaseResult, alone: Outcome | None) -> Table:
     table.add_column("")
     for heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
-    if alone is not None and alone not in result.outcomes:
-        table.add_row(alone.name, _times(alone), "", "", "", "", "", *_memory(alone))
-    for outcome in result.outcomes:
+    before = [alone] if alone is not None and alone not in result.outcomes else []
+    for outcome in [*before, *result.outcomes]:
         if not outcome.seconds_per_step:
             table.add_row(outcome.name, "failed", *[""] * 8)
             continue

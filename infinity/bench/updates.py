@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,8 @@ _SMALL, _LARGE = 32 * 2048, 512 * 2048
 """Elements of a chunk."""
 _PAGE_BYTES_PER_ELEMENT = 16
 _NORMS, _FUSED = "norms", "torch's fused AdamW"
+Turn = Callable[[], tuple[float, float]]
+"""Does its work once, and gives the seconds and processor seconds of that."""
 
 
 class _Layer(torch.nn.Linear):
@@ -71,51 +72,35 @@ class Engine:
         self._engine.close(restore_weights=False)
 
 
-class Norms:
+def norms(num_layers: int) -> Turn:
     """Of as many gradients, as `step` takes them."""
-
-    def __init__(self, num_layers: int) -> None:
-        self._gradients = [torch.ones(4 * _WIDTH, _WIDTH, dtype=torch.float32, device="cpu") for _ in range(num_layers)]
-
-    def turn(self) -> tuple[float, float]:
-        """Seconds and processor seconds of all of them."""
-        return timed(lambda: [gradient_norm(gradient) for gradient in self._gradients])
+    gradients = [torch.ones(4 * _WIDTH, _WIDTH, dtype=torch.float32, device="cpu") for _ in range(num_layers)]
+    return lambda: timed(lambda: [gradient_norm(gradient) for gradient in gradients])
 
 
-class FusedAdamW:
-    """torch's own, with fp32 main weights and the cast to bf16."""
+def fused_adamw(num_layers: int) -> Turn:
+    """A step of torch's own, with fp32 main weights and the cast to bf16."""
+    numel = 4 * _WIDTH * _WIDTH
+    mains = [torch.nn.Parameter(_random(numel)) for _ in range(num_layers)]
+    weights = [main.detach().bfloat16() for main in mains]
+    for main in mains:
+        main.grad = _random(numel)
+    optimizer = torch.optim.AdamW(mains, lr=1e-4, fused=True)
 
-    def __init__(self, num_layers: int) -> None:
-        numel = 4 * _WIDTH * _WIDTH
-        self._mains = [torch.nn.Parameter(_random(numel)) for _ in range(num_layers)]
-        self._weights = [main.detach().bfloat16() for main in self._mains]
-        for main in self._mains:
-            main.grad = _random(numel)
-        self._optimizer = torch.optim.AdamW(self._mains, lr=1e-4, fused=True)
-
-    def turn(self) -> tuple[float, float]:
-        """Seconds and processor seconds of one step."""
-        return timed(self._step)
-
-    def _step(self) -> None:
-        self._optimizer.step()
-        for weight, main in zip(self._weights, self._mains, strict=True):
+    def step() -> None:
+        optimizer.step()
+        for weight, main in zip(weights, mains, strict=True):
             weight.copy_(main.detach())
 
+    return lambda: timed(step)
 
-class Copies:
+
+def copies(numel: int, num_threads: int) -> Turn:
     """Threads that copy, together, as many bytes as an update of so many parameters moves."""
-
-    def __init__(self, numel: int, num_threads: int) -> None:
-        num_bytes = numel * _MOVED_BYTES // 2 // num_threads  # each byte is read and written
-        self._pairs = [
-            (np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)) for _ in range(num_threads)
-        ]
-        self._pool = ThreadPoolExecutor(num_threads)
-
-    def turn(self) -> tuple[float, float]:
-        """Seconds and processor seconds of one round."""
-        return timed(lambda: list(self._pool.map(lambda pair: np.copyto(*pair), self._pairs)))
+    num_bytes = numel * _MOVED_BYTES // 2 // num_threads  # each byte is read and written
+    pairs = [(np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)) for _ in range(num_threads)]
+    pool = ThreadPoolExecutor(num_threads)
+    return lambda: timed(lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs)))
 
 
 def _random(numel: int) -> torch.Tensor:
@@ -130,12 +115,12 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def alternate(parts: dict[str, Engine | Norms | FusedAdamW | Copies], num_turns: int) -> dict[str, tuple[float, float]]:
+def alternate(parts: dict[str, Turn], num_turns: int) -> dict[str, tuple[float, float]]:
     """Least seconds and processor seconds of each, after a turn that does not count."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in parts}
     for number in range(num_turns + 1):
-        for name, part in parts.items():
-            taken = part.turn()
+        for name, turn in parts.items():
+            taken = turn()
             if number:
                 found[name].append(taken)
     return {name: (min(wall for wall, _ in all_), min(cpu for _, cpu in all_)) for name, all_ in found.items()}
@@ -161,9 +146,9 @@ class Updates:
 
     num_parameters: int
     num_turns: int
-    rows: tuple[Row, ...]
     chunk_seconds: float
     """Processor time that a chunk costs beside its arithmetic."""
+    rows: list[Row]
 
     def table(self) -> Table:
         """All rows."""
@@ -181,15 +166,6 @@ class Updates:
             )
         return made
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "num_parameters": self.num_parameters,
-            "num_turns": self.num_turns,
-            "chunk_seconds": self.chunk_seconds,
-            "rows": [vars(row) for row in self.rows],
-        }
-
 
 def measure_updates(counts: Sequence[int], num_parameters: float, num_turns: int) -> Updates:
     """Four things, each from alternating turns.
@@ -206,14 +182,15 @@ def measure_updates(counts: Sequence[int], num_parameters: float, num_turns: int
     num_layers = max(round(num_parameters / (4 * _WIDTH * _WIDTH)), 1)
     numel = num_layers * 4 * _WIDTH * _WIDTH
     small, large = Engine(num_layers, _SMALL, 1), Engine(num_layers, _LARGE, 1)
-    least = alternate({"small": small, "large": large}, num_turns)
+    least = alternate({"small": small.turn, "large": large.turn}, num_turns)
     cost = (least["small"][1] - least["large"][1]) / (small.num_chunks - large.num_chunks)
     small.close()
     large.close()
 
     engines = {f"{n} workers": Engine(num_layers, _LARGE, n) for n in counts}
-    copies = {f"copies by {n}": Copies(numel, n) for n in counts}
-    least = alternate({**engines, **copies, _NORMS: Norms(num_layers), _FUSED: FusedAdamW(num_layers)}, num_turns)
+    turns = {name: engine.turn for name, engine in engines.items()}
+    turns |= {f"copies by {n}": copies(numel, n) for n in counts}
+    least = alternate({**turns, _NORMS: norms(num_layers), _FUSED: fused_adamw(num_layers)}, num_turns)
     for engine in engines.values():
         engine.close()
     norm_wall, norm_cpu = least[_NORMS]
@@ -228,7 +205,7 @@ def measure_updates(counts: Sequence[int], num_parameters: float, num_turns: int
         wall, cpu = least[f"copies by {count}"]
         rows.append(Row(f"copies by {count}", wall, cpu, numel * _MOVED_BYTES / wall))
     rows += [Row(name, *least[name]) for name in (_NORMS, _FUSED)]
-    return Updates(numel, num_turns, tuple(rows), cost)
+    return Updates(numel, num_turns, cost, rows)
 
 
 __all__ = ["Row", "Updates", "measure_updates"]

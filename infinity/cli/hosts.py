@@ -15,10 +15,14 @@ def read_hostfile(path: Path) -> Hosts:
     """Lines like ``worker-1 slots=8``; what follows a ``#`` is a comment.
 
     Raises:
-        ConfigError: a line is none of these, a host stands there twice, or there is no host.
+        ConfigError: it is no text, a line is none of these, a host stands there twice, or there is no host.
     """
     found: Hosts = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"hostfile '{path}': it is no text. Give lines like: worker-1 slots=8") from error
+    for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shlex
@@ -14,13 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import torch
 
 from infinity.cli import rank_script
 from infinity.cli.hosts import Hosts, chosen, largest_slot, read_hostfile
-from infinity.cli.output import print_json
+from infinity.cli.output import PathType, print_json
 from infinity.errors import ConfigError, InfinityError
 
 _PASSED_ON = ("PYTHONPATH", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "HF_")
@@ -35,32 +36,32 @@ _GRACE_SECONDS = 40.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def add(commands: Any) -> None:
-    """Add the command to a parser's."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "launch",
-        help="start a training on the hosts of a DeepSpeed hostfile",
-        description="Starts torchrun on each host, over ssh, in the present directory and with the same Python. When one ends "
-        "with an error, so do the others, and all do at SIGTERM and Ctrl-C. Without a hostfile, on this host alone, localhost, "
-        "which never needs ssh.",
-    )
-    parser.add_argument("--hostfile", type=Path, help="lines like: worker-1 slots=8")
-    parser.add_argument("--include", default="", help="hosts, or slots of them: worker-1@worker-2:0,2")
-    parser.add_argument("--exclude", default="", help="the same, of what stays out")
-    parser.add_argument("--num_nodes", type=int, help="so many hosts, the first of the hostfile")
-    parser.add_argument("--num_gpus", type=int, help="so many processes on each host, on its first slots")
-    parser.add_argument("--master_addr", help="where the processes meet; by default the first host")
-    parser.add_argument("--master_port", type=int, default=29500, help="default 29500")
-    parser.add_argument("--ssh_port", type=int, help="by default ssh's own")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end; what processes print goes to stderr"
-    )
-    parser.add_argument("script", help="what each process runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    parser.set_defaults(run=_run)
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="""\b
+Examples:
+  infinity launch --num_gpus 4 train.py --epochs 3
+  infinity launch --hostfile hosts --include worker-1@worker-2:0,2 train.py""",
+)
+@click.option("--hostfile", type=PathType(), help="Lines like: worker-1 slots=8.")
+@click.option("--include", default="", help="Hosts, or slots of them: worker-1@worker-2:0,2.")
+@click.option("--exclude", default="", help="The same, of what stays out.")
+@click.option("--num_nodes", type=int, help="So many hosts, the first of the hostfile.")
+@click.option("--num_gpus", type=int, help="So many processes on each host, on its first slots.")
+@click.option("--master_addr", help="Where the processes meet; by default the first host.")
+@click.option("--master_port", type=int, default=29500, show_default=True)
+@click.option("--ssh_port", type=int, help="By default ssh's own.")
+@click.option("--json", is_flag=True, help="Print one JSON object at the end; what processes print goes to stderr.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch(**options: Any) -> None:
+    """Start a training on the hosts of a DeepSpeed hostfile.
 
-
-def _run(arguments: argparse.Namespace) -> None:
+    Starts torchrun on each host, over ssh, in the present directory and with the same Python; each process runs SCRIPT with its
+    ARGUMENTS. When one ends with an error, so do the others, and all do at SIGTERM and Ctrl-C. Without a hostfile, on this host
+    alone, localhost, which never needs ssh.
+    """
+    arguments = SimpleNamespace(**options)
     hosts = _hosts(arguments)
     commands = commands_of(hosts, arguments, os.environ)
     statuses: dict[str, int | None] = dict.fromkeys(hosts)
@@ -72,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> None:
             print_json({"has_succeeded": all(status == 0 for status in statuses.values()), "hosts": each})
 
 
-def _hosts(arguments: argparse.Namespace) -> Hosts:
+def _hosts(arguments: SimpleNamespace) -> Hosts:
     if arguments.hostfile is None:
         if not Path(arguments.script).is_file():
             raise ConfigError(f"{arguments.script}: there is no such script. Give the path of one")
@@ -102,11 +103,11 @@ def _hosts(arguments: argparse.Namespace) -> Hosts:
     return {host: slots[: arguments.num_gpus] for host, slots in found.items()}
 
 
-def _choice(arguments: argparse.Namespace) -> str:
+def _choice(arguments: SimpleNamespace) -> str:
     return str(arguments.include or arguments.exclude)
 
 
-def _environment(slots: Sequence[int], arguments: argparse.Namespace, mine: Mapping[str, str]) -> dict[str, str]:
+def _environment(slots: Sequence[int], arguments: SimpleNamespace, mine: Mapping[str, str]) -> dict[str, str]:
     """What a process on this host gets besides what this one has."""
     if arguments.hostfile is None and not _choice(arguments):
         return {}
@@ -115,7 +116,7 @@ def _environment(slots: Sequence[int], arguments: argparse.Namespace, mine: Mapp
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
-def commands_of(hosts: Hosts, arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, list[str]]:
+def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[str, str]) -> dict[str, list[str]]:
     """Host -> what to start for it on this one."""
     is_alone = len(hosts) == 1 and next(iter(hosts)) in _LOCAL_NAMES
     master = arguments.master_addr or ("127.0.0.1" if is_alone else next(iter(hosts)).rpartition("@")[2])

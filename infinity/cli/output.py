@@ -45,8 +45,15 @@ def json_or_file_option(function: _F) -> _F:
         flag_value=STDOUT,
         metavar="[FILE]",
         type=PathType(dir_okay=False, writable=True),
+        callback=_checked,
         help="Print one JSON object instead of tables; with FILE, write it there.",
     )(function)
+
+
+def _checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    if path is not None:
+        check_output(path)
+    return path
 
 
 def check_output(path: Path, option: str = "--json") -> None:

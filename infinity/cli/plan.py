@@ -193,7 +193,7 @@ def plan(
                 "machine": dataclasses.asdict(machine),
                 "chosen": _as_json(given),
                 "choices": [_as_json(each) for each in rungs],
-                "smallest_change": None if change is None else dict(change.change.beyond(given)),
+                "smallest_change": None if change is None else change.beyond(given),
                 "largest": None if most is None else {"num_layers": most[0], "num_parameters": most[1]},
             }
         )
@@ -306,7 +306,7 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
     elif change is None:
         console.print("No change of the config helps: it takes more memory or more space on the drives.", markup=False)
     else:
-        changes = change.change.beyond(given).items()
+        changes = change.beyond(given).items()
         keys = ", ".join(f"{key} = {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes)
         console.print(f"The smallest change that makes it fit: {keys}", markup=False)
 

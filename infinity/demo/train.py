@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -35,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model comes from a config: n
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.cli.output import Console
+from infinity.cli.output import Console, print_json
 from swapper import SwapperError
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
@@ -90,7 +89,7 @@ SIZES = {
 }
 
 
-def parse_arguments(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Every option that has no default here takes it from the config or from the model's size."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -375,15 +374,13 @@ BREAKDOWN = (
 def draw(history: History, path: Path) -> None:
     """Loss curve above, below it where the time of each step went."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         console.print("No picture: matplotlib is not installed (pip install 'infinity-offload[plot]').")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     steps = range(1, len(history.losses) + 1)
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
+    figure = Figure(figsize=(9, 7), layout="tight")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.plot(steps, history.losses, color="#1f4e79", linewidth=1.8)
     above.set(ylabel="loss (nats per byte)", title="Loss")
     parts = [[getattr(report, name) for report in history.reports] for _, name in BREAKDOWN]
@@ -396,7 +393,6 @@ def draw(history: History, path: Path) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:  # what was measured is told all the same
@@ -406,9 +402,8 @@ def draw(history: History, path: Path) -> None:
 
 
 def as_json(engine: infinity.Engine, history: History, peak_bytes: int, problem: str | None) -> dict[str, Any]:
-    """The plan in short, and the report of each step; what is no number is null."""
+    """The plan in short, and the report of each step."""
     plan = engine.plan
-    steps = [{name: _plain(value) for name, value in asdict(report).items()} for report in history.reports]
     return {
         "num_parameters": plan.num_parameters,
         "states_bytes": plan.states_bytes,
@@ -418,28 +413,23 @@ def as_json(engine: infinity.Engine, history: History, peak_bytes: int, problem:
         "predicted_write_bytes_per_step": plan.predicted_write_bytes_per_step,
         "tokens_per_step": history.tokens_per_step,
         "problem": problem,
-        "steps": steps,
+        "steps": [asdict(report) for report in history.reports],
     }
 
 
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def main(command_line: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Sets up, trains, prints. Returns the exit code: 0, 1 if training ended early, 130 if Ctrl-C ended it.
 
     Raises:
         InfinityError: it could not begin, as SwapperError and KeyboardInterrupt.
     """
-    arguments = parse_arguments(command_line, prog)
     result: dict[str, Any] = {}
     try:
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
             return run(arguments, result)
     finally:
         if result:
-            json.dump(result, sys.stdout, indent=2, allow_nan=False)
+            print_json(result)
 
 
 def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:

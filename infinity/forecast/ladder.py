@@ -61,21 +61,6 @@ MOST_LAYERS = 1 << 10
 
 
 @dataclass(frozen=True)
-class Change:
-    """What is written into a config: by dotted key. Empty for the config as it is."""
-
-    keys: Mapping[str, Any]
-
-    def beyond(self, given: Outcome) -> Mapping[str, Any]:
-        """The keys whose values are not those of the config that was given; paths aside."""
-        same = {
-            "zero_optimization.offload_param.device": given.param_tier,
-            "zero_optimization.offload_optimizer.device": given.optimizer_tier,
-        }
-        return {k: v for k, v in self.keys.items() if not k.endswith("nvme_path") and (k not in same or same[k] != v)}
-
-
-@dataclass(frozen=True)
 class Part:
     """Of a training on several ranks, what one of them has.
 
@@ -109,7 +94,7 @@ class Outcome:
 
     Attributes:
         param_tier, optimizer_tier: "none", "cpu" or "nvme".
-        change: what it differs in from the config that was given.
+        changes: what it differs in from the config that was given, by dotted key.
         plan: the engine's; None if it would refuse.
         minimum_bytes: the least host memory with which an engine begins; 0 where a GPU's is too small.
         problem: why it does not fit; None if it does.
@@ -121,7 +106,7 @@ class Outcome:
 
     param_tier: str
     optimizer_tier: str
-    change: Change
+    changes: Mapping[str, Any]
     plan: Plan | None
     minimum_bytes: int
     problem: str | None
@@ -140,6 +125,15 @@ class Outcome:
         """Of a step, at least; None if the drives' speed is unknown."""
         seconds = None if self.plan is None else self.plan.predicted_step_seconds
         return seconds or None
+
+    def beyond(self, given: Outcome) -> dict[str, Any]:
+        """Its changes whose values are not those of the config that was given; paths aside."""
+        same = {
+            "zero_optimization.offload_param.device": given.param_tier,
+            "zero_optimization.offload_optimizer.device": given.optimizer_tier,
+        }
+        changes = self.changes.items()
+        return {k: v for k, v in changes if not k.endswith("nvme_path") and (k not in same or same[k] != v)}
 
     def as_plain(self) -> dict[str, Any]:
         """For JSON, without times."""
@@ -227,7 +221,7 @@ class Ladder:
 
     def _page_that_fits(self, given: Outcome) -> dict[str, Any]:
         """The least ``page_bytes``, where the config's are less; else nothing."""
-        config = self._config(given.change.keys)
+        config = self._config(given.changes)
         if config.infinity.page_bytes is None:
             return {}
         try:
@@ -264,9 +258,9 @@ class Ladder:
             tracker = draft.tracker(*draft.place(), self._machine.room_bytes)
         except BudgetTooSmallError as error:
             least = error.minimum_bytes + room if error.key == HOST_KEY else 0
-            return Outcome(*tiers, Change(keys), None, least, _too_small(error, room), self._tokens, itemsize)
+            return Outcome(*tiers, keys, None, least, _too_small(error, room), self._tokens, itemsize)
         except (ConfigValueError, OptimizerNotPageableError) as error:  # as an engine would
-            return Outcome(*tiers, Change(keys), None, 0, str(error), self._tokens, itemsize, lacks_room=False)
+            return Outcome(*tiers, keys, None, 0, str(error), self._tokens, itemsize, lacks_room=False)
         plan = tracker.first
         machine = self._machine
         speed = machine.flops_per_second
@@ -287,7 +281,7 @@ class Ladder:
                 problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
         least = plan.minimum_budget_bytes + room
         kinds = tracker.workload.prediction(plan.placement).kinds
-        return Outcome(*tiers, Change(keys), plan, least, problem, self._tokens, itemsize, kinds)
+        return Outcome(*tiers, keys, plan, least, problem, self._tokens, itemsize, kinds)
 
     def _drive_problem(self, volumes: Volumes) -> str | None:
         """Which drives are too small: those of one volume, or all of them for all volumes."""
@@ -458,4 +452,4 @@ def _last(fits: Callable[[int], bool]) -> int:
     return low
 
 
-__all__ = ["MOST_LAYERS", "OFFLOADS", "PLAIN", "Change", "Ladder", "Outcome", "Part"]
+__all__ = ["MOST_LAYERS", "OFFLOADS", "PLAIN", "Ladder", "Outcome", "Part"]

@@ -35,6 +35,7 @@ from infinity.forecast.ladder import Ladder, Outcome, Part
 from infinity.forecast.machine import Machine
 from infinity.planning.bandwidth_cache import Bandwidth
 from infinity.planning.inputs import FP32_BYTES
+from infinity.planning.plan import Plan
 
 NUM_RANKS = tuple(1 << power for power in range(10))
 """1 to 512."""
@@ -162,12 +163,9 @@ class Scale:
             return self._scaled(stage, num_ranks, self._ladder(stage, num_ranks).rung(param, optimizer))
         if self._config is not None:
             return self._scaled(stage, num_ranks, self._ladder(stage, num_ranks).given())
-        last = None
-        for last in self.choices(stage, num_ranks):
+        for last in self.choices(stage, num_ranks):  # there is one at least
             if last.outcome.fits:
                 break
-        if last is None:
-            raise ValueError("a ladder has rungs")
         return last
 
     def _ladder(self, stage: int, num_ranks: int) -> Ladder:
@@ -176,20 +174,21 @@ class Scale:
         return Ladder(self._model, self._config, machine, self._nvme_path, self._tokens, part)
 
     def _scaled(self, stage: int, num_ranks: int, outcome: Outcome) -> Scaled:
-        nodes = self._cluster.num_nodes(num_ranks)
-        sent = _sent_bytes(outcome, stage, num_ranks)
-        return Scaled(stage, num_ranks, nodes, outcome, sent, self._time(outcome, stage, num_ranks, sent))
+        nodes, plan = self._cluster.num_nodes(num_ranks), outcome.plan
+        sent = 0 if plan is None else _sent_bytes(plan, outcome.weight_itemsize, stage, num_ranks)
+        time = None if plan is None else self._time(outcome, plan, stage, num_ranks, sent)
+        return Scaled(stage, num_ranks, nodes, outcome, sent, time)
 
-    def _time(self, outcome: Outcome, stage: int, num_ranks: int, sent_bytes: int) -> StepTime | None:
-        plan, cluster = outcome.plan, self._cluster
-        if not outcome.fits or plan is None or plan.compute_seconds is None or plan.predicted_io_seconds is None:
+    def _time(self, outcome: Outcome, plan: Plan, stage: int, num_ranks: int, sent_bytes: int) -> StepTime | None:
+        cluster = self._cluster
+        if not outcome.fits or plan.compute_seconds is None or plan.predicted_io_seconds is None:
             return None
         moved = plan.predicted_read_bytes_per_step + plan.predicted_write_bytes_per_step
         states = sum(outcome.moved_kinds.get("optimizer state", (0, 0)))
         of_states = plan.predicted_io_seconds * states / moved if moved else 0.0
         model = {DRIVES: plan.predicted_io_seconds - of_states}
         if cluster.pcie_bytes_per_second and not cluster.node.shares_host_memory:
-            model[PCIE] = _pcie_bytes(outcome, stage, num_ranks) / cluster.pcie_bytes_per_second
+            model[PCIE] = _pcie_bytes(outcome, plan, stage, num_ranks) / cluster.pcie_bytes_per_second
         if cluster.link_bytes_per_second:
             model[LINK] = sent_bytes / cluster.link_bytes_per_second
         if cluster.network_bytes_per_second and cluster.num_nodes(num_ranks) > 1:
@@ -197,39 +196,32 @@ class Scale:
         return StepTime(plan.compute_seconds, {MODEL: model, STATES: {DRIVES: of_states}})
 
 
-def _sent_bytes(outcome: Outcome, stage: int, num_ranks: int) -> int:
-    plan = outcome.plan
-    if plan is None or num_ranks == 1:
-        return 0
+def _sent_bytes(plan: Plan, weight_itemsize: int, stage: int, num_ranks: int) -> int:
     trained = plan.num_trainable
     if stage == 0:
         volume = 2 * FP32_BYTES * trained
     elif stage < 3:
-        volume = (FP32_BYTES + outcome.weight_itemsize) * trained
+        volume = (FP32_BYTES + weight_itemsize) * trained
     else:
-        volume = FP32_BYTES * trained + 2 * _passes(outcome) * _weight_bytes(outcome)
+        volume = FP32_BYTES * trained + 2 * _passes(plan) * _weight_bytes(plan)
     return volume * (num_ranks - 1) // num_ranks
 
 
-def _pcie_bytes(outcome: Outcome, stage: int, num_ranks: int) -> int:
+def _pcie_bytes(outcome: Outcome, plan: Plan, stage: int, num_ranks: int) -> int:
     """To the GPU or from it, whichever is more: both ways are busy at the same time."""
-    plan = outcome.plan
-    if plan is None:
-        return 0
     resident = sum(plan.units[index][1] for index in plan.placement.resident_units)
     updates_there = outcome.optimizer_tier == "none"
-    up = 2 * _passes(outcome) * (_weight_bytes(outcome) - resident) + (0 if updates_there else resident)
+    up = 2 * _passes(plan) * (_weight_bytes(plan) - resident) + (0 if updates_there else resident)
     down = 0 if updates_there else plan.num_micro_batches * outcome.weight_itemsize * plan.num_trainable
     return max(up, down) // (num_ranks if stage == 3 else 1)
 
 
-def _passes(outcome: Outcome) -> int:
-    plan = outcome.plan
-    return 1 if plan is None or plan.traffic.is_vertical else plan.num_micro_batches
+def _passes(plan: Plan) -> int:
+    return 1 if plan.traffic.is_vertical else plan.num_micro_batches
 
 
-def _weight_bytes(outcome: Outcome) -> int:
-    return 0 if outcome.plan is None else sum(size for _, size in outcome.plan.units)
+def _weight_bytes(plan: Plan) -> int:
+    return sum(size for _, size in plan.units)
 
 
 def beyond(stages: Sequence[int]) -> list[str]:

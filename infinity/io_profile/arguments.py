@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 
@@ -47,7 +47,7 @@ class Asked:
 
 
 def parse(command_line: Sequence[str] | None, prog: str | None, description: str | None) -> Asked:
-    """Read the command line. Exits with 2 and a sentence where something cannot be done."""
+    """Read a command line (None: this process's). Exits with 2 and a sentence where something cannot be done."""
     parser = _parser(prog, description)
     options = parser.parse_args(command_line)
     remarks: list[str] = []
@@ -177,17 +177,16 @@ def _effort(options: argparse.Namespace, remarks: list[str]) -> Effort:
             remarks.append(f"{option}: {num_bytes} bytes rounded up to {rounded}, a multiple of {ALIGNMENT}")
         return rounded
 
-    effort = QUICK if options.quick else FULL
-    if options.size is not None:
-        effort = replace(effort, file_bytes=aligned("--size", options.size))
-    if options.seconds is not None:
-        effort = replace(effort, sample_seconds=options.seconds, pair_seconds=options.seconds)
-    if options.repetitions is not None:
-        effort = replace(effort, num_repetitions=options.repetitions)
-    if options.pairs is not None:
-        effort = replace(effort, num_pairs=options.pairs)
-        if options.pairs < LEAST_PAIRS:
-            remarks.append(f"--pairs {options.pairs}: fewer than {LEAST_PAIRS} leave the interval wide")
+    given: dict[str, Any] = {
+        "file_bytes": options.size and aligned("--size", options.size),
+        "sample_seconds": options.seconds,
+        "pair_seconds": options.seconds,
+        "num_repetitions": options.repetitions,
+        "num_pairs": options.pairs,
+    }
+    effort = replace(QUICK if options.quick else FULL, **{name: value for name, value in given.items() if value})
+    if effort.num_pairs < LEAST_PAIRS:
+        remarks.append(f"--pairs {options.pairs}: fewer than {LEAST_PAIRS} leave the interval wide")
     if options.request_sizes is not None:
         sizes = [aligned("--request-sizes", size) for size in options.request_sizes]
         if max(sizes) > _LARGEST_REQUEST:

@@ -39,13 +39,11 @@ def draw(path: Path, results: Results, effort: Effort, subtitle: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     sizes, depths = effort.over_sizes, effort.over_depths
-    figure, rows = pyplot.subplots(2, len(WORKLOADS), figsize=(13, 7.6), sharey="col", layout="constrained")
+    figure = Figure(figsize=(13, 7.6), layout="constrained")
+    rows = figure.subplots(2, len(WORKLOADS), sharey="col")
     for column, workload in enumerate(WORKLOADS):
         for axes, points in ((rows[0][column], sizes), (rows[1][column], depths)):
             _draw_lines(axes, results, workload, points)
@@ -69,7 +67,6 @@ def draw(path: Path, results: Results, effort: Effort, subtitle: str) -> None:
     figure.suptitle(f"{subtitle}{partial}", fontsize=12, fontweight="bold")
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=130)
-    pyplot.close(figure)
 
 
 def _title(results: Results, workload: Workload, title: str) -> str:

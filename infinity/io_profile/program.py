@@ -16,13 +16,12 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from infinity.console import Console
 from infinity.io_profile import config_file, fio, picture, tables
 from infinity.io_profile.advice import Advice, advise
-from infinity.io_profile.arguments import STDOUT, Asked, parse
+from infinity.io_profile.arguments import STDOUT, Asked
 from infinity.io_profile.display import Display
 from infinity.io_profile.machine import describe_machine, why_no_copies
 from infinity.io_profile.model import facts_of
@@ -38,18 +37,13 @@ from swapper.measure.measurement import DriveTest
 from swapper.measure.speeds import with_speeds
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+def run(asked: Asked) -> int:
     """Measure and report what a command line asks for.
-
-    Args:
-        arguments: those after the program's name; None: this process's.
-        prog: the program's name in its help; None: that of this process.
 
     Returns:
         The exit code: 0, 1 if a drive failed, 2 if a directory turned out to be useless, 130 after Ctrl-C or SIGTERM.
-        Other bad input ends the process with 2. Both signals are ignored from then on.
+        Both signals are ignored from then on.
     """
-    asked = parse(arguments, prog, __doc__)
     is_printed = asked.options.json == STDOUT
     console = Console(highlight=False, stderr=is_printed, width=None if sys.stdout.isatty() else 100)
     executable = None if asked.options.no_fio else shutil.which("fio")

@@ -204,14 +204,11 @@ class Session:
         return self._run_fio(engine, point, workload)
 
     def _run_fio(self, engine: str, point: Point, workload: Workload) -> bool:
-        sample = self._sample_fio(self._job_at(engine, point), workload, self._effort.sample_seconds)
+        job = job_at(engine, point, num_files=self._num_directories, num_cores=self._num_cores)
+        sample = self._sample_fio(job, workload, self._effort.sample_seconds)
         if sample is not None:
             self._results.add_fio(sample)
         return True
-
-    def _job_at(self, engine: str, point: Point) -> FioJob:
-        num_files = 1 if self._fio is None else self._fio.num_files
-        return job_at(engine, point, num_files=num_files, num_cores=self._num_cores)
 
     def _sample_fio(self, job: FioJob, workload: Workload, seconds: float) -> FioSample | None:
         if self._fio is None:

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import StepOrderError
-from infinity.profiling.module_count import ModuleCount
 from infinity.profiling.numbers_as_text import (
     bytes_to_string,
     duration_to_string,
@@ -27,7 +26,7 @@ from infinity.profiling.numbers_as_text import (
     number_to_string,
     params_to_string,
 )
-from infinity.profiling.profile_text import model_profile, show
+from infinity.profiling.profile_text import ModuleCount, model_profile, params_of, show
 from infinity.torch_internals.attention_flops import attention_formulas
 
 
@@ -134,7 +133,7 @@ class FlopsProfiler:
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Elements of the model's parameters, each once."""
-        num = sum(parameter.numel() for parameter in self.model.parameters())
+        num = params_of(self.model)
         return params_to_string(num) if as_string else num
 
     def print_model_profile(

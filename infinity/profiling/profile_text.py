@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 from torch import nn
 
-from infinity.profiling.module_count import Counted, ModuleCount
 from infinity.profiling.numbers_as_text import (
     duration_to_string,
     flops_to_string,
@@ -26,6 +27,27 @@ Counted are matrix products, convolutions and attention, two operations for each
 submodules (attention by a function, a loss) is its own. The time is that of the forward that was counted, with the wait for
 paged weights, and counting takes time itself: infinity.timeline and engine.report have those of ordinary steps.
 """
+
+
+@dataclass
+class ModuleCount:
+    """What one module did in all its calls, with all that it called."""
+
+    flops: int = 0
+    """Floating-point operations of its forward."""
+    seconds: float = 0.0
+    """With the wait for its weights, where those are paged."""
+    num_calls: int = 0
+
+
+class Counted(Protocol):
+    """A model of which modules were counted."""
+
+    model: nn.Module
+    ds_engine: Any
+    recompute_fwd_factor: float
+
+    def count_of(self, module: nn.Module) -> ModuleCount: ...
 
 
 def model_profile(counted: Counted, step: int, module_depth: int, top_modules: int, *, detailed: bool) -> str:
@@ -47,12 +69,13 @@ def show(text: str, file: str | Path | None) -> None:
     Path(file).write_text(f"{text}\n")
 
 
-def _params(module: nn.Module) -> int:
+def params_of(module: nn.Module) -> int:
+    """Elements of its parameters, each once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _summary(counted: Counted) -> Iterator[tuple[str, object]]:
-    engine, whole, params = counted.ds_engine, counted.count_of(counted.model), _params(counted.model)
+    engine, whole, params = counted.ds_engine, counted.count_of(counted.model), params_of(counted.model)
     if engine is not None:
         yield "world size", engine.world_size
         yield "data parallel size", engine.dp_world_size
@@ -92,7 +115,7 @@ def _aggregated(counted: Counted, module_depth: int, num: int) -> Iterator[str]:
 
     walk(counted.model, 0)
     kinds: list[tuple[str, Callable[[nn.Module], float], Callable[[float], str]]] = [
-        ("params", _params, params_to_string),
+        ("params", params_of, params_to_string),
         ("MACs", lambda module: counted.count_of(module).flops // 2, macs_to_string),
         ("fwd latency", lambda module: counted.count_of(module).seconds, duration_to_string),
     ]
@@ -108,10 +131,10 @@ def _aggregated(counted: Counted, module_depth: int, num: int) -> Iterator[str]:
 
 
 def _detailed(counted: Counted) -> str:
-    whole, params = counted.count_of(counted.model), _params(counted.model)
+    whole, params = counted.count_of(counted.model), params_of(counted.model)
 
     def facts(module: nn.Module, count: ModuleCount) -> str:
-        own = _params(module)
+        own = params_of(module)
         items = [
             f"{params_to_string(own)} = {_share(own, params)} Params",
             f"{macs_to_string(count.flops // 2)} = {_share(count.flops, whole.flops)} MACs",
@@ -135,4 +158,4 @@ def _share(part: float, whole: float) -> str:
     return f"{round(100 * part / whole, 2) if whole else 0:g}%"
 
 
-__all__ = ["model_profile", "show"]
+__all__ = ["ModuleCount", "model_profile", "params_of", "show"]

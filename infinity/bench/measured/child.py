@@ -14,18 +14,9 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from .models import Workload
-
-
-class Program(Protocol):
-    """What a measured program can do."""
-
-    def step(self) -> float: ...
-    def flush(self) -> None: ...
-    def describe(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
+from .models import Program, Workload
 
 
 def make_program(kind: str, workload: Workload, settings: dict[str, Any]) -> Program:
@@ -105,8 +96,7 @@ def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, An
     for line in sys.stdin:
         answer = run_turn(program, int(json.loads(line)["num_steps"]))
         answer["description"] = program.describe()
-        take_reports = getattr(program, "take_reports", None)  # only our engine has any
-        answer["reports"] = take_reports() if take_reports is not None else []
+        answer["reports"] = program.take_reports()
         _tell(answers, answer)
     program.close()
 

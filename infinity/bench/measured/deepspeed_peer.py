@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .models import Workload, build_model, micro_batches
+from .models import Program, Workload, build_model, micro_batches
 
 # Without the launcher DeepSpeed looks for these, and asks for mpi4py when they are missing.
 _LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -34,12 +34,7 @@ def make_config(workload: Workload, settings: dict[str, Any], largest_numel: int
     if settings["variant"] == "pipelined":
         # AdamW with both pipelines needs three sets of four buffers; 8 and 9 assert.
         offload_optimizer |= {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-    return {
-        "train_micro_batch_size_per_gpu": workload.batch_size,
-        "gradient_accumulation_steps": workload.num_micro_batches,
-        "gradient_clipping": workload.clip,
-        "bf16": {"enabled": workload.dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": workload.optimizer_params()},
+    return workload.config() | {
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": _LEAN_ELEMENTS,
@@ -60,8 +55,11 @@ def make_config(workload: Workload, settings: dict[str, Any], largest_numel: int
     }
 
 
-class DeepSpeedPeer:
-    """Drives a DeepSpeed engine one optimizer step at a time."""
+class DeepSpeedPeer(Program):
+    """Drives a DeepSpeed engine one optimizer step at a time, which ends with its writes done.
+
+    It is not closed: DeepSpeed's own shutdown aborts now and then.
+    """
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
         os.environ.update(_LAUNCHER)
@@ -79,7 +77,6 @@ class DeepSpeedPeer:
         self._batches = micro_batches(workload, self._engine.device)
 
     def step(self) -> float:
-        """Runs one optimizer step and returns the mean loss of its micro-batches."""
         total = 0.0
         for _ in range(self._workload.num_micro_batches):
             loss = self._engine(**next(self._batches)).loss
@@ -88,15 +85,8 @@ class DeepSpeedPeer:
             total += float(loss.detach())
         return total / self._workload.num_micro_batches
 
-    def flush(self) -> None:
-        """DeepSpeed's step ends with its writes done."""
-
     def describe(self) -> dict[str, Any]:
-        """What the report prints besides times."""
         return {"num_parameters": self._num_parameters}
-
-    def close(self) -> None:
-        """The process is ended by its parent: DeepSpeed's own shutdown aborts now and then."""
 
 
 def _free_port() -> int:

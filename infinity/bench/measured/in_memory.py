@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .models import Workload, build_model, micro_batches
+from .models import Program, Workload, build_model, micro_batches
 
 
-class InMemory:
+class InMemory(Program):
     """Mixed precision as the engine defines it: fp32 main weights and gradients, model weights cast after each step."""
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
@@ -27,7 +27,6 @@ class InMemory:
         self._batches = micro_batches(workload, self._device)
 
     def step(self) -> float:
-        """Runs one optimizer step and returns the mean loss of its micro-batches."""
         total = 0.0
         scale = self._workload.num_micro_batches
         for _ in range(scale):
@@ -58,8 +57,4 @@ class InMemory:
             torch.cuda.synchronize()
 
     def describe(self) -> dict[str, Any]:
-        """What the report prints besides times."""
         return {"num_parameters": sum(p.numel() for p in self._params), "device": str(self._device)}
-
-    def close(self) -> None:
-        """Nothing to release: the process ends."""

@@ -1,4 +1,4 @@
-"""The benchmark's models and batches. Imported by every measured program, so it needs torch and transformers only."""
+"""The benchmark's models and batches, and what a program does with them. Every one imports it: it needs torch, transformers."""
 
 from __future__ import annotations
 
@@ -64,6 +64,38 @@ class Workload:
     def optimizer_params(self) -> dict[str, Any]:
         """AdamW's arguments, the same for every participant."""
         return {"lr": self.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+    def config(self) -> dict[str, Any]:
+        """What a config of DeepSpeed says of it, the same for every participant that reads one."""
+        return {
+            "train_micro_batch_size_per_gpu": self.batch_size,
+            "gradient_accumulation_steps": self.num_micro_batches,
+            "gradient_clipping": self.clip,
+            "bf16": {"enabled": self.dtype == "bfloat16"},
+            "optimizer": {"type": "AdamW", "params": self.optimizer_params()},
+        }
+
+
+class Program:
+    """What a measured program can do."""
+
+    def step(self) -> float:
+        """Run one optimizer step, and return the mean loss of its micro-batches."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """What the report prints besides times."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Wait for what a step has left pending: nothing here."""
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """What an engine says of the steps since the last call; only ours says anything."""
+        return []
+
+    def close(self) -> None:
+        """Release what outlives the process: nothing here."""
 
 
 def build_model(workload: Workload) -> torch.nn.Module:

@@ -8,19 +8,14 @@ from typing import Any
 
 import torch
 
-from .models import Workload, build_model, micro_batches
+from .models import Program, Workload, build_model, micro_batches
 
 
 def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON config of the run: DeepSpeed's keys plus our budget."""
     device = settings.get("device", "nvme")
     place = {"device": device} | ({"nvme_path": settings["directory"]} if device == "nvme" else {})
-    return {
-        "train_micro_batch_size_per_gpu": workload.batch_size,
-        "gradient_accumulation_steps": workload.num_micro_batches,
-        "gradient_clipping": workload.clip,
-        "bf16": {"enabled": workload.dtype == "bfloat16"},
-        "optimizer": {"type": "AdamW", "params": workload.optimizer_params()},
+    return workload.config() | {
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "infinity": {
             "host_memory_budget": settings["budget"],
@@ -33,7 +28,7 @@ def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Ours:
+class Ours(Program):
     """Drives the engine one optimizer step at a time."""
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:

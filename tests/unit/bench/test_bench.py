@@ -14,9 +14,9 @@ import pytest
 
 from infinity.bench.case import Case, CaseResult, Outcome
 from infinity.bench.cgroup import Cgroup, block_device
-from infinity.bench.drive import Drive, DriveSample
+from infinity.bench.drive import DriveSample, is_available, mixed_rate
 from infinity.bench.measured.child import run_turn
-from infinity.bench.measured.models import MODEL_SIZES, Workload
+from infinity.bench.measured.models import MODEL_SIZES, Program, Workload
 from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
 from infinity.bench.program import numbered
 from infinity.bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone, remarks
@@ -44,10 +44,10 @@ def test_throttled_bound_is_the_larger_direction() -> None:
 
 @pytest.mark.root
 def test_fio_is_held_to_the_speed_of_the_throttle(nvme_dir: Path, blkio_cgroup: object) -> None:
-    if not Drive.is_available():
+    if not is_available():
         pytest.skip("fio is not installed")
-    with Drive(nvme_dir, bytes_per_second=40_000_000, num_bytes=32 << 20, run_seconds=2) as drive:
-        sample = drive.sample(0.5)
+    with mixed_rate(nvme_dir, bytes_per_second=40_000_000, num_bytes=32 << 20, run_seconds=2) as sample_drive:
+        sample = sample_drive(0.5)
     for speed in (sample.read_bytes_per_second, sample.write_bytes_per_second):
         assert 20e6 < speed < 48e6
     assert list(nvme_dir.iterdir()) == []
@@ -135,7 +135,7 @@ def test_each_case_has_a_trace_of_its_own() -> None:
     assert names == ["trace.json", "trace-2.json", "trace-3.json"]
 
 
-class _Program:
+class _Program(Program):
     """Counts what the turn asks of it."""
 
     def __init__(self) -> None:
@@ -150,9 +150,6 @@ class _Program:
 
     def describe(self) -> dict[str, object]:
         return {}
-
-    def close(self) -> None:
-        self.calls.append("close")
 
 
 def test_a_turn_ends_with_its_flush_and_counts_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from infinity.bench.cgroup import why_unavailable
 from infinity.bench.measured.models import Workload
-from infinity.bench.scale import Try, Way, attempt, draw, largest, scale_table, ways
+from infinity.bench.scale import Try, attempt, draw, largest, scale_table, ways
 
 
 def _search(fits: int, most: int = 64) -> tuple[int | None, int | None, list[int]]:
@@ -50,11 +50,11 @@ def test_the_table_and_the_picture_tell_both(tmp_path: Path) -> None:
 
 
 def test_ways_share_the_limit() -> None:
-    found = {way.name: way.spec for way in ways(1000, iter(()))}
+    found = ways(1000, ())
     assert [spec.memory_limit_bytes for spec in found.values()] == [1000] * 3
     assert found["offload to RAM"].settings["budget"] == 500
-    (roomy,) = [way for way in ways(4 << 30, iter(())) if way.name == "offload to RAM"]
-    assert roomy.spec.settings["budget"] == (4 << 30) - (800 << 20), "all but what the process takes besides"
+    roomy = ways(4 << 30, ())["offload to RAM"]
+    assert roomy.settings["budget"] == (4 << 30) - (800 << 20), "all but what the process takes besides"
 
 
 def test_a_model_that_trains_and_one_that_the_kernel_ends(nvme_dir: Path) -> None:
@@ -63,8 +63,7 @@ def test_a_model_that_trains_and_one_that_the_kernel_ends(nvme_dir: Path) -> Non
         pytest.skip(reason)
     workload = Workload(model="tiny", num_layers=1, seq_len=8)
     for limit, trains in ((2 << 30, True), (32 << 20, False)):
-        way: Way = ways(limit, iter(()))[0]
-        made = attempt(way, workload, nvme_dir, 1)
+        made = attempt(ways(limit, ())["plain torch"], workload, nvme_dir, 1)
         if trains:
             assert made.problem is None and made.seconds_per_step is not None
             assert made.peak_bytes is not None and 50e6 < made.peak_bytes < limit

@@ -150,7 +150,7 @@ def test_the_change_that_is_told_fits(tmp_path: Path) -> None:
     assert not refused.fits
     change = ladder.smallest_change(refused)
     assert change is not None and change.fits
-    assert ladder.outcome(change.change.keys).fits
+    assert ladder.outcome(change.changes).fits
 
 
 @pytest.mark.parametrize("ours", [{"durable": True}, {"activations": "nvme"}], ids=str)
@@ -334,7 +334,7 @@ def test_free_memory_is_a_change_that_helps(
     given = ladder.given()
     assert not given.fits
     found = ladder.smallest_change(given)
-    assert found is not None and found.change.beyond(given) == change
+    assert found is not None and found.beyond(given) == change
 
 
 def test_a_token_is_computed_with_the_chosen_experts() -> None:
@@ -408,7 +408,7 @@ def test_pages_that_are_too_small_are_made_as_large_as_they_must_be(tmp_path: Pa
     ladder = Ladder(shapes, config, _SMALL, str(tmp_path), 64)
     found = ladder.smallest_change(ladder.given())
     assert found is not None
-    ((key, least),) = found.change.beyond(ladder.given()).items()
+    ((key, least),) = found.beyond(ladder.given()).items()
     assert key == "infinity.page_bytes"
     for num_bytes, fits in ((least, True), (least - 4096, False)):
         assert Ladder(shapes, config, _SMALL, str(tmp_path), 64).outcome({key: num_bytes}).fits is fits

@@ -1,0 +1,37 @@
+"""How tools put what they print into a page of Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+WIDTH = 118
+
+
+def wrapped(text: str) -> str:
+    """Broken into lines at its spaces."""
+    return "\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False))
+
+
+def item(text: str) -> str:
+    """Of a list. Code may be broken where it has spaces: Markdown joins its lines again."""
+    lines = textwrap.wrap(f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def between(marks: tuple[str, str], printed: str, page: Path) -> str:
+    """A page's text, with what is printed between its two marks."""
+    text = page.read_text()
+    return f"{text.partition(marks[0])[0]}{marks[0]}\n\n{printed}\n{marks[1]}{text.partition(marks[1])[2]}"
+
+
+def print_or_write(description: str | None, page: Path, printed: Callable[[], str], written: Callable[[], str]) -> None:
+    """The command line of a tool: without ``--write`` it prints; with it, all of the page is written anew."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"put it into {page.parent.name}/{page.name}")
+    if parser.parse_args().write:
+        page.write_text(written())
+    else:
+        print(printed(), end="")
