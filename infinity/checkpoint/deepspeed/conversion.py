@@ -88,7 +88,6 @@ def convert(
                     part = piece[start : start + _PART_NUMEL].to(each.dtype).contiguous()
                     writer.write(part)
                     progress("Writing", part.numel() * each.dtype.itemsize, num_bytes)
-            writer.finish()
         saved.write_rest(_rest(contents))
     return Converted(
         files.folder,
