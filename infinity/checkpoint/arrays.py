@@ -30,6 +30,8 @@ from swapper.volumes.thread_pool import Work
 from swapper.wrappers.checksum import crc32c
 
 CHUNK_BYTES = 2 << 20
+WEIGHT = "weight"
+"""The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
 TENSORS = "tensors.zarr"
 _ALIGNMENT = 4096
 _CRC_BYTES = 4
@@ -68,7 +70,7 @@ class ArraySpec:
     Attributes:
         group: "parameters" or "buffers".
         fqn: of the parameter or buffer.
-        kind: "weight", or the name of an optimizer state (fp32).
+        kind: `WEIGHT`, or the name of an optimizer state (fp32).
         shape: of the tensor; the order of elements is C's.
         dtype: of the tensor: fp32 for main weights and states.
         chunk: shape of an inner chunk: it is contiguous in the tensor.
@@ -228,16 +230,17 @@ class SavedTensor(ArraySpec):
             blocks = threads or stack.enter_context(BlockThreads(max(CHUNK_BYTES, self.block_bytes)))
             yield from ArrayReader(blocks, self).parts()
 
-    def read(self, threads: BlockThreads | None = None) -> torch.Tensor:
-        """The whole tensor, in memory.
+    def read(self, threads: BlockThreads | None = None, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole tensor; in memory, or in ``into``, contiguous and of its shape and dtype.
 
         Raises:
             CheckpointError: something of it is damaged.
         """
-        whole = torch.empty(self.numel, dtype=self.dtype, device="cpu")
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu") if into is None else into
+        flat = whole.view(-1)
         for start, part in self.parts(threads):
-            whole[start : start + part.numel()].copy_(part)
-        return whole.reshape(self.shape)
+            flat[start : start + part.numel()].copy_(part)
+        return whole
 
 
 def _folder(name: str) -> str:
@@ -468,6 +471,7 @@ class ElementsInOrder:
 __all__ = [
     "CHUNK_BYTES",
     "TENSORS",
+    "WEIGHT",
     "ArraySpec",
     "ArrayWriter",
     "ElementsInOrder",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infinity.checkpoint.arrays import CHUNK_BYTES, TENSORS, ArraySpec, ArrayWriter, SavedTensor, reading_from
+from infinity.checkpoint.arrays import CHUNK_BYTES, TENSORS, WEIGHT, ArraySpec, ArrayWriter, SavedTensor, reading_from
 from infinity.checkpoint.manifest import (
     MANIFEST,
     checksum_of,
@@ -42,8 +42,6 @@ _FILE_BYTES = 12 << 10
 """What the small files and directories of a tensor take."""
 
 LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
-WEIGHT = "weight"
-"""The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
 T = TypeVar("T")
 _MOST_READS = 5
 _MOST_TAG_BYTES = 255 - 26
@@ -171,11 +169,7 @@ class Checkpoint:
 
     def verify_small_files(self) -> int:
         """As `verify`, of all files but those of large tensors, which are checked as they are read."""
-        num_bytes = 0
-        for name, (size, _) in self._files.items():
-            read_checked(self.folder, self._files, name)
-            num_bytes += size
-        return num_bytes
+        return sum(len(read_checked(self.folder, self._files, name)) for name in self._files)
 
     def verify(self) -> int:
         """Read everything and compare all checksums; returns how many bytes that were.

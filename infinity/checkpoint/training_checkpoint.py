@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
-from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
+from infinity.checkpoint.record_stream import AHEAD_BYTES
 from infinity.checkpoint.same_model import LeftOut, SameModel
 from infinity.checkpoint.saved import (
     EXCLUDED,
@@ -47,6 +47,7 @@ from infinity.paging.pager import Pager
 from infinity.telemetry.progress import progress
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
+from infinity.units.buffers import persistent_buffers
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
@@ -111,11 +112,11 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
             name, shape = (fqn, slot.spec.shape) if tiled is None else (tiled.fqn, tiled.shape)
             spec = ArraySpec.of("parameters", name, kind, shape, dtype)
             found.append(_Planned(spec, None if slot.spec.is_trainable else partial(unit.weight, slot), unit, slot))
-    found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in buffers_of(training.model).items()]
+    found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in persistent_buffers(training.model)]
     beside: dict[str, Any] = {TIED: _tied(training.model)}
     if excluded:
         beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
-        sums = _left_out(training, beside[EXCLUDED]).checksums()
+        sums = _left_out(training).checksums(beside[EXCLUDED])
         beside[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
     if training.optimizer is None:
         return found, beside
@@ -171,9 +172,8 @@ def _frozen(training: Training) -> dict[int, str]:
     return found
 
 
-def _left_out(training: Training, fqns: Collection[str]) -> LeftOut:
-    parameters = {fqn: each for fqn, each in whole_parameters(training.model).items() if fqn in fqns}
-    return LeftOut(parameters, training.module_hooks, training.pager, training.tiled)
+def _left_out(training: Training) -> LeftOut:
+    return LeftOut(whole_parameters(training.model), training.module_hooks, training.pager, training.tiled)
 
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
@@ -184,16 +184,6 @@ def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
             fqn=fqn,
         )
     return _Planned(ArraySpec.of(group, fqn, kind, value.shape, value.dtype), lambda: value)
-
-
-def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that a state dict has."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -479,7 +469,7 @@ def load(
     saved = Checkpoint(folder)
     saved.verify_small_files()
     rest = saved.rest()
-    parameters, buffers = whole_parameters(training.model), buffers_of(training.model)
+    parameters, buffers = whole_parameters(training.model), dict(persistent_buffers(training.model))
     shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
     left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
     same = SameModel(is_strict=is_strict)
@@ -489,7 +479,7 @@ def load(
     if extra is not None:  # DeepSpeed has saved none
         same.names("extra states", takers(training.model), extra)
     if is_strict and left_out:
-        _left_out(training, left_out).check(saved.excluded_checksums)
+        _left_out(training).check(left_out, saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
         if with_scheduler and not only_module:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.arrays import ArraySpec
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec
 from infinity.checkpoint.deepspeed.contents import OF_DEEPSPEED, OF_ONE_SAVE, ONE_STATE_DICT, FoundTensor
 from infinity.checkpoint.deepspeed.pickles import read, without_records
 from infinity.errors import CheckpointError
@@ -42,7 +42,6 @@ _OWN = frozenset(
     ]
 )
 _NOT_TAKEN = {"data_sampler": "the state of curriculum learning", "random_ltd": "the state of random-LTD"}
-WEIGHT = "weight"
 
 
 class ModelStates:
@@ -165,4 +164,4 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
     return found
 
 
-__all__ = ["WEIGHT", "ModelStates"]
+__all__ = ["ModelStates"]

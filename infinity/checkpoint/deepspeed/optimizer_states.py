@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.arrays import ArraySpec
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec
 from infinity.checkpoint.deepspeed.contents import COPY_ALL, OF_DEEPSPEED, OF_ONE_SAVE, ONLY_WEIGHTS, FoundTensor
-from infinity.checkpoint.deepspeed.model_states import WEIGHT, ModelStates
+from infinity.checkpoint.deepspeed.model_states import ModelStates
 from infinity.checkpoint.deepspeed.pickles import Record, read
 from infinity.errors import CheckpointError
 
@@ -39,6 +39,8 @@ class OptimizerStates:
         """
         self._paths, self._model = paths, model
         self._ranks = [_read(path, skips_unknown=skips_unknown) for path in paths]
+        self.scaler = self._ranks[0].get("loss_scaler")
+        """DeepSpeed's loss scaler, or None."""
         self.stage = stage_of(paths[0], self._ranks[0], model.ds_config)
         check_optimizer(paths[0], model.ds_config)
         for path, rank in zip(paths, self._ranks, strict=True):
@@ -62,11 +64,6 @@ class OptimizerStates:
             raise CheckpointError(
                 paths[0], "its parameters are divided by groups of ranks", cure="It cannot be taken over"
             )
-
-    @property
-    def scaler(self) -> Any:
-        """The loss scaler, or None."""
-        return self._ranks[0].get("loss_scaler")
 
     @property
     def _groups(self) -> Sequence[Mapping[str, Any]]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.arrays import ArraySpec
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec
 from infinity.checkpoint.deepspeed.contents import FoundTensor
-from infinity.checkpoint.deepspeed.model_states import WEIGHT, ModelStates
+from infinity.checkpoint.deepspeed.model_states import ModelStates
 from infinity.checkpoint.deepspeed.optimizer_states import check_optimizer, groups_of
 from infinity.checkpoint.deepspeed.pickles import read
 from infinity.errors import CheckpointError
@@ -40,11 +40,8 @@ class UniversalStates:
         if not isinstance(found, dict) or "param_groups" not in found:
             raise CheckpointError(states, "it has no groups of an optimizer", cure=_CURE)
         self._states: Mapping[str, Any] = found
-
-    @property
-    def scaler(self) -> Any:
-        """The loss scaler, or None."""
-        return self._states.get("loss_scaler")
+        self.scaler = found.get("loss_scaler")
+        """DeepSpeed's loss scaler, or None."""
 
     def groups(self) -> list[dict[str, Any]]:
         """Hyperparameters, and whose they are; see `groups_of`."""
