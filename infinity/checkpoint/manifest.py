@@ -144,9 +144,8 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
     names = (entry["group"], entry["fqn"], entry["kind"], entry["dtype"])
     sizes = [*shape, *chunk]
     path = folder / MANIFEST
-    if not all(isinstance(name, str) and name for name in names) or names[0] not in ("parameters", "buffers"):
-        raise CheckpointError(path, f"it has an array that is named {names}")
-    if any(name in (".", "..") for name in names) or len(shape) > _NUM_SIZES:
+    is_named = all(isinstance(name, str) and name not in ("", ".", "..") for name in names)
+    if not is_named or names[0] not in ("parameters", "buffers") or len(shape) > _NUM_SIZES:
         raise CheckpointError(path, f"it has an array that is named {names}")
     if any(type(size) is not int or size < 0 or size >= 1 << 62 for size in sizes) or not _is_cut(shape, chunk):
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, in chunks of {chunk}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,11 +175,12 @@ class StateAccess:
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
-    def _pieces(self, unit: Unit, slot: Slot) -> Iterator[tuple[Chunk, Piece]]:
+    def _pieces(self, unit: Unit, indices: Collection[int]) -> Iterator[tuple[Chunk, list[Piece]]]:
+        """Chunks in which parameters of these slots lie, each with its pieces of them: of one slot, that is one."""
         for chunk in self._chunks[unit.index]:
-            for piece in chunk.pieces:
-                if piece.slot.index == slot.index:
-                    yield chunk, piece
+            pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
+            if pieces:
+                yield chunk, pieces
 
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
@@ -200,15 +201,13 @@ class StateAccess:
                         weight = _flat(unit.weight(slot))
                         for start in range(0, slot.numel, _PART_NUMEL):
                             made[slot.index].write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
-            for chunk in self._chunks[unit.index]:
-                pieces = [piece for piece in chunk.pieces if piece.slot.index in recorded]
-                if pieces:
-                    with self._reading(unit, chunk) as workspace:
-                        if self.has_halves:
-                            self._bring_weights(unit, chunk, workspace)
-                        for piece in pieces:
-                            with made[piece.slot.index].part(piece.start, piece.stop) as part:
-                                workspace.read_main(_span(piece), part)
+            for chunk, pieces in self._pieces(unit, recorded):
+                with self._reading(unit, chunk) as workspace:
+                    if self.has_halves:
+                        self._bring_weights(unit, chunk, workspace)
+                    for piece in pieces:
+                        with made[piece.slot.index].part(piece.start, piece.stop) as part:
+                            workspace.read_main(_span(piece), part)
             found = {index: copy.finish() for index, copy in made.items()}
         for slot in slots:
             if slot.index in recorded:
@@ -275,7 +274,7 @@ class StateAccess:
                 name: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
                 for name in names
             }
-            for chunk, piece in self._pieces(unit, slot):
+            for chunk, (piece,) in self._pieces(unit, [slot.index]):
                 with self._reading(unit, chunk) as workspace:
                     for name, copy in made.items():
                         with copy.part(piece.start, piece.stop) as part:
@@ -316,7 +315,7 @@ class StateAccess:
         if self._elements_follow:
             return
         flats = {name: in_memory_order(tensor, slot) for name, tensor in tensors.items()}
-        for chunk, piece in self._pieces(unit, slot):
+        for chunk, (piece,) in self._pieces(unit, [slot.index]):
             with self._changing(unit, chunk) as workspace:
                 for name, flat in flats.items():
                     workspace.write_state(name, _span(piece), flat[piece.start : piece.stop])
@@ -374,7 +373,7 @@ class StateAccess:
             unit.outdate()
             main = in_memory_order(values, slot)
             self._exchange.before(unit)
-            for chunk, piece in self._pieces(unit, slot):
+            for chunk, (piece,) in self._pieces(unit, [slot.index]):
                 weights, span = unit.weights_of(chunk), _span(piece)
                 with self._changing(unit, chunk) as workspace:
                     workspace.weight.copy_(weights)
@@ -421,13 +420,10 @@ class StateAccess:
         base = unit.flat.tensor()
         if is_outdating:
             unit.outdate()
-        indices = {slot.index for slot in changed}
         with self._exchange.changing(unit):
             if self.has_main_weights:
-                for chunk in self._chunks[unit.index]:
-                    pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
-                    if pieces:
-                        self._store_changed(unit, chunk, pieces, before)
+                for chunk, pieces in self._pieces(unit, {slot.index for slot in changed}):
+                    self._store_changed(unit, chunk, pieces, before)
             self._write_weights(unit, base, changed)
 
     def _store_changed(self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], before: torch.Tensor | None) -> None:

@@ -244,7 +244,7 @@ class Saving:
             frozen: dict[int, list[_Planned]] = {}
             for each in planned:
                 if each.unit is None or each.slot is None:
-                    _write(files, each)
+                    _write_planned(files, each)
                 elif each.value is None:
                     sink = _Sink(training.access, each.spec, each.slot, files, stack)
                     self._sinks[each.unit.index, each.slot.index, each.spec.kind] = sink
@@ -255,7 +255,7 @@ class Saving:
             for index, members in frozen.items():
                 with training.pager.opened(self._units[index]):
                     for each in members:
-                        self._note(_write(files, each))
+                        self._note(_write_planned(files, each))
             files.write_rest({"client_state": dict(client_state), **optimizer, **training.read_rest()})
             self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].stays_resident}
             self._stack = stack.pop_all()
@@ -388,7 +388,7 @@ def _units_before(training: Training) -> dict[int, list[int]]:
     return found
 
 
-def _write(files: CheckpointFiles, planned: _Planned) -> int:
+def _write_planned(files: CheckpointFiles, planned: _Planned) -> int:
     """Returns how many bytes it has."""
     if planned.value is None:
         return 0

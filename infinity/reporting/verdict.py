@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError
-from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload, of_record
 from infinity.run_log import Run
@@ -173,8 +172,7 @@ def _subject(bound_by: str, known: tuple[Workload, Plan] | None) -> str:
         if known is None:
             return what
         workload, plan = known
-        prediction: Prediction = workload.prediction(plan.placement)
-        kinds = prediction.kinds
+        kinds = workload.prediction(plan.placement).kinds
         column = 0 if bound_by == "read" else 1
         kind = max(kinds, key=lambda name: kinds[name][column])
         return f"{what} of {'the ' if kind == 'optimizer state' else ''}{kind}" if kinds[kind][column] else what

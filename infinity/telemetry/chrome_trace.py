@@ -19,15 +19,6 @@ from infinity.telemetry.timeline import Row, Span, StepSpan, Timeline
 from swapper.volumes.publish import replacing
 
 KEY = "infinity.timeline"
-_TITLES = {
-    Row.STEPS: "steps",
-    Row.COMPUTE: "compute",
-    Row.WAITING: "waiting",
-    Row.READS: "reads",
-    Row.WRITES: "writes",
-    Row.OPTIMIZER: "optimizer",
-    Row.COPIES: "copies",
-}
 
 
 def check_writable(path: Path) -> None:
@@ -71,8 +62,8 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     process = os.getpid()
     dropped = f" (the oldest {timeline.num_dropped} spans were dropped)" if timeline.num_dropped else ""
     yield _metadata("process_name", process, 0, {"name": f"infinity{dropped}"})
-    for row, title in _TITLES.items():
-        yield _metadata("thread_name", process, row + 1, {"name": title})
+    for row in Row:
+        yield _metadata("thread_name", process, row + 1, {"name": row.title})
         yield _metadata("thread_sort_index", process, row + 1, {"sort_index": row.value})
     zero = timeline.began_seconds
     for step in timeline.steps():
@@ -94,7 +85,7 @@ def _event(
     return {
         "ph": "X",
         "name": name,
-        "cat": _TITLES[row],
+        "cat": row.title,
         "pid": process,
         "tid": row + 1,
         "ts": begin / 1e3,
